@@ -1,0 +1,101 @@
+"""flexmask: attention masks as values.
+
+``causal() & key_padding(lengths=[3, 5, 4])`` is a small immutable expression. It lowers to a dense tensor, to a FlexAttention
+``mask_mod`` or ``BlockMask``, to rows of key intervals and to pictures. True means that the query may attend to the key.
+
+Expressions import without torch; what needs torch is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flexmask.catalogue import (
+    causal,
+    cross_length,
+    dense,
+    document,
+    empty,
+    full,
+    key_padding,
+    per_document,
+    per_head,
+    prefix_lm,
+    query_padding,
+    shift,
+    sliding_window,
+    transpose,
+)
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError, TextError
+from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
+from flexmask.masks import Mask, where
+from flexmask.naming import named
+from flexmask.tables import Table, document_ids, document_starts, param, table
+from flexmask.text import parse
+
+if TYPE_CHECKING:
+    from flexmask.analysis import RowBounds
+    from flexmask.functional import attention
+    from flexmask.lowering.stats import Stats
+    from flexmask.nn import MultiheadFlexAttention
+    from flexmask.rows import Rows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExpressionError",
+    "FlexmaskError",
+    "Index",
+    "LoweringError",
+    "Mask",
+    "MultiheadFlexAttention",
+    "OperandError",
+    "RowBounds",
+    "Rows",
+    "Stats",
+    "Table",
+    "TextError",
+    "attention",
+    "b",
+    "causal",
+    "cross_length",
+    "dense",
+    "document",
+    "document_ids",
+    "document_starts",
+    "empty",
+    "full",
+    "h",
+    "key_padding",
+    "kv",
+    "kv_len",
+    "maximum",
+    "minimum",
+    "named",
+    "param",
+    "parse",
+    "per_document",
+    "per_head",
+    "prefix_lm",
+    "q",
+    "q_len",
+    "query_padding",
+    "shift",
+    "sliding_window",
+    "table",
+    "transpose",
+    "where",
+]
+
+_NEEDS_TORCH = {
+    "MultiheadFlexAttention": "flexmask.nn",
+    "RowBounds": "flexmask.analysis",
+    "Rows": "flexmask.rows",
+    "Stats": "flexmask.lowering.stats",
+    "attention": "flexmask.functional",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
+    return getattr(import_module(_NEEDS_TORCH[name]), name)

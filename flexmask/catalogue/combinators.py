@@ -1,0 +1,94 @@
+"""Masks made of other masks, and of whole tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import Index, as_index, b, h, kv, kv_len, q, q_len
+from flexmask.masks import Mask, PerHead
+from flexmask.naming import named
+from flexmask.tables import Param, as_table
+
+__all__ = ["dense", "per_head", "shift", "transpose"]
+
+
+@named
+def dense(table: object) -> Mask:
+    """A mask given cell by cell.
+
+    Predicate: ``table[b, h, q, kv]``
+
+    PICTURE dense(table=[[True, False], [True, True], [False, True]]) @ 3x2
+
+    Args:
+        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible.
+
+    Raises:
+        OperandError: the table is not boolean.
+        ExpressionError: another number of axes.
+    """
+    if isinstance(table, Param):
+        return table[q, kv] != 0
+    cells = as_table(table, "dense: table")
+    if not cells.boolean:
+        raise OperandError("dense: table must be boolean, True for visible; compare it first, e.g. table == 0")
+    axes = {2: (q, kv), 3: (b, q, kv), 4: (b, h, q, kv)}.get(len(cells.shape))
+    if axes is None:
+        raise ExpressionError(f"dense: table must have the axes [Q, KV], [B, Q, KV] or [B, H, Q, KV], got {list(cells.shape)}")
+    return cells[axes] != 0
+
+
+@named
+def per_head(masks: Sequence[Mask]) -> Mask:
+    """Another mask for each head; as many heads as masks.
+
+    Predicate: ``masks[h](b, h, q, kv)``
+
+    PICTURE per_head([causal, full]) @ 3x4
+
+    Args:
+        masks: the mask of each head, in order.
+    """
+    if not isinstance(masks, list | tuple) or not masks or not all(isinstance(mask, Mask) for mask in masks):
+        raise OperandError(f"per_head: wanted a list of masks, one for each head, got {masks!r}")
+    return PerHead(tuple(masks))
+
+
+@named
+def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
+    """A mask moved down by ``q`` rows and right by ``kv`` columns.
+
+    Predicate: ``mask(b, h, q - rows, kv - columns)`` for ``shift(mask, q=rows, kv=columns)``
+
+    PICTURE shift(causal, kv=1) @ 4x4 3x5
+
+    Args:
+        mask: the mask to move. Where it looks up a table, the moved indices must stay inside.
+        q: rows, an integer or an index expression.
+        kv: columns, likewise.
+    """
+    return _checked(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
+
+
+@named
+def transpose(mask: Mask) -> Mask:
+    """A mask with queries and keys exchanged.
+
+    Predicate: ``mask(b, h, kv, q)``
+
+    PICTURE transpose(causal) @ 4x4 3x5
+
+    Args:
+        mask: the mask to mirror at its diagonal.
+    """
+    return _checked(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
+
+
+def _checked(mask: object, name: str) -> Mask:
+    if not isinstance(mask, Mask):
+        raise OperandError(f"{name}: wanted a mask first, got {type(mask).__name__} {mask!r}")
+    return mask
+
+
+_q, _kv = q, kv

@@ -1,0 +1,93 @@
+"""Masks that hide padding: keys, queries, or both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import Index, Symbol, kv, kv_len, q, q_len
+from flexmask.masks import Mask
+from flexmask.naming import named, nearest
+from flexmask.tables import Param, along, as_table, per_batch
+
+__all__ = ["cross_length", "key_padding", "query_padding"]
+
+
+@named
+def key_padding(lengths: object = None, *, keep: object = None, side: Literal["right", "left"] = "right") -> Mask:
+    """Hides the keys that are padding. Queries that are padding still see the real keys: see :func:`query_padding`.
+
+    Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask
+
+    PICTURE key_padding(lengths=3) @ 4x4 3x5
+    PICTURE key_padding(lengths=3, side='left') @ 4x4 3x5
+
+    Args:
+        lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
+        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token. (The
+            ``key_padding_mask`` of ``torch.nn.MultiheadAttention`` is the opposite: True for padding.)
+        side: where the padding stands.
+
+    Raises:
+        ExpressionError: not exactly one of ``lengths`` and ``keep``, or values out of range.
+        OperandError: a keep-mask that is not boolean.
+    """
+    return _padding("key_padding", lengths, keep, side, kv, kv_len)
+
+
+@named
+def query_padding(lengths: object = None, *, keep: object = None, side: Literal["right", "left"] = "right") -> Mask:
+    """Hides every key from the queries that are padding, so that attention gives 0 there.
+
+    Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask
+
+    PICTURE query_padding(lengths=3) @ 4x4 4x6
+
+    Args:
+        lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
+        keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token.
+        side: where the padding stands.
+
+    Raises:
+        ExpressionError: not exactly one of ``lengths`` and ``keep``, or values out of range.
+        OperandError: a keep-mask that is not boolean.
+    """
+    return _padding("query_padding", lengths, keep, side, q, q_len)
+
+
+@named
+def cross_length(kv_lengths: object, q_lengths: object = None) -> Mask:
+    """Attention between two padded sequences of different lengths, e.g. from a translation to its source.
+
+    Predicate: ``kv < kv_lengths[b]``, and ``(kv < kv_lengths[b]) & (q < q_lengths[b])`` with both
+
+    PICTURE cross_length(kv_lengths=3) @ 4x4 3x5
+    PICTURE cross_length(kv_lengths=3, q_lengths=2) @ 4x4 3x5
+
+    Args:
+        kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
+        q_lengths: real queries of each sequence; None to let the padding among the queries see the real keys.
+    """
+    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", "kv_len")
+    if q_lengths is None:
+        return mask
+    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", "q_len"))
+
+
+def _padding(name: str, lengths: object, keep: object, side: str, position: Index, length: Symbol) -> Mask:
+    if (lengths is None) == (keep is None):
+        raise ExpressionError(f"{name}: give exactly one of lengths and keep; got {'neither' if keep is None else 'both'}")
+    if side not in ("right", "left"):
+        raise ExpressionError(f"{name}: side must be 'right' or 'left', got {side!r}.{nearest(str(side), ('right', 'left'))}")
+    if keep is not None:
+        if side != "right":
+            raise ExpressionError(f"{name}: a keep-mask says itself where the padding is; leave side= out")
+        values = keep if isinstance(keep, Param) else as_table(keep, f"{name}: keep")
+        if not isinstance(values, Param):
+            if not values.boolean:
+                raise OperandError(f"{name}: keep must be boolean, True for a real token; give token counts as lengths=")
+            if len(values.shape) not in (1, 2):
+                raise ExpressionError(f"{name}: keep must have the axes [S] or [B, S], got shape {list(values.shape)}")
+        return along(values, position) != 0
+    real = per_batch(lengths, f"{name}: lengths", "kv_len" if length is kv_len else "q_len")
+    return position >= length - real if side == "left" else position < real

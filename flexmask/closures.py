@@ -1,0 +1,144 @@
+"""The expression form: an expression as nested plain closures of ``(b, h, q_idx, kv_idx)``.
+
+The closures capture nothing but numbers, tensors and each other, so that a compiler has no Python object to guard on. They
+take scalars, as FlexAttention passes them, or index tensors that broadcast.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.errors import LoweringError
+from flexmask.frame import Frame
+from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.tables import Lookup
+
+__all__ = ["index_closure", "mask_closure"]
+
+IndexClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+MaskClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _minimum(x: Any, y: Any) -> Any:
+    if isinstance(y, int):
+        return x.clamp(max=y)
+    return y.clamp(max=x) if isinstance(x, int) else torch.minimum(x, y)
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    if isinstance(y, int):
+        return x.clamp(min=y)
+    return y.clamp(min=x) if isinstance(x, int) else torch.maximum(x, y)
+
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "minimum": _minimum,
+    "maximum": _maximum,
+}
+COMPARISON: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def index_closure(node: Index, frame: Frame) -> IndexClosure:
+    """The closure of an index expression; it gives an integer tensor, or an int where no symbol occurs."""
+    match node:
+        case Constant(value):
+            return lambda b, h, q, kv: value
+        case Symbol("q_len"):
+            q_len = frame.q_len
+            return lambda b, h, q, kv: q_len
+        case Symbol("kv_len"):
+            kv_len = frame.kv_len
+            return lambda b, h, q, kv: kv_len
+        case Symbol("b"):
+            return lambda b, h, q, kv: b
+        case Symbol("h"):
+            return lambda b, h, q, kv: h
+        case Symbol("kv"):
+            return lambda b, h, q, kv: kv
+        case Symbol("q"):
+            return _query(frame.q_offset)
+        case Arithmetic(sign, left, right):
+            return _binary(ARITHMETIC[sign], index_closure(left, frame), index_closure(right, frame))
+        case Absolute(operand):
+            inner = index_closure(operand, frame)
+            return lambda b, h, q, kv: abs(inner(b, h, q, kv))
+        case Choice(condition, then, otherwise):
+            chosen = mask_closure(condition, frame)
+            yes, no = index_closure(then, frame), index_closure(otherwise, frame)
+            return lambda b, h, q, kv: torch.where(chosen(b, h, q, kv), yes(b, h, q, kv), no(b, h, q, kv))
+        case Lookup(table, indices):
+            return _lookup(frame.tables[table.key], [index_closure(index, frame) for index in indices])
+    raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+
+
+def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
+    """The closure of a mask whose names are expanded; it gives a boolean tensor."""
+    match node:
+        case Truth(True):
+            return lambda b, h, q, kv: b.new_ones((), dtype=torch.bool)
+        case Truth(False):
+            return lambda b, h, q, kv: b.new_zeros((), dtype=torch.bool)
+        case Compare(sign, left, right):
+            return _binary(COMPARISON[sign], index_closure(left, frame), index_closure(right, frame))
+        case And(operands):
+            return reduce(lambda f, g: _binary(operator.and_, f, g), (mask_closure(o, frame) for o in operands))
+        case Or(operands):
+            return reduce(lambda f, g: _binary(operator.or_, f, g), (mask_closure(o, frame) for o in operands))
+        case Xor(operands):
+            return reduce(lambda f, g: _binary(operator.xor, f, g), (mask_closure(o, frame) for o in operands))
+        case Not(operand):
+            inner = mask_closure(operand, frame)
+            return lambda b, h, q, kv: ~inner(b, h, q, kv)
+        case PerHead(masks):
+            return mask_closure(Or.make(tuple((Symbol("h") == head) & mask for head, mask in enumerate(masks))), frame)
+    raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+
+
+def _query(offset: int | Tensor) -> IndexClosure:
+    if isinstance(offset, Tensor):
+        of_sequence = offset
+        return (lambda b, h, q, kv: q + of_sequence[b]) if offset.numel() > 1 else lambda b, h, q, kv: q + of_sequence[0]
+    if offset:
+        return lambda b, h, q, kv: q + offset
+    return lambda b, h, q, kv: q
+
+
+def _binary(operation: Callable[[Any, Any], Any], left: IndexClosure, right: IndexClosure) -> IndexClosure:
+    return lambda b, h, q, kv: operation(left(b, h, q, kv), right(b, h, q, kv))
+
+
+def _lookup(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
+    if data.dtype == torch.bool:  # truth values count as 0 and 1
+        truth = _gathered(data, indices)
+        return lambda b, h, q, kv: truth(b, h, q, kv).to(torch.int32)
+    return _gathered(data, indices)
+
+
+def _gathered(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
+    match indices:
+        case []:
+            return lambda b, h, q, kv: data
+        case [first]:
+            return lambda b, h, q, kv: data[first(b, h, q, kv)]
+        case [first, second]:
+            return lambda b, h, q, kv: data[first(b, h, q, kv), second(b, h, q, kv)]
+    return lambda b, h, q, kv: data[tuple(index(b, h, q, kv) for index in indices)]

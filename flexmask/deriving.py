@@ -1,0 +1,65 @@
+"""Tables derived from others: the documents of positions, and where each document starts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask.errors import LoweringError
+
+__all__ = ["derive"]
+
+
+def derive(rule: str, source: Tensor, positions: int) -> Tensor:
+    """The table that a rule makes of its source, for positions ``0 .. positions - 1`` where the source does not say.
+
+    Args:
+        rule: ``"lengths"``, ``"cu_seqlens"`` or ``"position_ids"``, which give document ids, or ``"starts"``, which gives the
+            first position of each position's document from the ids.
+        source: integers with the axes ``[...]`` or ``[B, ...]``.
+        positions: how many positions are needed.
+
+    Raises:
+        LoweringError: values that contradict themselves. Values in another device's memory are not read.
+    """
+    if rule == "lengths":
+        ends = source.long().cumsum(-1)
+        _check_total(ends, positions, "lengths")
+        return _ids(ends, positions)
+    if rule == "cu_seqlens":
+        if source.device.type == "cpu" and (bool((source[..., 0] != 0).any()) or bool((source.diff() < 0).any())):
+            raise LoweringError(f"document: cu_seqlens must start with 0 and never fall, got {source.tolist()}")
+        if source.shape[-1] < 2:
+            raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
+        _check_total(source, positions, "cu_seqlens")
+        return _ids(source[..., 1:].long(), positions)
+    changes = torch.ones_like(source, dtype=torch.bool)
+    if rule == "position_ids":
+        changes[..., 1:] = source.diff() != 1
+        return changes.long().cumsum(-1) - 1
+    changes[..., 1:] = source.diff() != 0
+    _check_runs(source, changes)
+    at = torch.arange(source.shape[-1], device=source.device)
+    return torch.where(changes, at, 0).cummax(-1).values
+
+
+def _ids(ends: Tensor, positions: int) -> Tensor:
+    """The number of documents that end at or before each position; -1 behind the last."""
+    at = torch.arange(positions, device=ends.device).expand(*ends.shape[:-1], positions)
+    ids = torch.searchsorted(ends.contiguous(), at.contiguous(), right=True)
+    return ids.masked_fill(ids == ends.shape[-1], -1)
+
+
+def _check_total(ends: Tensor, positions: int, name: str) -> None:
+    if ends.device.type == "cpu" and int(ends[..., -1].max()) > positions:
+        raise LoweringError(f"document: {name} cover {int(ends[..., -1].max())} tokens, but there are {positions} positions")
+
+
+def _check_runs(ids: Tensor, changes: Tensor) -> None:
+    if ids.device.type != "cpu":
+        return
+    for row, starts in zip(ids.reshape(-1, ids.shape[-1]), changes.reshape(-1, ids.shape[-1]), strict=True):
+        first = row[starts]
+        first = first[first >= 0]
+        if first.unique().numel() != first.numel():
+            raise LoweringError("per_document: each document must be one run of equal ids; some id comes back after another")

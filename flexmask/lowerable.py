@@ -1,0 +1,136 @@
+"""The doors from a mask to its lowerings, which stand further up in the layers and are imported when first used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from flexmask.nodes import Node
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from flexmask.analysis import RowBounds
+    from flexmask.lowering.mask_mod import Form, MaskMod
+    from flexmask.lowering.stats import Stats
+    from flexmask.masks import Mask
+
+__all__ = ["Lowerable"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Lowerable(Node):
+    """What a mask lowers to. Every lowering takes
+
+    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``;
+    * ``batch``, ``heads``: taken from the mask's own tables where not given;
+    * ``q_offset``: the position of the first query, an int, or an integer tensor ``[B]`` with one for each sequence;
+    * ``device``: where the result is made; by default where the mask's tensors are, else the CPU.
+    """
+
+    def rows(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> RowBounds:
+        """What each query row may see, as sorted disjoint intervals of keys: see :class:`flexmask.analysis.RowBounds`."""
+        from flexmask.analysis import rows
+
+        return rows(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+
+    def dense(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """The mask as ``bool[B, H, q_len, kv_len]``, with 1 for B or H where it does not depend on them.
+
+        Raises:
+            LoweringError: the tensor would be larger than 4 GiB.
+        """
+        from flexmask.lowering.dense import dense
+
+        return dense(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+
+    def mask_mod(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+        form: Form = "auto",
+    ) -> MaskMod:
+        """A closure ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention; ``q_idx`` counts from 0 also with ``q_offset``.
+
+        Args:
+            form: ``"interval"`` tests the key against the row's intervals and is the same code for every mask;
+                ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a row has at most 8.
+        """
+        from flexmask.lowering.mask_mod import mask_mod
+
+        return mask_mod(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, form=form)
+
+    def block_mask(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+        block_size: int | tuple[int, int] = 128,
+        form: Form = "auto",
+    ) -> BlockMask:
+        """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
+
+        Args:
+            block_size: tokens in a block, or the pair (queries, keys).
+            form: see :meth:`mask_mod`.
+        """
+        from flexmask.lowering.block_mask import block_mask
+
+        return block_mask(
+            cast("Mask", self),
+            q_len,
+            kv_len,
+            batch=batch,
+            heads=heads,
+            q_offset=q_offset,
+            device=device,
+            block_size=block_size,
+            form=form,
+        )
+
+    def stats(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+        block_size: int | tuple[int, int] = 128,
+    ) -> Stats:
+        """How much the mask shows and what it costs: see :class:`flexmask.lowering.stats.Stats`."""
+        from flexmask.lowering.stats import stats
+
+        return stats(
+            cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, block_size=block_size
+        )

@@ -1,0 +1,94 @@
+"""The BlockMask lowering: what FlexAttention's kernels skip, test, and compute without a test."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.analysis import analyse
+from flexmask.blocks import Entries, blocks_of, union
+from flexmask.errors import LoweringError, OperandError
+from flexmask.frame import frame_of
+from flexmask.lowering.mask_mod import Form, mask_mod_of
+from flexmask.masks import Mask
+from flexmask.rows import Rows
+
+__all__ = ["block_mask", "sizes_of"]
+
+
+def block_mask(
+    mask: Mask,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    form: Form = "auto",
+) -> BlockMask:
+    """A mask as a BlockMask: see :meth:`flexmask.masks.Mask.block_mask`."""
+    sizes = sizes_of(block_size)
+    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    rows = analyse(mask, frame)
+    blocks = blocks_of(rows, frame, *sizes)
+    shape = frame.batch, frame.heads, -(-frame.q_len // sizes[0])
+    partial, full = (part.expand(*shape) for part in (blocks.partial, blocks.full))
+    return BlockMask(
+        (frame.q_len, frame.kv_len),
+        *_listed(partial),
+        *_listed(full),
+        *_listed(_transposed(partial)),
+        *_listed(_transposed(full)),
+        BLOCK_SIZE=sizes,
+        mask_mod=mask_mod_of(frame, rows, form),
+    )
+
+
+def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """The block size as the pair (queries, keys).
+
+    Raises:
+        OperandError: it is not an int or a pair of ints.
+        LoweringError: it is less than 1.
+    """
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    try:
+        q_size, kv_size = (operator.index(cast(Any, size)) for size in pair)
+    except (TypeError, ValueError):
+        raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}") from None
+    if min(q_size, kv_size) < 1:
+        raise LoweringError(f"block_size must be at least 1, got {block_size!r}")
+    return q_size, kv_size
+
+
+def _listed(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Sets of blocks as a BlockMask holds them: their number ``int32[B, H, rows]`` and their indices ``[B, H, rows, width]``.
+
+    Only the first ``number`` indices of a row mean something. So the storage has no room for the others: each row's indices
+    start at a fixed distance from those of the row before, and the view reads on into the next rows. Whatever stands there
+    is the index of some block.
+    """
+    shape, width = rows.lo.shape[:3], rows.kv_len
+    count = rows.counts()
+    stride = min(width, max(1, int(count.max())))
+    storage = torch.zeros(count.numel() * stride + width - stride, dtype=torch.int32, device=count.device)
+    entries = Entries.of(rows)
+    before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
+    within = torch.arange(entries.row.numel(), device=count.device) - before
+    storage[entries.row * stride + within] = entries.column.to(torch.int32)
+    strides = (shape[1] * shape[2] * stride, shape[2] * stride, stride, 1)
+    return count.to(torch.int32), storage.as_strided((*shape, width), strides)
+
+
+def _transposed(rows: Rows) -> Rows:
+    """For each column the rows that hold it."""
+    batch, heads, height, _ = rows.lo.shape
+    entries = Entries.of(rows)
+    group, row = entries.row // height, entries.row % height
+    return union(group * rows.kv_len + entries.column, row, row + 1, torch.Size((batch, heads, rows.kv_len)), height)

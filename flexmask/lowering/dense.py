@@ -1,0 +1,62 @@
+"""The dense lowering: a mask as a boolean tensor, evaluated cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flexmask.closures import mask_closure
+from flexmask.errors import LoweringError
+from flexmask.frame import Frame, frame_of
+from flexmask.masks import Mask
+
+__all__ = ["Cells", "cells_of", "dense"]
+
+#: The largest dense mask in bytes, one a cell; beyond it the other lowerings are the ones to use.
+MAX_BYTES = 4 * 2**30
+#: Cells evaluated at a time, which bounds the memory of intermediate results.
+CHUNK = 2**22
+
+#: ``cells(q_start, q_stop, kv_start, kv_stop)`` gives that rectangle of a mask as ``bool[B, H, q, kv]``.
+Cells = Callable[[int, int, int, int], Tensor]
+
+
+def dense(
+    mask: Mask,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A mask as a tensor: see :meth:`flexmask.masks.Mask.dense`."""
+    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    shape = (frame.batch, frame.heads, frame.q_len, frame.kv_len)
+    size = torch.Size(shape).numel()
+    if size > MAX_BYTES:
+        raise LoweringError(
+            f"a dense mask of {list(shape)} takes {size / 2**30:.1f} GiB; block_mask, mask_mod, rows and stats need none"
+        )
+    cells = cells_of(frame)
+    rows = max(1, CHUNK * frame.q_len // size)
+    result = torch.empty(shape, dtype=torch.bool, device=frame.device)
+    for start in range(0, frame.q_len, rows):
+        stop = min(start + rows, frame.q_len)
+        result[:, :, start:stop] = cells(start, stop, 0, frame.kv_len)
+    return result
+
+
+def cells_of(frame: Frame) -> Cells:
+    """Evaluates rectangles of the mask of a frame."""
+    closure = mask_closure(frame.mask, frame)
+    b, h, q, kv = frame.grid()
+
+    def cells(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:
+        found = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
+        return found.expand(frame.batch, frame.heads, q_stop - q_start, kv_stop - kv_start)
+
+    return cells

@@ -1,0 +1,76 @@
+"""The mask_mod lowering: a mask as the closure that FlexAttention takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexmask.analysis import RowBounds, analyse
+from flexmask.closures import mask_closure
+from flexmask.errors import ExpressionError, LoweringError
+from flexmask.frame import Frame, frame_of
+from flexmask.masks import Mask
+from flexmask.rows import Rows
+
+__all__ = ["Form", "MaskMod", "MAX_INTERVALS", "mask_mod", "mask_mod_of"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Form = Literal["auto", "interval", "expression"]
+
+#: The most intervals of a row that the interval form tests one by one.
+MAX_INTERVALS = 8
+
+
+def mask_mod(
+    mask: Mask,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+    form: Form = "auto",
+) -> MaskMod:
+    """A mask as a closure: see :meth:`flexmask.masks.Mask.mask_mod`."""
+    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    return mask_mod_of(frame, None if form == "expression" else analyse(mask, frame), form)
+
+
+def mask_mod_of(frame: Frame, rows: RowBounds | None, form: Form) -> MaskMod:
+    """The closure of a mask whose rows are known.
+
+    Raises:
+        LoweringError: the interval form is asked for but the rows have too many intervals or are only bounded.
+    """
+    if form not in ("auto", "interval", "expression"):
+        raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
+    if form == "expression" or rows is None:
+        return mask_closure(frame.mask, frame)
+    if rows.exact and rows.lower.slots <= MAX_INTERVALS:
+        return _interval_mod(rows.lower, frame)
+    if form == "interval":
+        reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
+        raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
+    return mask_closure(frame.mask, frame)
+
+
+def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
+    """``OR over i of lo[b, h, q, i] <= kv < hi[b, h, q, i]``.
+
+    The tensors have the full size of the axes, so that the code of the closure is the same whatever the mask depends on.
+    """
+    full = rows.expand(frame.batch, frame.heads, frame.q_len)
+    lo, hi = full.lo.contiguous(), full.hi.contiguous()
+    slots = rows.slots
+
+    def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible = (kv_idx >= lo[b, h, q_idx, 0]) & (kv_idx < hi[b, h, q_idx, 0])
+        for slot in range(1, slots):
+            visible = visible | ((kv_idx >= lo[b, h, q_idx, slot]) & (kv_idx < hi[b, h, q_idx, slot]))
+        return visible
+
+    return interval_mod

@@ -1,0 +1,91 @@
+"""Named masks: functions that return an expression, and the names under which text knows them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import Any, ParamSpec, cast
+
+from flexmask.errors import ExpressionError
+from flexmask.index import Index
+from flexmask.masks import Mask, Named, Truth
+from flexmask.tables import Param, Table, as_table, is_tensor, write_data
+
+__all__ = ["NAMES", "named", "nearest", "write_arguments"]
+
+P = ParamSpec("P")
+
+#: Every named mask by its name: what text, ``flexmask list`` and the tests know.
+NAMES: dict[str, Callable[..., Mask]] = {}
+
+
+def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
+    """Makes a function that returns a mask a named mask.
+
+    The result prints as the function's name with the arguments that differ from their defaults, can be called in text, and
+    is defined anew when one of its parameters is bound. Arguments that hold data arrive as tables, lists of masks as tuples.
+    """
+    signature = inspect.signature(define)
+    name = define.__name__
+    if name in NAMES:
+        raise ExpressionError(f"there is a named mask {name} already, from {NAMES[name].__module__}")
+
+    @wraps(define)
+    def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
+        given = signature.bind(*args, **kwargs)
+        arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
+        body = cast(Callable[..., Mask], define)(**arguments)
+        if isinstance(body, Truth):
+            return body
+        changed = tuple((k, v) for k, v in arguments.items() if not _is_default(v, signature.parameters[k].default))
+        return Named(name, changed, body, build)
+
+    NAMES[name] = build
+    return build
+
+
+def _argument(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, Mask | Index | Table | str | int):
+        return value
+    if isinstance(value, list | tuple) and any(isinstance(item, Mask) for item in value):
+        return tuple(value)
+    if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):
+        return as_table(value, what)
+    return value
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and not isinstance(value, Index) and bool(value == default)
+
+
+@cache
+def _first_parameter(define: Callable[..., Mask]) -> str:
+    return next(iter(inspect.signature(define).parameters), "")
+
+
+def write_arguments(define: Callable[..., Mask], arguments: Iterable[tuple[str, Any]], bare: bool) -> str:
+    """The arguments of a named mask as text: a leading mask by position, everything else by name."""
+
+    def write(value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(write, value))}]"
+        if isinstance(value, Table | Param):
+            return write_data(value, bare)
+        return value.write(bare)[0] if isinstance(value, Mask | Index) else repr(value)
+
+    return ", ".join(
+        write(value) if key == _first_parameter(define) and _holds_masks(value) else f"{key}={write(value)}"
+        for key, value in arguments
+    )
+
+
+def _holds_masks(value: Any) -> bool:
+    return isinstance(value, Mask | tuple)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word nearest to ``word`` as a hint for a message, or nothing where none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

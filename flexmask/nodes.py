@@ -1,0 +1,127 @@
+"""The common ground of every expression: immutable nodes with structural identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Self, cast
+
+__all__ = ["Node", "key_of"]
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.init)
+
+
+def key_of(value: Any) -> Any:
+    """``value`` with the key of each node in its place."""
+    if isinstance(value, Node):
+        return value.key
+    if isinstance(value, tuple):
+        return tuple(map(key_of, value))
+    return value
+
+
+def _nodes(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _map(value: Any, function: Callable[[Node], Node]) -> Any:
+    if isinstance(value, Node):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(_map(item, function) for item in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Node:
+    """A frozen value: its fields are ints, strings, other nodes and tuples of these.
+
+    Attributes:
+        key: nested tuples of plain values, equal exactly where two nodes are the same expression.
+        symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
+        memo: what later layers worked out about this node; no part of its identity.
+    """
+
+    key: tuple[Any, ...] = field(init=False, repr=False)
+    symbols: frozenset[str] = field(init=False, repr=False)
+    memo: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self._make_key())
+        object.__setattr__(self, "symbols", self._make_symbols())
+        object.__setattr__(self, "memo", {})
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in _field_names(cast(Any, type(self))))
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return (type(self).__name__, *map(key_of, self._values()))
+
+    def _make_symbols(self) -> frozenset[str]:
+        return frozenset().union(*(child.symbols for child in self.children()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()
+
+    def __repr__(self) -> str:
+        return self.write(bare=False)[0]
+
+    def __str__(self) -> str:
+        return self.write(bare=True)[0]
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        """The expression as text, and how tightly its outermost operator binds.
+
+        Args:
+            bare: as text for :func:`flexmask.parse`; otherwise as Python code. They differ in named masks without arguments
+                (``causal``, ``causal()``) and in parameters (``ids``, ``param('ids')``).
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def make(cls, *values: Any) -> Any:
+        """Builds a node of this kind in canonical form, which may be a node of another kind."""
+        return cls(*values)
+
+    def children(self) -> Iterator[Node]:
+        """The nodes directly below, in the order of the fields."""
+        return _nodes(self._values())
+
+    def walk(self) -> Iterator[Node]:
+        """This node and every node below it, depth first."""
+        yield self
+        for child in self.children():
+            yield from child.walk()
+
+    def replace(self, function: Callable[[Node], Node | None]) -> Node:
+        """Rebuilds the expression: where ``function`` gives a node, it stands for the one that was asked about."""
+        replaced = function(self)
+        if replaced is not None:
+            return replaced
+        values = self._values()
+        changed = tuple(_map(value, lambda child: child.replace(function)) for value in values)
+        same = all(a is b or (isinstance(a, tuple) and _same_items(a, b)) for a, b in zip(values, changed, strict=True))
+        return self if same else type(self).make(*changed)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _same_items(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(
+        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and _same_items(a, b)) for a, b in zip(left, right, strict=True)
+    )

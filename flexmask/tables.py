@@ -1,0 +1,355 @@
+"""Data that masks look up: literal tables, tensors, parameters to be bound later, and tables derived from these.
+
+Literal data (integers, lists, NumPy arrays) is kept by value and becomes a tensor only when a mask is lowered. A tensor is
+kept as it is, compares by identity and stays on its device.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+from typing import Literal as Lit
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import PRECEDENCE, Index, as_index, b
+from flexmask.nodes import Node
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Derived",
+    "Literal",
+    "Lookup",
+    "Param",
+    "Ranged",
+    "Table",
+    "TensorTable",
+    "along",
+    "as_table",
+    "document_ids",
+    "document_starts",
+    "is_tensor",
+    "param",
+    "per_batch",
+    "table",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Table(Node):
+    """Integers or truth values (counted as 0 and 1) that are looked up by index: ``table(data)[b, q]``."""
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The size of each axis; None for one that grows to the length it is looked up at."""
+        raise NotImplementedError
+
+    @property
+    def boolean(self) -> bool:
+        """Whether the values are truth values."""
+        return False
+
+    def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
+        return Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,))))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Literal(Table):
+    """A table kept by value: ``data`` holds int64 values, or bytes of 0 and 1 where ``truth`` is set."""
+
+    size: tuple[int, ...]
+    data: bytes
+    truth: bool
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return self.size
+
+    @property
+    def boolean(self) -> bool:
+        return self.truth
+
+    def tolist(self) -> Any:
+        """The values as an integer or nested lists."""
+        view = memoryview(self.data).cast("?" if self.truth else "q", cast(Any, self.size))
+        return view.tolist() if self.size else view[()]
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"table({self.tolist()})", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TensorTable(Table):
+    """A tensor that the user handed in. It compares by identity and has no text form that reads back."""
+
+    tensor: Tensor
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return ("TensorTable", id(self.tensor))
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def boolean(self) -> bool:
+        return str(self.tensor.dtype) == "torch.bool"
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Ranged(Table):
+    """A table whose values must lie in ``low <= value <= high``, checked when a mask is lowered.
+
+    Args:
+        source: the values.
+        what: their name, for the message, e.g. ``key_padding: lengths``.
+        low: the least value allowed.
+        high: ``"q_len"`` or ``"kv_len"``, or None for no limit.
+    """
+
+    source: Table
+    what: str
+    low: int
+    high: Lit["q_len", "kv_len"] | None
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return self.source.key  # the check does not change what the table says
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return self.source.shape
+
+    @property
+    def boolean(self) -> bool:
+        return self.source.boolean
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return self.source.write(bare)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Derived(Table):
+    """A table computed from another when a mask is lowered, for each position up to the length that is needed."""
+
+    rule: Lit["lengths", "cu_seqlens", "position_ids", "starts"]
+    source: Table | Param
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        source = (None,) if isinstance(self.source, Param) else self.source.shape
+        return source if self.rule in {"position_ids", "starts"} else (*source[:-1], None)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        text = write_data(self.source, bare)
+        call = f"document_starts({text})" if self.rule == "starts" else f"document_ids({self.rule}={text})"
+        return call, PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Param(Index):
+    """A named value that is not known yet: an integer, or a table where it is looked up. Bound with ``mask.bind``."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ExpressionError(f"a parameter's name must be an identifier, got {self.name!r}")
+        Index.__post_init__(self)
+
+    def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
+        return Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,))))
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return (self.name if bare else f"param({self.name!r})"), PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Lookup(Index):
+    """``table[index, ...]``: the value of a table at given indices, one for each axis."""
+
+    table: Table | Param
+    indices: tuple[Index, ...]
+
+    def __post_init__(self) -> None:
+        Index.__post_init__(self)
+        if isinstance(self.table, Table) and len(self.table.shape) != len(self.indices):
+            raise ExpressionError(
+                f"{self.table} has {len(self.table.shape)} axes {list(self.table.shape)} but is looked up with "
+                f"{len(self.indices)} indices [{', '.join(map(str, self.indices))}]"
+            )
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        indices = ", ".join(index.write(bare)[0] for index in self.indices) or "()"
+        return f"{self.table.write(bare)[0]}[{indices}]", PRECEDENCE["atom"]
+
+
+def write_data(data: Table | Param, bare: bool) -> str:
+    """The text of data as an argument: a literal as a bare list, everything else as in an expression."""
+    if isinstance(data, Ranged):
+        return write_data(data.source, bare)
+    return str(data.tolist()) if isinstance(data, Literal) else data.write(bare)[0]
+
+
+def param(name: str) -> Param:
+    """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
+    return Param(name)
+
+
+def is_tensor(data: object) -> bool:
+    """Whether ``data`` is a torch tensor, found out without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor)
+
+
+def table(data: object) -> Table:
+    """Data to be looked up by index, e.g. ``table(ids)[b, q]``.
+
+    Args:
+        data: integers or truth values: an int, a (nested) list, a NumPy array, or a tensor. Literals are copied, a tensor
+            is kept as it is.
+
+    Raises:
+        OperandError: ``data`` holds something else, e.g. floating point numbers.
+        ExpressionError: lists of uneven lengths, or no values at all.
+    """
+    return as_table(data, "table")
+
+
+def as_table(data: object, what: str) -> Table:
+    """As :func:`table`; ``what`` names the data in messages."""
+    if isinstance(data, Table):
+        return data
+    if is_tensor(data):
+        tensor = cast("Tensor", data)
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}. Convert it: .long() or .bool()")
+        if tensor.numel() == 0:
+            raise ExpressionError(f"{what} holds no values: its shape is {list(tensor.shape)}")
+        return TensorTable(tensor)
+    if hasattr(data, "__array__") and hasattr(data, "dtype"):
+        return _from_numpy(data, what)
+    size = _list_shape(data, what)
+    values = _flatten(data, len(size))
+    if not values:
+        raise ExpressionError(f"{what} holds no values: {data!r}")
+    kinds = {type(value) is bool for value in values}
+    if kinds == {True}:
+        return Literal(size, bytes(values), True)
+    try:
+        if kinds == {False}:
+            return Literal(size, array("q", map(operator.index, values)).tobytes(), False)
+    except (TypeError, OverflowError):
+        pass
+    strange = next((value for value in values if not isinstance(value, int)), values[0])
+    raise OperandError(
+        f"{what} must hold either 64-bit integers or truth values throughout, got {type(strange).__name__} {strange!r}"
+    )
+
+
+def _from_numpy(data: Any, what: str) -> Literal:
+    if data.dtype.kind not in "iub":
+        raise OperandError(f"{what} must hold integers or truth values, got dtype {data.dtype}. Convert it: .astype(int)")
+    if data.size == 0:
+        raise ExpressionError(f"{what} holds no values: its shape is {list(data.shape)}")
+    truth = data.dtype.kind == "b"
+    return Literal(tuple(data.shape), data.astype("?" if truth else "i8").tobytes(), truth)
+
+
+def _list_shape(data: object, what: str) -> tuple[int, ...]:
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
+        return ()
+    shapes = {_list_shape(item, what) for item in data}
+    if len(shapes) > 1:
+        raise ExpressionError(f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length.")
+    return (len(data), *(shapes.pop() if shapes else ()))
+
+
+def _flatten(data: Any, depth: int) -> list[Any]:
+    if depth == 0:
+        return [data]
+    return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
+
+
+def per_batch(data: object, what: str, high: Lit["q_len", "kv_len"] | None) -> Index:
+    """One length for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
+
+    Each must lie between 0 and the length that ``high`` names.
+    """
+    if isinstance(data, Param):
+        return data[b]
+    values = _ranged(data, what, 0, high)
+    if len(values.shape) > 1:
+        raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}")
+    if values.boolean:
+        raise OperandError(f"{what} must hold integers, got truth values; give a keep-mask as keep=")
+    return values[b] if values.shape else values[()]
+
+
+def along(data: Table | Param, position: Index) -> Lookup:
+    """The value at a position of a sequence: ``data[position]``, or ``data[b, position]`` where data has a batch axis."""
+    if isinstance(data, Param) or len(data.shape) == 2:
+        return data[b, position]
+    return data[position]
+
+
+def _ranged(data: object, what: str, low: int, high: Lit["q_len", "kv_len"] | None) -> Table:
+    values = as_table(data, what)
+    source = values.source if isinstance(values, Ranged) else values
+    if isinstance(source, Literal):
+        worst = min(_flatten(source.tolist(), len(source.size)))
+        if worst < low:
+            raise ExpressionError(f"{what} must be at least {low}, got {worst}")
+    return Ranged(source, what, low, high)
+
+
+def _sequence_table(data: object, what: str) -> Table | Param:
+    if isinstance(data, Param):
+        return data
+    values = as_table(data, what)
+    if len(values.shape) not in {1, 2}:
+        raise ExpressionError(f"{what} must have the axes [positions] or [batch, positions], got shape {list(values.shape)}")
+    if values.boolean:
+        raise OperandError(f"{what} must hold integers, got truth values")
+    return values
+
+
+def document_ids(
+    ids: object = None, *, lengths: object = None, cu_seqlens: object = None, position_ids: object = None
+) -> Table | Param:
+    """The document of each position, from exactly one source. Ids below 0 are padding.
+
+    Args:
+        ids: the ids themselves, ``[S]`` or ``[B, S]``.
+        lengths: the documents' lengths in tokens, ``[n]`` or ``[B, n]``; positions behind the last document are padding.
+        cu_seqlens: their cumulative lengths from 0, ``[n + 1]`` or ``[B, n + 1]``, as variable-length kernels take them.
+        position_ids: positions that restart in each document, ``[S]`` or ``[B, S]``; a document starts wherever a
+            position is not the previous one plus 1.
+
+    Raises:
+        ExpressionError: no source or several, a wrong shape, or values that contradict themselves.
+    """
+    given = {"ids": ids, "lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    sources = {name: data for name, data in given.items() if data is not None}
+    if len(sources) != 1:
+        got = ", ".join(sources) or "none"
+        raise ExpressionError(f"documents come from exactly one of ids, lengths, cu_seqlens and position_ids; got {got}")
+    ((name, data),) = sources.items()
+    values = _sequence_table(data, f"document: {name}")
+    if name == "ids":
+        return values
+    if isinstance(values, Table):
+        values = _ranged(values, f"document: {name}", 0, None)
+    return Derived(cast(Any, name), values)
+
+
+def document_starts(ids: object) -> Table:
+    """For each position the first position of its document; each document must be one run of equal ids."""
+    return Derived("starts", _sequence_table(ids, "document_starts: ids"))

@@ -1,0 +1,248 @@
+"""The text form of masks: an expression in a subset of Python's grammar, read with ``ast`` and never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from flexmask.catalogue import __all__ as _built_in
+from flexmask.errors import FlexmaskError, OperandError, TextError
+from flexmask.index import Index, Symbol, maximum, minimum
+from flexmask.masks import Mask, where
+from flexmask.naming import NAMES, nearest
+from flexmask.tables import Param, Table, document_ids, document_starts, param, table
+
+__all__ = ["parse"]
+
+#: The longest text, in characters, and the deepest nesting that is read.
+MAX_LENGTH = 1_000_000
+MAX_DEPTH = 100
+
+assert set(_built_in) <= set(NAMES)
+SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "document_ids": document_ids,
+    "document_starts": document_starts,
+    "maximum": maximum,
+    "minimum": minimum,
+    "param": param,
+    "table": table,
+    "where": where,
+}
+BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
+COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+#: What people write, and what a mask's text has instead.
+INSTEAD: dict[type[ast.AST], str] = {
+    ast.And: "write a & b for `a and b`",
+    ast.Or: "write a | b for `a or b`",
+    ast.Not: "write ~a for `not a`",
+    ast.Div: "write // to divide and round down",
+    ast.IfExp: "write where(condition, a, b) for a choice",
+    ast.Attribute: "attributes are not part of a mask's text",
+    ast.Lambda: "functions are not part of a mask's text",
+    ast.Is: "write == to compare",
+    ast.In: "compare with == and join with |",
+}
+
+
+def parse(text: str) -> Mask:
+    """Reads a mask from text, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
+
+    The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
+    expressions, the symbols ``b h q kv q_len kv_len``, the named masks (without parentheses where they have no arguments),
+    ``abs minimum maximum where table document_ids document_starts``, integers, lists, strings, ``None``, ``True`` and
+    ``False``. Any other name is a parameter, to be bound with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``.
+
+    Raises:
+        TextError: text that is not a mask; shows the column and the nearest known name.
+        OperandError: ``text`` is not a string.
+    """
+    if not isinstance(text, str):
+        raise OperandError(f"parse() reads a string, got {type(text).__name__} {text!r}")
+    if len(text) > MAX_LENGTH:
+        raise TextError(f"the text has {len(text)} characters; at most {MAX_LENGTH} are read. Bind long data: mask.bind(ids=...)")
+    if not text.strip():
+        raise TextError("the text is empty; write a mask, e.g. causal & key_padding(lengths=[3, 5, 4])")
+    line = text.strip()
+    _check_nesting(line)
+    try:
+        tree = ast.parse(line, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        column = getattr(error, "offset", None) or 1
+        raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
+    return _Reader(line).mask(tree.body)
+
+
+def _check_nesting(line: str) -> None:
+    depth = 0
+    for column, character in enumerate(line):
+        depth += (character in "([") - (character in ")]")
+        if depth > MAX_DEPTH:
+            raise TextError(f"brackets are nested more than {MAX_DEPTH} deep", line[: column + 1], column)
+
+
+class _Reader:
+    """Reads the syntax tree of one text."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.depth = 0
+
+    def fail(self, node: ast.AST, reason: str) -> NoReturn:
+        column = getattr(node, "col_offset", 0)
+        line = self.line.split("\n")[getattr(node, "lineno", 1) - 1]
+        raise TextError(reason, line, len(line.encode()[:column].decode(errors="ignore")))
+
+    def mask(self, node: ast.expr) -> Mask:
+        value = self.value(node)
+        if isinstance(value, Param):
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
+        if not isinstance(value, Mask):
+            self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. ({ast.unparse(node)[:40]}) == 0")
+        return value
+
+    def value(self, node: ast.expr) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(node, f"the expression is nested more than {MAX_DEPTH} deep")
+        try:
+            return self.read(node)
+        except TextError:
+            raise
+        except (FlexmaskError, TypeError, ValueError) as error:
+            self.fail(node, str(error))
+        finally:
+            self.depth -= 1
+
+    def read(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value) if value is None or isinstance(value, int | str):
+                return value
+            case ast.Name(name):
+                return self.name(node, name)
+            case ast.List(items) | ast.Tuple(items):
+                return self.items(items)
+            case ast.UnaryOp(sign, operand) if type(sign) in UNARY:
+                return UNARY[type(sign)](self.operand(operand))
+            case ast.BinOp(left, sign, right) if type(sign) in BINARY:
+                return self.binary(node, left, sign, right)
+            case ast.Compare(left, [sign], [right]) if type(sign) in COMPARE:
+                return COMPARE[type(sign)](self.operand(left), self.operand(right))
+            case ast.Compare(ops=[_, _, *_]):
+                self.fail(node, "a chain of comparisons: write each in parentheses and join them with &, (a <= b) & (b < c)")
+            case ast.Subscript(source, index):
+                return self.subscript(node, source, index)
+            case ast.Call(function, arguments, keywords):
+                return self.call(node, function, arguments, keywords)
+        kinds = [type(node), *(type(getattr(node, "op", None)),), *(type(op) for op in getattr(node, "ops", []))]
+        instead = next(
+            (INSTEAD[kind] for kind in kinds if kind in INSTEAD), f"{type(node).__name__} is not part of a mask's text"
+        )
+        self.fail(node, f"`{ast.unparse(node)[:60]}`: {instead}")
+
+    def items(self, items: list[ast.expr]) -> list[Any]:
+        if all(isinstance(item, ast.Constant) for item in items):  # the usual case of long data, without a call for each
+            return [item.value for item in items]  # type: ignore[attr-defined]
+        return [self.value(item) for item in items]
+
+    def operand(self, node: ast.expr) -> Any:
+        value = self.value(node)
+        if isinstance(value, Index | Mask) or type(value) is int:
+            return value
+        self.fail(node, f"{_kind(value)} cannot be an operand; data is looked up by index: table([...])[b, q]")
+
+    def binary(self, node: ast.expr, left: ast.expr, sign: ast.operator, right: ast.expr) -> Any:
+        operands = []
+        for side in (left, right):
+            value = self.operand(side)
+            if isinstance(value, Param) and type(sign) in {ast.BitAnd, ast.BitOr, ast.BitXor}:
+                self.fail(side, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
+            operands.append(value)
+        return BINARY[type(sign)](*operands)
+
+    def name(self, node: ast.AST, name: str) -> Any:
+        if name in SYMBOLS:
+            return SYMBOLS[name]
+        if name in NAMES:
+            try:
+                inspect.signature(NAMES[name]).bind()
+            except TypeError as error:
+                self.fail(node, f"{name} needs arguments: {error}; write {name}{inspect.signature(NAMES[name])}")
+            return NAMES[name]()
+        if name in FUNCTIONS:
+            self.fail(node, f"{name} is a function; write {name}(...)")
+        if name.startswith("_"):
+            self.fail(node, f"a name cannot start with an underscore: {name}")
+        return Param(name)
+
+    def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
+        data = self.value(source)
+        if isinstance(data, list):
+            data = table(data)
+        if not isinstance(data, Param | Table):
+            self.fail(node, f"{_kind(data)} is not data that can be looked up")
+        indices = self.value(index)
+        return data[tuple(indices) if isinstance(indices, list) else indices]
+
+    def call(self, node: ast.expr, function: ast.expr, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Any:
+        if not isinstance(function, ast.Name):
+            self.fail(function, f"`{ast.unparse(function)[:60]}` cannot be called; only named masks and functions can")
+        target = NAMES.get(function.id) or FUNCTIONS.get(function.id)
+        if target is None:
+            self.fail(function, f"there is no mask or function {function.id}.{nearest(function.id, [*NAMES, *FUNCTIONS])}")
+        values = [self.value(argument) for argument in arguments]
+        named = {}
+        for keyword in keywords:
+            if keyword.arg is None:
+                self.fail(keyword.value, "** is not part of a mask's text")
+            named[keyword.arg] = self.value(keyword.value)
+        try:
+            inspect.signature(target).bind(*values, **named)
+        except TypeError as error:
+            wrong = next((word for word in named if f"'{word}'" in str(error)), "")
+            hint = nearest(wrong, inspect.signature(target).parameters) if wrong else ""
+            self.fail(node, f"{function.id}: {error}.{hint} Its signature is {function.id}{_signature(target)}")
+        return target(*values, **named)
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def _kind(value: object) -> str:
+    match value:
+        case Mask():
+            return f"the mask {value}"
+        case Index():
+            return f"the index expression {value}"
+        case Table():
+            return "a table"
+        case list():
+            return "a list"
+    return repr(value)
