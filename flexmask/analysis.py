@@ -16,9 +16,10 @@ from torch import Tensor
 
 from flexmask.closures import index_closure, mask_closure
 from flexmask.errors import LoweringError
-from flexmask.frame import Frame, frame_of
+from flexmask.frame import Frame
 from flexmask.index import Index
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 from flexmask.runs import matching_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate

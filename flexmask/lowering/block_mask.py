@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.analysis import analyse
 from flexmask.blocks import Entries, blocks_of, union
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import frame_of
 from flexmask.lowering.mask_mod import Form, mask_mod_of
 from flexmask.masks import Mask
+from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
 __all__ = ["block_mask", "sizes_of"]
@@ -37,7 +37,7 @@ def block_mask(
     frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
     rows = analyse(mask, frame)
     blocks = blocks_of(rows, frame, *sizes)
-    shape = frame.batch, frame.heads, -(-frame.q_len // sizes[0])
+    shape = frame.full_batch, frame.heads, -(-frame.q_len // sizes[0])
     partial, full = (part.expand(*shape) for part in (blocks.partial, blocks.full))
     return BlockMask(
         (frame.q_len, frame.kv_len),

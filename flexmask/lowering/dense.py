@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flexmask.closures import mask_closure
 from flexmask.errors import LoweringError
-from flexmask.frame import Frame, frame_of
+from flexmask.frame import Frame
 from flexmask.masks import Mask
+from flexmask.preparation import frame_of
 
 __all__ = ["Cells", "cells_of", "dense"]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from flexmask.analysis import RowBounds, analyse
 from flexmask.closures import mask_closure
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.frame import Frame, frame_of
+from flexmask.frame import Frame
 from flexmask.masks import Mask
+from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
 __all__ = ["Form", "MaskMod", "MAX_INTERVALS", "mask_mod", "mask_mod_of"]
@@ -61,13 +62,16 @@ def mask_mod_of(frame: Frame, rows: RowBounds | None, form: Form) -> MaskMod:
 def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
     """``OR over i of lo[b, h, q, i] <= kv < hi[b, h, q, i]``.
 
-    The tensors have the full size of the axes, so that the code of the closure is the same whatever the mask depends on.
+    The tensors have the size of the whole batch, so that the code of the closure is the same whatever the mask depends on.
     """
-    full = rows.expand(frame.batch, frame.heads, frame.q_len)
+    full = rows.expand(frame.full_batch, frame.heads, frame.q_len)
     lo, hi = full.lo.contiguous(), full.hi.contiguous()
     slots = rows.slots
+    # An axis of size 1 may stand for more: it is read at 0.
+    b_step, h_step = int(frame.full_batch > 1), int(frame.heads > 1)
 
     def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        b, h = b * b_step, h * h_step
         visible = (kv_idx >= lo[b, h, q_idx, 0]) & (kv_idx < hi[b, h, q_idx, 0])
         for slot in range(1, slots):
             visible = visible | ((kv_idx >= lo[b, h, q_idx, slot]) & (kv_idx < hi[b, h, q_idx, slot]))

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flexmask.analysis import analyse
 from flexmask.blocks import Entries, blocks_of, evaluated
-from flexmask.frame import Frame, frame_of
+from flexmask.frame import Frame
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.masks import Mask
+from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
 __all__ = ["Stats", "stats"]

@@ -1,0 +1,204 @@
+"""Preparation: every check between a mask and the lengths that it is lowered at, and its data made ready.
+
+Values of tensors in another device's memory are not read, since that would wait for the device; their shapes are checked
+like all others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmask.deriving import derive
+from flexmask.errors import LoweringError, OperandError
+from flexmask.frame import Frame
+from flexmask.index import Symbol
+from flexmask.masks import Mask, PerHead
+from flexmask.ranges import check_ranges
+from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable
+
+__all__ = ["frame_of"]
+
+
+def frame_of(
+    mask: Mask,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+) -> Frame:
+    """Checks that a mask can be lowered as asked, and prepares it.
+
+    Raises:
+        LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
+        OperandError: a length that is not an integer.
+    """
+    if mask.params:
+        given = ", ".join(f"{name}=..." for name in mask.params)
+        raise LoweringError(f"the mask {mask} has unbound parameters: give them with mask.bind({given})")
+    q_len = _length("q_len", q_len)
+    kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
+    lookups = _lookups(mask)
+    where = _device(lookups, device)
+    if "q_len" in mask.symbols and not (isinstance(q_offset, int) and q_offset == 0):
+        raise LoweringError(
+            f"{mask} places the queries by q_len, so q_offset={q_offset} would move them twice; "
+            'use causal(align="upper_left") with q_offset'
+        )
+    offset = _offset(q_offset, where)
+    needed = {"kv": kv_len, "q": _end(q_len, offset)}
+    sizes = _sizes(mask, lookups, {"b": batch, "h": heads}, offset, needed)
+    body = mask.substitute(q_len=q_len, kv_len=kv_len)
+    frame = Frame(body, q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
+    for lookup in lookups:
+        frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
+    check_ranges(mask, frame)
+    return frame
+
+
+def _lookups(mask: Mask) -> list[Lookup]:
+    """Every lookup below a mask once."""
+    if "lookups" not in mask.memo:
+        found = {node.key: node for node in mask.expand().walk() if isinstance(node, Lookup)}
+        mask.memo["lookups"] = list(found.values())
+    return cast("list[Lookup]", mask.memo["lookups"])
+
+
+def _length(name: str, value: object) -> int:
+    try:
+        number = operator.index(cast(Any, value))
+    except TypeError:
+        raise OperandError(f"{name} must be an integer, got {value!r}") from None
+    if number < 1 or isinstance(value, bool):
+        raise LoweringError(f"{name} must be at least 1, got {value!r}")
+    return number
+
+
+def _device(lookups: list[Lookup], device: torch.device | str | None) -> torch.device:
+    devices: dict[torch.device, str] = {}
+    for tensor in {id(t): t for lookup in lookups for t in _tensors(lookup.table)}.values():
+        devices.setdefault(tensor.tensor.device, str(tensor))
+    asked = torch.device(device) if device is not None else next(iter(devices), torch.device("cpu"))
+    if asked == torch.device("cuda"):  # tensors name the number of their device
+        asked = torch.device("cuda", torch.cuda.current_device())
+    strange = {where: text for where, text in devices.items() if where != asked}
+    if strange:
+        where, text = next(iter(strange.items()))
+        raise LoweringError(f"the mask's tensor {text} is on {where}, not on {asked}; move the mask with mask.to({str(asked)!r})")
+    return asked
+
+
+def _tensors(table: Table | Param) -> Iterator[TensorTable]:
+    return (node for node in table.walk() if isinstance(node, TensorTable))
+
+
+def _offset(q_offset: Any, device: torch.device) -> int | Tensor:
+    if isinstance(q_offset, Tensor):
+        if q_offset.is_floating_point() or q_offset.dim() > 1:
+            raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
+        if q_offset.device != device:
+            raise LoweringError(f"q_offset is on {q_offset.device}, the mask on {device}; move one with .to()")
+        if _on_host(q_offset) and int(q_offset.min()) < 0:
+            raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
+        return q_offset.long().reshape(-1)
+    try:
+        offset = operator.index(q_offset)
+    except TypeError:
+        raise OperandError(f"q_offset must be an int or an integer tensor [B], got {q_offset!r}") from None
+    if offset < 0:
+        raise LoweringError(f"q_offset must not be negative, got {offset}")
+    return offset
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _end(q_len: int, offset: int | Tensor) -> int | None:
+    """The position behind the last query; None where only the device knows it."""
+    if isinstance(offset, int):
+        return q_len + offset
+    return q_len + int(offset.max()) if _on_host(offset) else None
+
+
+def _sizes(
+    mask: Mask,
+    lookups: list[Lookup],
+    given: dict[str, int | None],
+    offset: int | Tensor,
+    needed: dict[str, int | None],
+) -> dict[str, int]:
+    """The sizes of batch and heads, which all that says something about them must agree on."""
+    said: dict[str, dict[int, str]] = {"b": {}, "h": {}}
+    for axis, keyword in (("b", "batch"), ("h", "heads")):
+        if given[axis] is not None:
+            said[axis][_length(keyword, given[axis])] = f"{keyword}={given[axis]}"
+    if isinstance(offset, Tensor) and offset.numel() > 1:
+        said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+    for node in mask.walk():
+        if isinstance(node, PerHead):
+            said["h"].setdefault(len(node.masks), f"per_head of {len(node.masks)} masks")
+    for lookup in lookups:
+        for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
+            if isinstance(index, Symbol) and size is not None:
+                if index.name in said:
+                    said[index.name].setdefault(size, str(lookup))
+                else:
+                    _check_axis(lookup, index.name, size, needed)
+    sizes = {}
+    for axis, keyword in (("b", "batch"), ("h", "heads")):
+        if len(said[axis]) > 1:
+            claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
+            raise LoweringError(f"the mask {mask} contradicts itself about {keyword}: {claims}")
+        dependent = axis in mask.symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in mask.symbols)
+        if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
+            raise LoweringError(f"the mask {mask} depends on {axis}: say how many there are with {keyword}=")
+        sizes[axis] = next(iter(said[axis]), 1) if dependent else 1
+    return sizes
+
+
+def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None]) -> None:
+    length = needed[name]
+    if name == "kv" and size != length:
+        raise LoweringError(f"{lookup} has {size} values along kv, but kv_len is {length}")
+    if name == "q" and length is not None and size < length:
+        raise LoweringError(f"{lookup} has {size} values along q, but the queries reach position {length} (q_offset + q_len)")
+
+
+def _tensor(table: Table | Param, frame: Frame) -> Tensor:
+    """The data of a table on the frame's device, checked."""
+    match table:
+        case TensorTable(tensor):
+            return tensor
+        case Literal(size, data, truth):
+            where = str(frame.device)
+            if where not in table.memo:
+                dtype = torch.bool if truth else torch.int64
+                table.memo[where] = torch.frombuffer(bytearray(data), dtype=dtype).view(size).to(frame.device)
+            return cast(Tensor, table.memo[where])
+        case Ranged(source, what, low, high):
+            values = _tensor(source, frame)
+            if _on_host(values):
+                _check_range(values, what, low, high, frame)
+            return values
+        case Derived(rule, source):
+            return derive(rule, _tensor(source, frame), max(frame.kv_len, frame.q_end or 0))
+    raise AssertionError(f"not a table: {table!r}")
+
+
+def _check_range(values: Tensor, what: str, low: int, high: str | None, frame: Frame) -> None:
+    least, most = (int(v) for v in values.aminmax())
+    if least < low:
+        raise LoweringError(f"{what} must be at least {low}, got {least}")
+    if high is None:
+        return
+    limit = frame.kv_len if high == "kv_len" else frame.q_end
+    if limit is not None and most > limit:
+        raise LoweringError(f"{what} must be at most {high} = {limit}, got {most}")

@@ -1,0 +1,122 @@
+"""Range checks: that no computed index leaves its table and nothing is divided by zero, before anything is evaluated."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from flexmask.closures import index_closure
+from flexmask.errors import LoweringError
+from flexmask.frame import Frame
+from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.masks import Mask
+from flexmask.tables import Lookup
+
+__all__ = ["check_ranges"]
+
+Extent = tuple[int, int]
+
+
+def check_ranges(mask: Mask, frame: Frame) -> None:
+    """Checks the computed indices and divisors of a mask in the frame made for it.
+
+    Values in another device's memory are not read; what depends on them is not checked.
+
+    Raises:
+        LoweringError: an index that leaves its table, or a divisor that may be 0.
+    """
+    if "computed" not in mask.memo:
+        mask.memo["computed"] = [node for node in mask.expand().walk() if _is_computed(node)]
+    for node in reversed(mask.memo["computed"]):  # what stands inside comes first
+        if isinstance(node, Lookup):
+            _check_lookup(node, frame)
+        else:
+            extent = _extent(node.right, frame)
+            if extent is not None and extent[0] <= 0 <= extent[1]:
+                raise LoweringError(f"{node} may divide by 0: {node.right} ranges from {extent[0]} to {extent[1]}")
+
+
+def _is_computed(node: object) -> bool:
+    if isinstance(node, Lookup):
+        return any(not isinstance(index, Symbol) for index in node.indices)
+    return isinstance(node, Arithmetic) and node.sign in {"//", "%"} and not isinstance(node.right, Constant)
+
+
+def _check_lookup(lookup: Lookup, frame: Frame) -> None:
+    for axis, index in enumerate(lookup.indices):
+        size = frame.tables[lookup.table.key].shape[axis]
+        extent = _extent(index, frame)
+        if extent is None or (extent[0] >= 0 and extent[1] < size) or isinstance(index, Symbol):
+            continue
+        if not {"q", "kv"} <= index.symbols:
+            extent = _evaluated(index, frame)
+        if extent[0] < 0 or extent[1] >= size:
+            raise LoweringError(
+                f"{lookup}: the index {index} ranges from {extent[0]} to {extent[1]}, but the table has {size} values along "
+                "that axis; keep it inside with flexmask.minimum and flexmask.maximum"
+            )
+
+
+def _evaluated(index: Index, frame: Frame) -> Extent:
+    axis = "kv" if "kv" in index.symbols else "q"
+    position = frame.index(axis).view(1, 1, -1)
+    values = index_closure(index, frame)(frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position)
+    least, most = torch.as_tensor(values).aminmax()
+    return int(least), int(most)
+
+
+def _extent(index: Index, frame: Frame) -> Extent | None:
+    """The least and greatest value that an expression can take, or None where only the device knows."""
+    match index:
+        case Constant(value):
+            return value, value
+        case Symbol(name):
+            return _symbol_extent(name, frame)
+        case Lookup(table):
+            values = frame.tables[table.key]
+            if values.device.type != "cpu":
+                return None
+            least, most = values.aminmax()
+            return int(least), int(most)
+        case Absolute(operand):
+            inner = _extent(operand, frame)
+            return inner and (max(0, inner[0], -inner[1]), max(-inner[0], inner[1]))
+        case Choice(_, then, otherwise):
+            pair = _extent(then, frame), _extent(otherwise, frame)
+            return None if pair[0] is None or pair[1] is None else (min(pair[0][0], pair[1][0]), max(pair[0][1], pair[1][1]))
+        case Arithmetic(sign, left, right):
+            return _combined(sign, _extent(left, frame), _extent(right, frame))
+    return None
+
+
+def _symbol_extent(name: str, frame: Frame) -> Extent | None:
+    match name:
+        case "b":
+            return 0, frame.batch - 1
+        case "h":
+            return 0, frame.heads - 1
+        case "kv":
+            return 0, frame.kv_len - 1
+        case "q_len":
+            return frame.q_len, frame.q_len
+        case "kv_len":
+            return frame.kv_len, frame.kv_len
+    if isinstance(frame.q_offset, int):
+        return frame.q_offset, frame.q_offset + frame.q_len - 1
+    if frame.q_offset.device.type != "cpu":
+        return None
+    least, most = frame.q_offset.aminmax()
+    return int(least), int(most) + frame.q_len - 1
+
+
+def _combined(sign: str, left: Extent | None, right: Extent | None) -> Extent | None:
+    if left is None or right is None:
+        return None
+    if sign in {"//", "%"} and right[0] <= 0 <= right[1]:
+        return None  # reported as a division by zero
+    if sign == "%":  # the result has the sign of the divisor and is nearer to 0
+        inside = left[0] >= 0 and left[1] < right[0]
+        return left if inside else (min(0, right[0] + 1), max(0, right[1] - 1))
+    corners = [FOLD[sign](x, y) for x, y in product(left, right)]  # each of these is monotone in either side
+    return min(corners), max(corners)
