@@ -145,6 +145,7 @@ class _Analysis:
         key = (axis, node.key)
         if key not in self.values:
             frame = self.frame
+            node = frame.settled(node)
             closure = mask_closure(node, frame) if isinstance(node, Mask) else index_closure(node, frame)
             position = frame.index(axis).view(1, 1, -1)
             found = closure(frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position)

@@ -58,16 +58,10 @@ COMPARISON: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def index_closure(node: Index, frame: Frame) -> IndexClosure:
-    """The closure of an index expression; it gives an integer tensor, or an int where no symbol occurs."""
+    """The closure of an index expression with settled lengths; it gives an integer tensor, or the int of a constant."""
     match node:
         case Constant(value):
             return lambda b, h, q, kv: value
-        case Symbol("q_len"):
-            q_len = frame.q_len
-            return lambda b, h, q, kv: q_len
-        case Symbol("kv_len"):
-            kv_len = frame.kv_len
-            return lambda b, h, q, kv: kv_len
         case Symbol("b"):
             return lambda b, h, q, kv: b
         case Symbol("h"):
@@ -91,7 +85,7 @@ def index_closure(node: Index, frame: Frame) -> IndexClosure:
 
 
 def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
-    """The closure of a mask whose names are expanded; it gives a boolean tensor."""
+    """The closure of a mask with settled lengths and expanded names; it gives a boolean tensor."""
     match node:
         case Truth(True):
             return lambda b, h, q, kv: b.new_ones((), dtype=torch.bool)

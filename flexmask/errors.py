@@ -37,7 +37,10 @@ class TextError(ExpressionError):
 
     def __init__(self, reason: str, text: str = "", column: int | None = None) -> None:
         self.reason, self.text, self.column = reason, text, column
-        super().__init__(reason if column is None else f"{reason}\n  {text}\n  {' ' * column}^")
+        if column is not None:
+            first = max(0, column - 60)  # of a long text, what stands around the column
+            reason = f"{reason}\n  {text[first : column + 60]}\n  {' ' * (column - first)}^"
+        super().__init__(reason)
 
     def __reduce__(self) -> tuple[type["TextError"], tuple[str, str, int | None]]:
         return type(self), (self.reason, self.text, self.column)

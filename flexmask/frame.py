@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from flexmask.index import Constant, Symbol
 from flexmask.masks import Mask
+from flexmask.nodes import Node
 
 __all__ = ["Frame"]
+
+N = TypeVar("N", bound=Node)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,13 @@ class Frame:
         if isinstance(self.q_offset, int):
             return self.q_offset + self.q_len
         return int(self.q_offset.max()) + self.q_len if self.q_offset.device.type == "cpu" else None
+
+    def settled(self, node: N) -> N:
+        """An expression with the lengths put in, so that what depends on nothing else is a constant."""
+        if not node.symbols & {"q_len", "kv_len"}:
+            return node
+        lengths = {"q_len": Constant(self.q_len), "kv_len": Constant(self.kv_len)}
+        return cast(N, node.replace(lambda below: lengths.get(below.name) if isinstance(below, Symbol) else None))
 
     def index(self, name: str) -> Tensor:
         """All values of an index symbol, ``int64``; ``q`` counts from 0 whatever the offset."""

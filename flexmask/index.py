@@ -226,7 +226,7 @@ class Arithmetic(Index):
 
     def _make_key(self) -> tuple[Any, ...]:
         pair = (self.left.key, self.right.key)
-        return ("Arithmetic", self.sign, *(sorted(pair, key=hash) if self.sign in COMMUTATIVE else pair))
+        return ("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair)
 
     @classmethod
     def make(cls, *values: Any) -> Index:

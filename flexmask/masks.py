@@ -61,7 +61,7 @@ class Mask(Lowerable):
 
     def __bool__(self) -> NoReturn:
         raise OperandError(
-            f"the mask {self} has no single truth value. Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for "
+            f"the mask {self.brief()} has no single truth value. Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for "
             "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`."
         )
 
@@ -79,7 +79,7 @@ class Mask(Lowerable):
         unknown = sorted(set(values) - set(self.params))
         if unknown:
             raise ExpressionError(
-                f"the mask {self} has no parameter {', '.join(unknown)}; its parameters: {', '.join(self.params) or 'none'}"
+                f"the mask {self.brief()} has no parameter {', '.join(unknown)}; its parameters: {', '.join(self.params) or 'none'}"
             )
         return cast(Mask, self.replace(lambda node: _bound(node, values)))
 
@@ -159,7 +159,7 @@ class Compare(Mask):
     def _make_key(self) -> tuple[Any, ...]:
         sides = (self.left.key, self.right.key)
         if self.sign in {"==", "!="}:
-            return ("Compare", self.sign, *sorted(sides, key=hash))
+            return ("Compare", self.sign, frozenset(sides))
         if self.sign in {">", ">="}:
             return ("Compare", SWAPPED[self.sign], *reversed(sides))
         return ("Compare", self.sign, *sides)
@@ -198,19 +198,29 @@ def _flat(kind: type[_Nary], operands: tuple[Mask, ...]) -> list[Mask]:
     return list(found.values())
 
 
-def _absorbed(parts: list[Mask], inner: type[_Nary]) -> list[Mask]:
-    """Without the parts that another part makes superfluous: ``a & (a | b) -> a`` and ``a | (a & b) -> a``."""
-    keys = {part.key for part in parts}
-    return [p for p in parts if not (isinstance(p, inner) and any(below.key in keys for below in p.operands))]
+def _stands(mask: Mask, kind: type[_Nary], keys: set[Any]) -> bool:
+    """Whether a mask, or each operand of it where it is of the kind, stands among the parts with these keys."""
+    return mask.key in keys or (isinstance(mask, kind) and all(operand.key in keys for operand in mask.operands))
+
+
+def _absorbed(part: Mask, parts: list[Mask], kind: type[_Nary], inner: type[_Nary]) -> bool:
+    """Whether the other parts make one superfluous: ``a & (a | b) -> a`` and ``(a | b) & (a | b | c) -> a | b``."""
+    if not isinstance(part, inner):
+        return False
+    keys = {other.key for other in parts}
+    own = {operand.key for operand in part.operands}
+    if any(_stands(operand, kind, keys) for operand in part.operands):
+        return True
+    return any({operand.key for operand in other.operands} < own for other in parts if isinstance(other, inner))
 
 
 def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operands: tuple[Mask, ...]) -> Mask:
     """The canonical form of a conjunction (``neutral`` True) or disjunction (False)."""
     parts = [part for part in _flat(kind, operands) if part != Truth(neutral)]  # a & full -> a
     keys = {part.key for part in parts}
-    if Truth(not neutral).key in keys or any(Not.make(part).key in keys for part in parts):  # a & empty, a & ~a -> empty
-        return Truth(not neutral)
-    parts = _absorbed(parts, inner)
+    if Truth(not neutral).key in keys or any(_stands(Not.make(part), kind, keys) for part in parts):
+        return Truth(not neutral)  # a & empty, a & ~a -> empty
+    parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
     if len(parts) < 2:
         return parts[0] if parts else Truth(neutral)
     return kind(tuple(parts))

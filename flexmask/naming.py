@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, cast
 from flexmask.errors import ExpressionError
 from flexmask.index import Index
 from flexmask.masks import Mask, Named, Truth
-from flexmask.tables import Param, Table, as_table, is_tensor, write_data
+from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
 __all__ = ["NAMES", "named", "nearest", "write_arguments"]
 
@@ -43,6 +43,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         return Named(name, changed, body, build)
 
     NAMES[name] = build
+    RESERVED.add(name)
     return build
 
 

@@ -80,6 +80,11 @@ class Node:
     def __str__(self) -> str:
         return self.write(bare=True)[0]
 
+    def brief(self) -> str:
+        """The text for a message: the middle is left out where it is long."""
+        text = str(self)
+        return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
+
     def write(self, bare: bool) -> tuple[str, int]:
         """The expression as text, and how tightly its outermost operator binds.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -42,25 +43,24 @@ def frame_of(
     """
     if mask.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
-        raise LoweringError(f"the mask {mask} has unbound parameters: give them with mask.bind({given})")
+        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
     q_len = _length("q_len", q_len)
     kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
     lookups = _lookups(mask)
     where = _device(lookups, device)
     if "q_len" in mask.symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
-            f"{mask} places the queries by q_len, so q_offset={q_offset} would move them twice; "
+            f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
             'use causal(align="upper_left") with q_offset'
         )
     offset = _offset(q_offset, where)
     needed = {"kv": kv_len, "q": _end(q_len, offset)}
     sizes = _sizes(mask, lookups, {"b": batch, "h": heads}, offset, needed)
-    body = mask.substitute(q_len=q_len, kv_len=kv_len)
-    frame = Frame(body, q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
+    frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
     for lookup in lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
     check_ranges(mask, frame)
-    return frame
+    return replace(frame, mask=frame.settled(frame.mask))
 
 
 def _lookups(mask: Mask) -> list[Lookup]:
@@ -149,17 +149,17 @@ def _sizes(
         for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
             if isinstance(index, Symbol) and size is not None:
                 if index.name in said:
-                    said[index.name].setdefault(size, str(lookup))
+                    said[index.name].setdefault(size, lookup.brief())
                 else:
                     _check_axis(lookup, index.name, size, needed)
     sizes = {}
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
             claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
-            raise LoweringError(f"the mask {mask} contradicts itself about {keyword}: {claims}")
+            raise LoweringError(f"the mask {mask.brief()} contradicts itself about {keyword}: {claims}")
         dependent = axis in mask.symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in mask.symbols)
         if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
-            raise LoweringError(f"the mask {mask} depends on {axis}: say how many there are with {keyword}=")
+            raise LoweringError(f"the mask {mask.brief()} depends on {axis}: say how many there are with {keyword}=")
         sizes[axis] = next(iter(said[axis]), 1) if dependent else 1
     return sizes
 
@@ -167,16 +167,18 @@ def _sizes(
 def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None]) -> None:
     length = needed[name]
     if name == "kv" and size != length:
-        raise LoweringError(f"{lookup} has {size} values along kv, but kv_len is {length}")
+        raise LoweringError(f"{lookup.brief()} has {size} values along kv, but kv_len is {length}")
     if name == "q" and length is not None and size < length:
-        raise LoweringError(f"{lookup} has {size} values along q, but the queries reach position {length} (q_offset + q_len)")
+        raise LoweringError(
+            f"{lookup.brief()} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
+        )
 
 
 def _tensor(table: Table | Param, frame: Frame) -> Tensor:
     """The data of a table on the frame's device, checked."""
     match table:
         case TensorTable(tensor):
-            return tensor
+            return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal(size, data, truth):
             where = str(frame.device)
             if where not in table.memo:
@@ -193,12 +195,12 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
     raise AssertionError(f"not a table: {table!r}")
 
 
-def _check_range(values: Tensor, what: str, low: int, high: str | None, frame: Frame) -> None:
+def _check_range(values: Tensor, what: str, low: int, high: Symbol | None, frame: Frame) -> None:
     least, most = (int(v) for v in values.aminmax())
     if least < low:
         raise LoweringError(f"{what} must be at least {low}, got {least}")
     if high is None:
         return
-    limit = frame.kv_len if high == "kv_len" else frame.q_end
+    limit = frame.kv_len if high.name == "kv_len" else frame.q_end
     if limit is not None and most > limit:
         raise LoweringError(f"{what} must be at most {high} = {limit}, got {most}")

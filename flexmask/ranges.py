@@ -34,7 +34,9 @@ def check_ranges(mask: Mask, frame: Frame) -> None:
         else:
             extent = _extent(node.right, frame)
             if extent is not None and extent[0] <= 0 <= extent[1]:
-                raise LoweringError(f"{node} may divide by 0: {node.right} ranges from {extent[0]} to {extent[1]}")
+                raise LoweringError(
+                    f"{node.brief()} may divide by 0: {node.right.brief()} ranges from {extent[0]} to {extent[1]}"
+                )
 
 
 def _is_computed(node: object) -> bool:
@@ -53,7 +55,7 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
             extent = _evaluated(index, frame)
         if extent[0] < 0 or extent[1] >= size:
             raise LoweringError(
-                f"{lookup}: the index {index} ranges from {extent[0]} to {extent[1]}, but the table has {size} values along "
+                f"{lookup.brief()}: the index {index.brief()} ranges from {extent[0]} to {extent[1]}, but the table has {size} values along "
                 "that axis; keep it inside with flexmask.minimum and flexmask.maximum"
             )
 
@@ -61,7 +63,9 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
 def _evaluated(index: Index, frame: Frame) -> Extent:
     axis = "kv" if "kv" in index.symbols else "q"
     position = frame.index(axis).view(1, 1, -1)
-    values = index_closure(index, frame)(frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position)
+    values = index_closure(frame.settled(index), frame)(
+        frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position
+    )
     least, most = torch.as_tensor(values).aminmax()
     return int(least), int(most)
 

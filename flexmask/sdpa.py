@@ -246,7 +246,7 @@ def _modified_sdpa(
 ) -> Tensor:
     tiles, _ = plan_tiles(bounds, query, key)
     if not tiles:
-        return _new_out(query, value)
+        return cast(Tensor, _block_sdpa(query, key, value, bounds, None, scale))
     score_mod = _over_indices(score_mod)
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ kept as it is, compares by identity and stays on its device.
 
 from __future__ import annotations
 
+import keyword
 import operator
 import sys
 from array import array
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from typing import Literal as Lit
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import PRECEDENCE, Index, as_index, b
+from flexmask.index import PRECEDENCE, Index, Symbol, as_index, b
 from flexmask.nodes import Node
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ __all__ = [
     "per_batch",
     "table",
 ]
+
+
+#: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
+RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where"}
+RESERVED |= {"table", "param", "document_ids", "document_starts"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -112,16 +118,19 @@ class Ranged(Table):
         source: the values.
         what: their name, for the message, e.g. ``key_padding: lengths``.
         low: the least value allowed.
-        high: ``"q_len"`` or ``"kv_len"``, or None for no limit.
+        high: the greatest, ``q_len`` or ``kv_len``, or None for no limit.
     """
 
     source: Table
     what: str
     low: int
-    high: Lit["q_len", "kv_len"] | None
+    high: Symbol | None
 
     def _make_key(self) -> tuple[Any, ...]:
         return self.source.key  # the check does not change what the table says
+
+    def _make_symbols(self) -> frozenset[str]:
+        return frozenset()
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -160,8 +169,10 @@ class Param(Index):
     name: str
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ExpressionError(f"a parameter's name must be an identifier, got {self.name!r}")
+        if not self.name.isidentifier() or keyword.iskeyword(self.name):
+            raise ExpressionError(f"a parameter's name must be an identifier and no keyword, got {self.name!r}")
+        if self.name in RESERVED:
+            raise ExpressionError(f"{self.name} is the name of a symbol, mask or function; a parameter needs another name")
         Index.__post_init__(self)
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
@@ -278,7 +289,7 @@ def _flatten(data: Any, depth: int) -> list[Any]:
     return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
 
 
-def per_batch(data: object, what: str, high: Lit["q_len", "kv_len"] | None) -> Index:
+def per_batch(data: object, what: str, high: Symbol | None) -> Index:
     """One length for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
 
     Each must lie between 0 and the length that ``high`` names.
@@ -300,7 +311,7 @@ def along(data: Table | Param, position: Index) -> Lookup:
     return data[position]
 
 
-def _ranged(data: object, what: str, low: int, high: Lit["q_len", "kv_len"] | None) -> Table:
+def _ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
     values = as_table(data, what)
     source = values.source if isinstance(values, Ranged) else values
     if isinstance(source, Literal):

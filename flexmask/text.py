@@ -149,8 +149,8 @@ class _Reader:
                 return self.items(items)
             case ast.UnaryOp(sign, operand) if type(sign) in UNARY:
                 return UNARY[type(sign)](self.operand(operand))
-            case ast.BinOp(left, sign, right) if type(sign) in BINARY:
-                return self.binary(node, left, sign, right)
+            case ast.BinOp(op=sign) if type(sign) in BINARY:
+                return self.chain(node)
             case ast.Compare(left, [sign], [right]) if type(sign) in COMPARE:
                 return COMPARE[type(sign)](self.operand(left), self.operand(right))
             case ast.Compare(ops=[_, _, *_]):
@@ -176,14 +176,23 @@ class _Reader:
             return value
         self.fail(node, f"{_kind(value)} cannot be an operand; data is looked up by index: table([...])[b, q]")
 
-    def binary(self, node: ast.expr, left: ast.expr, sign: ast.operator, right: ast.expr) -> Any:
-        operands = []
-        for side in (left, right):
-            value = self.operand(side)
-            if isinstance(value, Param) and type(sign) in {ast.BitAnd, ast.BitOr, ast.BitXor}:
-                self.fail(side, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
-            operands.append(value)
-        return BINARY[type(sign)](*operands)
+    def chain(self, node: ast.BinOp) -> Any:
+        """Reads ``a & b & c``, which the tree holds as ``(a & b) & c``, from the left, so that length is no depth."""
+        links = [node]
+        while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in BINARY:
+            links.append(links[-1].left)
+        value = self.operand_of(links[-1].left, links[-1].op)
+        for count, link in enumerate(reversed(links)):
+            if count >= MAX_DEPTH and isinstance(value, Index):
+                self.fail(link, f"more than {MAX_DEPTH} operations in a row")
+            value = BINARY[type(link.op)](value, self.operand_of(link.right, link.op))
+        return value
+
+    def operand_of(self, node: ast.expr, sign: ast.operator) -> Any:
+        value = self.operand(node)
+        if isinstance(value, Param) and isinstance(sign, ast.BitAnd | ast.BitOr | ast.BitXor):
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
+        return value
 
     def name(self, node: ast.AST, name: str) -> Any:
         if name in SYMBOLS:
@@ -238,11 +247,11 @@ def _signature(function: Callable[..., Any]) -> str:
 def _kind(value: object) -> str:
     match value:
         case Mask():
-            return f"the mask {value}"
+            return f"the mask {value.brief()}"
         case Index():
-            return f"the index expression {value}"
+            return f"the index expression {value.brief()}"
         case Table():
             return "a table"
         case list():
             return "a list"
-    return repr(value)
+    return repr(value)[:60]

@@ -81,10 +81,8 @@ class Tile:
         if self.whole and cells is None:
             return None
         size = len(self.rows), sum(hi - lo for lo, hi in self.runs)
-        if self.whole:
-            seen = bounds.new_ones((1, 1, *size), dtype=torch.bool)
-        else:
-            seen = self._within(bounds).expand(-1, -1, *size)
+        within = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool) if self.whole else self._within(bounds)
+        seen = within.expand(-1, -1, *size)
         if cells is None:
             return seen
         if isinstance(cells, Tensor):

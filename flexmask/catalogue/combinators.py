@@ -19,7 +19,16 @@ def dense(table: object) -> Mask:
 
     Predicate: ``table[b, h, q, kv]``
 
-    PICTURE dense(table=[[True, False], [True, True], [False, True]]) @ 3x2
+    ``dense(table=[[True, False], [True, True]])`` at 2 x 2::
+
+        ■ ⬚
+        ■ ■
+
+    ``dense(table=[[True, False], [True, True], [False, True]])`` at 3 x 2::
+
+        ■ ⬚
+        ■ ■
+        ⬚ ■
 
     Args:
         table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible.
@@ -45,7 +54,17 @@ def per_head(masks: Sequence[Mask]) -> Mask:
 
     Predicate: ``masks[h](b, h, q, kv)``
 
-    PICTURE per_head([causal, full]) @ 3x4
+    ``per_head([full, causal])`` at 3 x 3 (head 0) and 3 x 3 (head 1)::
+
+        ■ ■ ■     ■ ⬚ ⬚
+        ■ ■ ■     ■ ■ ⬚
+        ■ ■ ■     ■ ■ ■
+
+    ``per_head([full, causal])`` at 3 x 4 (head 0) and 3 x 4 (head 1)::
+
+        ■ ■ ■ ■     ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ⬚
 
     Args:
         masks: the mask of each head, in order.
@@ -61,7 +80,12 @@ def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
 
     Predicate: ``mask(b, h, q - rows, kv - columns)`` for ``shift(mask, q=rows, kv=columns)``
 
-    PICTURE shift(causal, kv=1) @ 4x4 3x5
+    ``shift(causal, kv=1)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■ ⬚
+        ■ ■ ■ ■
 
     Args:
         mask: the mask to move. Where it looks up a table, the moved indices must stay inside.
@@ -77,7 +101,12 @@ def transpose(mask: Mask) -> Mask:
 
     Predicate: ``mask(b, h, kv, q)``
 
-    PICTURE transpose(causal) @ 4x4 3x5
+    ``transpose(causal)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ⬚ ■ ■ ■     ⬚ ■ ■ ■ ■
+        ⬚ ⬚ ■ ■     ⬚ ⬚ ■ ■ ■
+        ⬚ ⬚ ⬚ ■
 
     Args:
         mask: the mask to mirror at its diagonal.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from flexmask.errors import OperandError
-from flexmask.index import kv, q
-from flexmask.masks import Mask
+from flexmask.index import Arithmetic, kv, kv_len, q
+from flexmask.masks import Compare, Mask
 from flexmask.naming import named
+from flexmask.nodes import Node
 from flexmask.tables import Lookup, along, document_ids, document_starts, per_batch
 
 __all__ = ["document", "per_document", "prefix_lm"]
@@ -24,8 +27,18 @@ def document(
 
     Predicate: ``(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)``
 
-    PICTURE document(ids=[0, 0, 1, -1]) @ 4x4
-    PICTURE document(ids=[0, 0, 1], kv_ids=[0, 1, 1, 1, -1]) @ 3x5
+    ``document(ids=[0, 0, 1, -1])`` at 4 x 4::
+
+        ■ ■ ⬚ ⬚
+        ■ ■ ⬚ ⬚
+        ⬚ ⬚ ■ ⬚
+        ⬚ ⬚ ⬚ ⬚
+
+    ``document(ids=[0, 0, 1], kv_ids=[0, 1, 1, 1, -1])`` at 3 x 5::
+
+        ■ ⬚ ⬚ ⬚ ⬚
+        ■ ⬚ ⬚ ⬚ ⬚
+        ⬚ ■ ■ ■ ⬚
 
     Args:
         ids: the document of each position, ``[S]`` or ``[B, S]``; below 0 for padding, which sees and is seen by nothing.
@@ -58,7 +71,14 @@ def per_document(
 
     Predicate: ``document(ids) & mask(q - start[b, q], kv - start[b, kv])`` with the first position of each document
 
-    PICTURE per_document(prefix_lm(prefix_lengths=2), ids=[0, 0, 0, 1, 1, 1]) @ 6x6
+    ``per_document(prefix_lm(prefix_lengths=2), ids=[0, 0, 0, 1, 1, 1])`` at 6 x 6::
+
+        ■ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ■
 
     Args:
         mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``.
@@ -77,11 +97,21 @@ def per_document(
     table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
     starts = document_starts(table)
     own = along(table, q)
-    # Both starts are the same within a document. The query's makes differences of positions cancel, so that the mask still
-    # separates; the key's keeps the indices of tables inside them.
-    looks_up = any(isinstance(node, Lookup) and "kv" in node.symbols for node in mask.expand().walk())
-    local = mask.substitute(q=q - along(starts, q), kv=kv - along(starts, kv if looks_up else q))
-    return (own == along(table, kv)) & (own >= 0) & local
+
+    def local(node: Node) -> Node | None:
+        if not isinstance(node, Compare):
+            return None
+        # Both starts are the same within a document. The query's lets differences of positions cancel; the key's keeps the
+        # indices of tables inside them, and what depends on the key alone so.
+        start = along(starts, kv if any(_is_of_key(below) for below in node.walk()) else q)
+        return node.substitute(q=q - along(starts, q), kv=kv - start)
+
+    return (own == along(table, kv)) & (own >= 0) & cast(Mask, mask.expand().replace(local))
+
+
+def _is_of_key(node: Node) -> bool:
+    steps = isinstance(node, Lookup) or (isinstance(node, Arithmetic) and node.sign == "%")
+    return steps and "kv" in node.symbols
 
 
 @named
@@ -90,11 +120,16 @@ def prefix_lm(prefix_lengths: object) -> Mask:
 
     Predicate: ``(kv < prefix_lengths[b]) | (kv <= q)``
 
-    PICTURE prefix_lm(prefix_lengths=2) @ 4x4 3x5
+    ``prefix_lm(prefix_lengths=2)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■
 
     Args:
         prefix_lengths: tokens in the prefix of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
 
     Source: T5, https://arxiv.org/abs/1910.10683
     """
-    return (kv < per_batch(prefix_lengths, "prefix_lm: prefix_lengths", "kv_len")) | (kv <= q)
+    return (kv < per_batch(prefix_lengths, "prefix_lm: prefix_lengths", kv_len)) | (kv <= q)

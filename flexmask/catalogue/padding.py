@@ -19,8 +19,19 @@ def key_padding(lengths: object = None, *, keep: object = None, side: Literal["r
 
     Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask
 
-    PICTURE key_padding(lengths=3) @ 4x4 3x5
-    PICTURE key_padding(lengths=3, side='left') @ 4x4 3x5
+    ``key_padding(lengths=3)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚
+
+    ``key_padding(lengths=3, side='left')`` at 4 x 4 and 3 x 5::
+
+        ⬚ ■ ■ ■     ⬚ ⬚ ■ ■ ■
+        ⬚ ■ ■ ■     ⬚ ⬚ ■ ■ ■
+        ⬚ ■ ■ ■     ⬚ ⬚ ■ ■ ■
+        ⬚ ■ ■ ■
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
@@ -41,7 +52,12 @@ def query_padding(lengths: object = None, *, keep: object = None, side: Literal[
 
     Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask
 
-    PICTURE query_padding(lengths=3) @ 4x4 4x6
+    ``query_padding(lengths=3)`` at 4 x 4 and 4 x 6::
+
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
@@ -61,17 +77,28 @@ def cross_length(kv_lengths: object, q_lengths: object = None) -> Mask:
 
     Predicate: ``kv < kv_lengths[b]``, and ``(kv < kv_lengths[b]) & (q < q_lengths[b])`` with both
 
-    PICTURE cross_length(kv_lengths=3) @ 4x4 3x5
-    PICTURE cross_length(kv_lengths=3, q_lengths=2) @ 4x4 3x5
+    ``cross_length(kv_lengths=3)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚
+
+    ``cross_length(kv_lengths=3, q_lengths=2)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚
 
     Args:
         kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
         q_lengths: real queries of each sequence; None to let the padding among the queries see the real keys.
     """
-    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", "kv_len")
+    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len)
     if q_lengths is None:
         return mask
-    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", "q_len"))
+    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len))
 
 
 def _padding(name: str, lengths: object, keep: object, side: str, position: Index, length: Symbol) -> Mask:
@@ -89,5 +116,5 @@ def _padding(name: str, lengths: object, keep: object, side: str, position: Inde
             if len(values.shape) not in (1, 2):
                 raise ExpressionError(f"{name}: keep must have the axes [S] or [B, S], got shape {list(values.shape)}")
         return along(values, position) != 0
-    real = per_batch(lengths, f"{name}: lengths", "kv_len" if length is kv_len else "q_len")
+    real = per_batch(lengths, f"{name}: lengths", length)
     return position >= length - real if side == "left" else position < real

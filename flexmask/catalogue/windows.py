@@ -31,7 +31,12 @@ def full() -> Mask:
 
     Predicate: ``True``
 
-    PICTURE full @ 4x4 3x5
+    ``full`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ■ ■ ■ ■
     """
     return Truth(True)
 
@@ -42,7 +47,12 @@ def empty() -> Mask:
 
     Predicate: ``False``
 
-    PICTURE empty @ 4x4 3x5
+    ``empty`` at 4 x 4 and 3 x 5::
+
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚
     """
     return Truth(False)
 
@@ -53,8 +63,19 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
 
     Predicate: ``kv <= q + offset``, and ``kv <= q + kv_len - q_len + offset`` for ``align="lower_right"``
 
-    PICTURE causal @ 4x4 3x5
-    PICTURE causal(align='lower_right') @ 4x4 3x5
+    ``causal`` at 4 x 4 and 3 x 5::
+
+        ■ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■
+
+    ``causal(align='lower_right')`` at 4 x 4 and 3 x 5::
+
+        ■ ⬚ ⬚ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ■ ■ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ■ ■
+        ■ ■ ■ ■
 
     Args:
         align: which corner of a rectangle the diagonal starts from. ``"upper_left"``: query 0 stands at key 0, as SDPA's
@@ -82,8 +103,19 @@ def sliding_window(
 
     Predicate: ``(kv >= q - left) & (kv <= q + right)``
 
-    PICTURE sliding_window(left=1, right=1) @ 4x4 3x5
-    PICTURE sliding_window(size=2) @ 4x4 3x5
+    ``sliding_window(left=1, right=1)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ⬚ ■ ■ ■     ⬚ ■ ■ ■ ⬚
+        ⬚ ⬚ ■ ■
+
+    ``sliding_window(size=2)`` at 4 x 4 and 3 x 5::
+
+        ■ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ⬚ ■ ■ ⬚     ⬚ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ■ ■
 
     Args:
         left: tokens to the left that a query sees besides its own position; None for no limit.

@@ -16,7 +16,7 @@ from flexmask.masks import Mask
 from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
-__all__ = ["Form", "MaskMod", "MAX_INTERVALS", "mask_mod", "mask_mod_of"]
+__all__ = ["MAX_INTERVALS", "Form", "MaskMod", "mask_mod", "mask_mod_of"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Form = Literal["auto", "interval", "expression"]

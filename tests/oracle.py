@@ -1,0 +1,262 @@
+"""What every mask means, cell by cell: plain Python that shares no code with the library.
+
+A predicate answers one cell, ``allowed(b, h, q, kv, q_len, kv_len)``; ``q`` counts from the start of the sequence, so row ``i``
+of a mask lowered with ``q_offset=n`` is ``q = n + i``. Data is an int, a list, or a list with one entry per batch element.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias, cast
+
+import torch
+
+Predicate: TypeAlias = Callable[[int, int, int, int, int, int], bool]
+Table: TypeAlias = list[list[list[list[bool]]]]
+PerBatch: TypeAlias = int | Sequence[int]
+Ids: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+def of_batch(data: PerBatch, b: int) -> int:
+    """The entry of batch element `b`; a plain int holds for all of them."""
+    return data if isinstance(data, int) else data[b]
+
+
+def row_of(data: Ids, b: int) -> Sequence[int]:
+    """The sequence of batch element `b`; a flat list holds for all of them."""
+    first = data[0]
+    return data if isinstance(first, int) else data[b]  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------- named masks
+
+
+def full() -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: True
+
+
+def empty() -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: False
+
+
+def causal(align: str = "upper_left", offset: int = 0) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        diagonal = q + offset + (kv_len - q_len if align == "lower_right" else 0)
+        return kv <= diagonal
+
+    return allowed
+
+
+def sliding_window(left: int | None = None, right: int | None = None, *, size: int | None = None) -> Predicate:
+    if size is not None:
+        left, right = size - 1, 0
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        if left is not None and q - kv > left:
+            return False
+        return not (right is not None and kv - q > right)
+
+    return allowed
+
+
+def key_padding(lengths: PerBatch, side: str = "right") -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        real = of_batch(lengths, b)
+        return kv < real if side == "right" else kv >= kv_len - real
+
+    return allowed
+
+
+def key_keep(keep: Ids) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: bool(row_of(keep, b)[kv])
+
+
+def query_padding(lengths: PerBatch, side: str = "right") -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        real = of_batch(lengths, b)
+        return q < real if side == "right" else q >= q_len - real
+
+    return allowed
+
+
+def query_keep(keep: Ids) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: bool(row_of(keep, b)[q])
+
+
+def cross_length(kv_lengths: PerBatch, q_lengths: PerBatch | None = None) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        real_query = q_lengths is None or q < of_batch(q_lengths, b)
+        return real_query and kv < of_batch(kv_lengths, b)
+
+    return allowed
+
+
+def document(ids: Ids, kv_ids: Ids | None = None) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        mine = row_of(ids, b)[q]
+        theirs = row_of(ids if kv_ids is None else kv_ids, b)[kv]
+        return mine >= 0 and mine == theirs
+
+    return allowed
+
+
+def ids_of_lengths(lengths: Sequence[int], total: int) -> list[int]:
+    """Document ids of `total` positions; -1 past the last document."""
+    ids = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return ids + [-1] * (total - len(ids))
+
+
+def ids_of_cu_seqlens(cu_seqlens: Sequence[int], total: int) -> list[int]:
+    """Document ids from the documents' boundaries; -1 past the last one."""
+    ids = [-1] * total
+    for number in range(len(cu_seqlens) - 1):
+        for position in range(cu_seqlens[number], cu_seqlens[number + 1]):
+            ids[position] = number
+    return ids
+
+
+def ids_of_position_ids(positions: Sequence[int]) -> list[int]:
+    """Document ids: a new document where a position is not the one before plus 1."""
+    ids = [0]
+    for before, here in pairwise(positions):
+        ids.append(ids[-1] + (here != before + 1))
+    return ids
+
+
+def prefix_lm(prefix_lengths: PerBatch) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        return kv < of_batch(prefix_lengths, b) or kv <= q
+
+    return allowed
+
+
+def dense(table: Sequence[Any]) -> Predicate:
+    """`table` is nested lists of bools: [Q][KV], [B][Q][KV] or [B][H][Q][KV]."""
+    depth, inner = 0, cast(Any, table)
+    while isinstance(inner, Sequence):
+        depth, inner = depth + 1, inner[0]
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        cell: Any = table
+        for place in {2: (q, kv), 3: (b, q, kv), 4: (b, h, q, kv)}[depth]:
+            cell = cell[place]
+        return bool(cell)
+
+    return allowed
+
+
+# ---------------------------------------------------------------- masks made of masks
+
+
+def per_document(inner: Predicate, ids: Ids) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        row = row_of(ids, b)
+        if row[q] < 0 or row[q] != row[kv]:
+            return False
+        start = list(row).index(row[q])
+        return inner(b, h, q - start, kv - start, q_len, kv_len)
+
+    return allowed
+
+
+def per_head(inner: Sequence[Predicate]) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: inner[h](b, h, q, kv, q_len, kv_len)
+
+
+def shift(inner: Predicate, q: int = 0, kv: int = 0) -> Predicate:
+    down, right = q, kv
+    return lambda b, h, q, kv, q_len, kv_len: inner(b, h, q - down, kv - right, q_len, kv_len)
+
+
+def transpose(inner: Predicate) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: inner(b, h, kv, q, kv_len, q_len)
+
+
+def where(cond: Predicate, yes: Predicate, no: Predicate) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        chosen = yes if cond(b, h, q, kv, q_len, kv_len) else no
+        return chosen(b, h, q, kv, q_len, kv_len)
+
+    return allowed
+
+
+def both(left: Predicate, right: Predicate) -> Predicate:
+    return lambda *cell: left(*cell) and right(*cell)
+
+
+def either(left: Predicate, right: Predicate) -> Predicate:
+    return lambda *cell: left(*cell) or right(*cell)
+
+
+def exactly_one(left: Predicate, right: Predicate) -> Predicate:
+    return lambda *cell: left(*cell) != right(*cell)
+
+
+def without(left: Predicate, right: Predicate) -> Predicate:
+    return lambda *cell: left(*cell) and not right(*cell)
+
+
+def negated(inner: Predicate) -> Predicate:
+    return lambda *cell: not inner(*cell)
+
+
+# ---------------------------------------------------------------- lowerings
+
+
+def table_of(allowed: Predicate, q_len: int, kv_len: int, *, batch: int = 1, heads: int = 1, q_offset: PerBatch = 0) -> Table:
+    """All cells, as nested lists [batch][heads][q_len][kv_len]."""
+    return [
+        [
+            [[allowed(b, h, of_batch(q_offset, b) + row, kv, q_len, kv_len) for kv in range(kv_len)] for row in range(q_len)]
+            for h in range(heads)
+        ]
+        for b in range(batch)
+    ]
+
+
+def classify_blocks(rows: list[list[bool]], q_block: int, kv_block: int) -> list[list[int]]:
+    """EMPTY, PARTIAL or FULL for each block of one [q_len][kv_len] table; a ragged last block is never full."""
+    q_len, kv_len = len(rows), len(rows[0])
+    kinds: list[list[int]] = []
+    for top in range(0, q_len, q_block):
+        kinds.append([])
+        for start in range(0, kv_len, kv_block):
+            seen = sum(
+                rows[row][kv]
+                for row in range(top, min(top + q_block, q_len))
+                for kv in range(start, min(start + kv_block, kv_len))
+            )
+            kinds[-1].append(EMPTY if seen == 0 else FULL if seen == q_block * kv_block else PARTIAL)
+    return kinds
+
+
+def intervals_of(row: Sequence[bool]) -> list[tuple[int, int]]:
+    """The maximal runs of True in one row, as half-open intervals."""
+    found: list[tuple[int, int]] = []
+    for kv, visible in enumerate(row):
+        if visible and found and found[-1][1] == kv:
+            found[-1] = (found[-1][0], kv + 1)
+        elif visible:
+            found.append((kv, kv + 1))
+    return found
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Masked softmax attention in float64; a row that sees no key gives 0, and the gradients follow from autograd.
+
+    Args:
+        query: [B, H, q_len, D]; `key` and `value` have kv_len in its place, and may have fewer heads (grouped queries).
+        allowed: bool, broadcast to [B, H, q_len, kv_len].
+        scale: Factor on the scores; 1/sqrt(D) if None.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    highest = scores.detach().masked_fill(~allowed, -1e300).amax(dim=-1, keepdim=True)
+    weights = torch.where(allowed, (scores - highest).masked_fill(~allowed, 0.0).exp(), 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0) @ value

@@ -1,0 +1,395 @@
+"""Every named mask against its plain Python meaning, cell by cell."""
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+import flexmask as fm
+from flexmask import Mask
+from tests import oracle
+from tests.strategies import Case, Shape
+
+Convert: TypeAlias = Callable[[Any], Any]
+
+SHAPES = {
+    "1x1": Shape(1, 1, batch=3, heads=2),
+    "square": Shape(8, 8, batch=3, heads=2),
+    "wide": Shape(5, 12, batch=3, heads=2),
+    "tall": Shape(12, 5, batch=3, heads=2),
+    "odd": Shape(9, 13, batch=3, heads=2),
+    "offset": Shape(4, 11, batch=3, heads=2, q_offset=7),
+    "one row": Shape(1, 16, batch=3, heads=2, q_offset=15),
+    "offsets": Shape(4, 11, batch=3, heads=2, q_offset=(0, 7, 3)),
+}
+
+FORMS: dict[str, Convert] = {
+    "literal": lambda data: data,
+    "numpy": np.asarray,
+    "tensor": torch.tensor,
+    "int32": lambda data: torch.tensor(data) if isinstance(data, list) and data_of_bools(data) else as_int32(data),
+}
+
+
+def data_of_bools(data: Any) -> bool:
+    return data_of_bools(data[0]) if isinstance(data, list) else isinstance(data, bool)
+
+
+def as_int32(data: Any) -> torch.Tensor:
+    return torch.tensor(data, dtype=torch.int32)
+
+
+def draw(seed: int, entries: list[Any], *sizes: int) -> Any:
+    """Nested lists of these sizes, the same for the same seed."""
+    numbers = random.Random(seed)
+
+    def fill(sizes: tuple[int, ...]) -> Any:
+        return [fill(sizes[1:]) for _ in range(sizes[0])] if sizes else numbers.choice(entries)
+
+    return fill(sizes)
+
+
+def keys(shape: Shape) -> list[int]:
+    return [shape.kv_len, 0, shape.kv_len // 2]
+
+
+def queries(shape: Shape) -> list[int]:
+    return [shape.q_len // 2, shape.q_len, 0]
+
+
+BOOLS, IDS = [False, True, True], [-1, 0, 0, 1]
+
+# ---------------------------------------------------------------- masks without data
+
+PLAIN: dict[str, tuple[Callable[[], Mask], oracle.Predicate]] = {
+    "full": (fm.full, oracle.full()),
+    "empty": (fm.empty, oracle.empty()),
+    "causal": (fm.causal, oracle.causal()),
+    "causal upper_left": (lambda: fm.causal(align="upper_left"), oracle.causal("upper_left")),
+    "causal lower_right": (lambda: fm.causal(align="lower_right"), oracle.causal("lower_right")),
+    "causal strict": (lambda: fm.causal(offset=-1), oracle.causal(offset=-1)),
+    "causal ahead": (lambda: fm.causal(align="lower_right", offset=3), oracle.causal("lower_right", 3)),
+    "window both": (lambda: fm.sliding_window(2, 1), oracle.sliding_window(2, 1)),
+    "window names": (lambda: fm.sliding_window(left=0, right=4), oracle.sliding_window(0, 4)),
+    "window left": (lambda: fm.sliding_window(left=3, right=None), oracle.sliding_window(3, None)),
+    "window right": (lambda: fm.sliding_window(left=None, right=0), oracle.sliding_window(None, 0)),
+    "window size": (lambda: fm.sliding_window(size=3), oracle.sliding_window(size=3)),
+    "window size 1": (lambda: fm.sliding_window(size=1), oracle.sliding_window(size=1)),
+    "window longer": (lambda: fm.sliding_window(left=99, right=99), oracle.sliding_window(99, 99)),
+    "shift": (lambda: fm.shift(fm.causal(), q=2, kv=-1), oracle.shift(oracle.causal(), 2, -1)),
+    "shift down": (lambda: fm.shift(fm.sliding_window(1, 1), q=3), oracle.shift(oracle.sliding_window(1, 1), 3, 0)),
+    "shift right": (lambda: fm.shift(fm.sliding_window(1, 1), kv=3), oracle.shift(oracle.sliding_window(1, 1), 0, 3)),
+    "transpose": (lambda: fm.transpose(fm.causal()), oracle.transpose(oracle.causal())),
+    "transpose lower_right": (
+        lambda: fm.transpose(fm.causal(align="lower_right", offset=1)),
+        oracle.transpose(oracle.causal("lower_right", 1)),
+    ),
+    "where": (
+        lambda: fm.where(fm.q % 2 == 0, fm.causal(), fm.sliding_window(0, 2)),
+        oracle.where(lambda b, h, q, kv, q_len, kv_len: q % 2 == 0, oracle.causal(), oracle.sliding_window(0, 2)),
+    ),
+    "per_head": (
+        lambda: fm.per_head([fm.causal(), fm.sliding_window(1, 1)]),
+        oracle.per_head([oracle.causal(), oracle.sliding_window(1, 1)]),
+    ),
+}
+
+# ---------------------------------------------------------------- masks with data: one for all, and one for each batch element
+
+
+def document_lengths(shape: Shape, form: Convert, batched: bool) -> Case:
+    total = min(shape.q_end, shape.kv_len)
+    rows = [[total // 2, total - total // 2], [total, 0], [total // 3, 0]]
+    ids = [oracle.ids_of_lengths(row, shape.longest) for row in rows]
+    if batched:
+        return Case(fm.document(lengths=form(rows)), oracle.document(ids))
+    return Case(fm.document(lengths=form(rows[0])), oracle.document(ids[0]))
+
+
+def document_cu_seqlens(shape: Shape, form: Convert, batched: bool) -> Case:
+    total = min(shape.q_end, shape.kv_len)
+    rows = [[0, total // 2, total], [0, 0, total], [0, total // 3, total // 2]]
+    ids = [oracle.ids_of_cu_seqlens(row, shape.longest) for row in rows]
+    if batched:
+        return Case(fm.document(cu_seqlens=form(rows)), oracle.document(ids))
+    return Case(fm.document(cu_seqlens=form(rows[2])), oracle.document(ids[2]))
+
+
+def document_position_ids(shape: Shape, form: Convert, batched: bool) -> Case:
+    rows = [[position % size for position in range(shape.longest)] for size in (3, 50, 4)]
+    ids = [oracle.ids_of_position_ids(row) for row in rows]
+    if batched:
+        return Case(fm.document(position_ids=form(rows)), oracle.document(ids))
+    return Case(fm.document(position_ids=form(rows[2])), oracle.document(ids[2]))
+
+
+def per_document(shape: Shape, form: Convert, batched: bool) -> Case:
+    total = shape.longest
+    lengths = [[total // 2, total - total // 2], [0, total], [total // 3, total // 4]]
+    rows = [oracle.ids_of_lengths(row, total) for row in lengths]
+    ids = rows if batched else rows[2]
+    inner = fm.sliding_window(2, 1) & (fm.kv % 3 != 1)
+    meaning = oracle.both(oracle.sliding_window(2, 1), lambda b, h, q, kv, q_len, kv_len: kv % 3 != 1)
+    if shape.q_end <= shape.kv_len:
+        mask = fm.per_document(inner, form(ids))
+    else:
+        mask = fm.per_document(inner, lengths=form(lengths if batched else lengths[2]))
+    return Case(mask, oracle.per_document(meaning, ids))
+
+
+def simple(
+    build: Callable[..., Mask], meaning: Callable[..., oracle.Predicate], *data: Callable[[Shape, bool], Any]
+) -> Callable[[Shape, Convert, bool], Case]:
+    """A mask whose library function and oracle take the same data."""
+
+    def case(shape: Shape, form: Convert, batched: bool) -> Case:
+        values = [entry(shape, batched) for entry in data]
+        return Case(build(*map(form, values)), meaning(*values))
+
+    return case
+
+
+def lengths_of(rows: Callable[[Shape], list[int]]) -> Callable[[Shape, bool], Any]:
+    return lambda shape, batched: rows(shape) if batched else rows(shape)[2]
+
+
+def over(axis: str, entries: list[Any]) -> Callable[[Shape, bool], Any]:
+    """Data along one axis of the mask, drawn at random."""
+
+    def data(shape: Shape, batched: bool) -> Any:
+        length = getattr(shape, axis)
+        return draw(7, entries, shape.batch, length) if batched else draw(7, entries, length)
+
+    return data
+
+
+key_lengths, query_lengths = lengths_of(keys), lengths_of(queries)
+
+WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
+    "key_padding": simple(fm.key_padding, oracle.key_padding, key_lengths),
+    "key_padding left": simple(
+        lambda lengths: fm.key_padding(lengths, side="left"),
+        lambda lengths: oracle.key_padding(lengths, "left"),
+        key_lengths,
+    ),
+    "key_padding keep": simple(lambda keep: fm.key_padding(keep=keep), oracle.key_keep, over("kv_len", BOOLS)),
+    "query_padding": simple(fm.query_padding, oracle.query_padding, query_lengths),
+    "query_padding left": simple(
+        lambda lengths: fm.query_padding(lengths, side="left"),
+        lambda lengths: oracle.query_padding(lengths, "left"),
+        query_lengths,
+    ),
+    "query_padding keep": simple(lambda keep: fm.query_padding(keep=keep), oracle.query_keep, over("q_end", BOOLS)),
+    "cross_length": simple(fm.cross_length, oracle.cross_length, key_lengths),
+    "cross_length both": simple(fm.cross_length, oracle.cross_length, key_lengths, query_lengths),
+    "document ids": simple(fm.document, oracle.document, over("longest", IDS)),
+    "document kv_ids": simple(fm.document, oracle.document, over("q_end", IDS), over("kv_len", IDS)),
+    "document lengths": document_lengths,
+    "document cu_seqlens": document_cu_seqlens,
+    "document position_ids": document_position_ids,
+    "prefix_lm": simple(fm.prefix_lm, oracle.prefix_lm, key_lengths),
+    "dense": simple(
+        fm.dense,
+        oracle.dense,
+        lambda shape, batched: (
+            draw(5, BOOLS, shape.batch, shape.q_end, shape.kv_len) if batched else draw(5, BOOLS, shape.q_end, shape.kv_len)
+        ),
+    ),
+    "per_document": per_document,
+}
+
+
+# ---------------------------------------------------------------- which masks go with which lengths
+
+NAMES = [*PLAIN, *WITH_DATA]
+#: They look at q_len, which has no meaning next to a q_offset.
+FROM_THE_END = {"causal lower_right", "causal ahead", "transpose lower_right", "query_padding left"}
+#: One list of as many ids as keys serves the queries too, so these must not be more.
+ONE_SEQUENCE = {"document ids", "document position_ids"}
+
+
+def fits(name: str, shape: Shape) -> bool:
+    if name in FROM_THE_END:
+        return shape.q_offset == 0
+    return name not in ONE_SEQUENCE or shape.q_end <= shape.kv_len
+
+
+def name_and_shape(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Every named mask at every shape that it has a meaning at."""
+    rows = [
+        pytest.param(name, shape, id=f"{name}-{of_shape}")
+        for name in names
+        for of_shape, shape in SHAPES.items()
+        if fits(name, shape)
+    ]
+    return pytest.mark.parametrize(("name", "shape"), rows)
+
+
+def named(name: str, shape: Shape, batched: bool = True) -> Case:
+    """A named mask with its data as lists."""
+    if name in PLAIN:
+        build, allowed = PLAIN[name]
+        return Case(build(), allowed)
+    return WITH_DATA[name](shape, FORMS["literal"], batched)
+
+
+def assert_means(case: Case, shape: Shape) -> torch.Tensor:
+    """The dense mask is exactly the oracle's table; returns the dense mask as it came."""
+    dense = case.mask.dense(**shape.lowering)
+    expected = case.expected(shape)
+    assert dense.dtype == torch.bool
+    assert dense.shape[2:] == expected.shape[2:]
+    assert torch.equal(dense.expand_as(expected), expected)
+    return dense
+
+
+@name_and_shape(PLAIN)
+def test_mask_without_data(name: str, shape: Shape) -> None:
+    dense = assert_means(named(name, shape), shape)
+    moved = shape == SHAPES["offsets"] and "q" in PLAIN[name][0]().symbols
+    assert dense.shape[:2] == (3 if moved else 1, 2 if name == "per_head" else 1)
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "unbatched"])
+@pytest.mark.parametrize("form", FORMS)
+@name_and_shape(WITH_DATA)
+def test_mask_with_data(name: str, shape: Shape, form: str, batched: bool) -> None:
+    case = WITH_DATA[name](shape, FORMS[form], batched)
+    dense = assert_means(case, shape)
+    if shape != SHAPES["offsets"]:
+        assert dense.shape[:2] == (shape.batch if batched else 1, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dense_table_for_each_head(form: str) -> None:
+    shape = SHAPES["odd"]
+    data = draw(3, BOOLS, shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    dense = assert_means(Case(fm.dense(FORMS[form](data)), oracle.dense(data)), shape)
+    assert dense.shape == (3, 2, 9, 13)
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_batch_is_read_from_the_data(name: str) -> None:
+    shape = SHAPES["odd"]
+    case = named(name, shape)
+    assert torch.equal(case.mask.dense(shape.q_len, shape.kv_len), case.expected(shape)[:, :1])
+
+
+def test_heads_are_read_from_per_head() -> None:
+    case = named("per_head", SHAPES["square"])
+    assert torch.equal(case.mask.dense(5), case.expected(Shape(5, 5, heads=2)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kv_len_defaults_to_q_len(name: str) -> None:
+    mask = named(name, SHAPES["square"]).mask
+    assert torch.equal(mask.dense(8), mask.dense(8, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_offset_as_a_tensor(dtype: torch.dtype) -> None:
+    shape = Shape(4, 11, batch=3, q_offset=(0, 7, 3))
+    expected = named("causal", shape).expected(shape)
+    assert torch.equal(fm.causal().dense(4, 11, q_offset=torch.tensor([0, 7, 3], dtype=dtype)), expected)
+    assert torch.equal(fm.causal().dense(4, 11, q_offset=torch.tensor(7, dtype=dtype)), expected[1:2])
+
+
+@pytest.mark.parametrize("name", sorted(FROM_THE_END))
+def test_offset_of_a_mask_that_places_queries_by_q_len(name: str) -> None:
+    with pytest.raises(fm.LoweringError, match=r"q_len.*q_offset"):
+        named(name, SHAPES["offset"]).mask.dense(4, 11, q_offset=7)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["key_padding", "key_padding left", "query_padding left", "prefix_lm"])
+def test_narrow_integers_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+    """The lengths fit their dtype, but kv_len and the positions do not."""
+    shape = Shape(5, 300, batch=3)
+    lengths = [5, 0, 2]
+    masks: dict[str, tuple[Callable[[torch.Tensor], Mask], oracle.Predicate]] = {
+        "key_padding": (fm.key_padding, oracle.key_padding(lengths)),
+        "key_padding left": (partial(fm.key_padding, side="left"), oracle.key_padding(lengths, "left")),
+        "query_padding left": (partial(fm.query_padding, side="left"), oracle.query_padding(lengths, "left")),
+        "prefix_lm": (fm.prefix_lm, oracle.prefix_lm(lengths)),
+    }
+    build, allowed = masks[name]
+    assert_means(Case(build(torch.tensor(lengths, dtype=dtype)), allowed), shape)
+
+
+def test_narrow_document_lengths_do_not_overflow() -> None:
+    lengths = [200, 90, 10]
+    case = Case(
+        fm.document(lengths=torch.tensor(lengths, dtype=torch.uint8)),
+        oracle.document(oracle.ids_of_lengths(lengths, 300)),
+    )
+    assert_means(case, Shape(3, 300))
+    assert_means(case, Shape(3, 300, q_offset=190))
+
+
+# ---------------------------------------------------------------- pictures drawn by hand, which hold the oracle too
+
+PICTURES: list[tuple[str, Mask, oracle.Predicate, int, int, str]] = [
+    ("causal square", fm.causal(), oracle.causal(), 4, 4, "#... ##.. ###. ####"),
+    ("causal wide", fm.causal(), oracle.causal(), 3, 5, "#.... ##... ###.."),
+    (
+        "causal lower_right wide",
+        fm.causal(align="lower_right"),
+        oracle.causal("lower_right"),
+        3,
+        5,
+        "###.. ####. #####",
+    ),
+    (
+        "causal lower_right tall",
+        fm.causal(align="lower_right"),
+        oracle.causal("lower_right"),
+        5,
+        3,
+        "... ... #.. ##. ###",
+    ),
+    ("window", fm.sliding_window(1, 2), oracle.sliding_window(1, 2), 4, 6, "###... ####.. .####. ..####"),
+    ("window size", fm.sliding_window(size=2), oracle.sliding_window(size=2), 4, 4, "#... ##.. .##. ..##"),
+    ("key_padding", fm.key_padding(3), oracle.key_padding(3), 2, 5, "###.. ###.."),
+    ("key_padding left", fm.key_padding(3, side="left"), oracle.key_padding(3, "left"), 2, 5, "..### ..###"),
+    ("query_padding", fm.query_padding(1), oracle.query_padding(1), 3, 2, "## .. .."),
+    ("cross_length", fm.cross_length(2, 1), oracle.cross_length(2, 1), 2, 4, "##.. ...."),
+    (
+        "document",
+        fm.document([0, 0, 1, -1]),
+        oracle.document([0, 0, 1, -1]),
+        4,
+        4,
+        "##.. ##.. ..#. ....",
+    ),
+    ("prefix_lm", fm.prefix_lm(2), oracle.prefix_lm(2), 4, 4, "##.. ##.. ###. ####"),
+    (
+        "per_document",
+        fm.per_document(fm.kv == 0, [0, 0, 1, 1, -1]),
+        oracle.per_document(lambda b, h, q, kv, q_len, kv_len: kv == 0, [0, 0, 1, 1, -1]),
+        5,
+        5,
+        "#.... #.... ..#.. ..#.. .....",
+    ),
+    (
+        "shift",
+        fm.shift(fm.causal(), q=1, kv=2),
+        oracle.shift(oracle.causal(), 1, 2),
+        4,
+        5,
+        "##... ###.. ####. #####",
+    ),
+    ("transpose", fm.transpose(fm.causal()), oracle.transpose(oracle.causal()), 3, 4, "#### .### ..##"),
+]
+
+
+@pytest.mark.parametrize(("mask", "allowed", "q_len", "kv_len", "picture"), [row[1:] for row in PICTURES])
+def test_picture(mask: Mask, allowed: oracle.Predicate, q_len: int, kv_len: int, picture: str) -> None:
+    def drawn(rows: list[list[bool]]) -> str:
+        return " ".join("".join("#" if cell else "." for cell in row) for row in rows)
+
+    assert drawn(oracle.table_of(allowed, q_len, kv_len)[0][0]) == picture
+    assert drawn(mask.dense(q_len, kv_len)[0, 0].tolist()) == picture

@@ -1,0 +1,397 @@
+"""Bad input: each is refused with an error of the library's own, whose message names the value and the mend."""
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+import flexmask
+from flexmask import FlexmaskError
+
+# Any, since the tests misuse them on purpose
+fm: Any = flexmask
+b, h, kv, q = fm.b, fm.h, fm.kv, fm.q
+
+Attempt: TypeAlias = Callable[[], Any]
+Row: TypeAlias = tuple[str, Attempt, str]
+
+META = torch.device("meta")
+
+
+def ragged() -> Any:
+    """A mask of three sequences."""
+    return fm.key_padding([3, 5, 4])
+
+
+def on(device: torch.device) -> Any:
+    return fm.document(torch.zeros(6, dtype=torch.long, device=device))
+
+
+# Each row: a name, what is tried, and what the message must hold (in any order, separated by " ... ").
+
+OPERATORS: list[Row] = [
+    ("and", lambda: fm.causal() and fm.full(), "a & b"),
+    ("or", lambda: fm.causal() or fm.full(), r"a \| b"),
+    ("not", lambda: not fm.causal(), "~a"),
+    ("if", lambda: 1 if fm.causal() else 2, "causal ... truth value"),
+    ("chained comparison", lambda: 0 <= q - kv < 3, "chained ... &"),
+    ("forgotten parentheses", lambda: kv <= q & q - kv < 3, "parentheses ... &"),
+    ("forgotten parentheses around a mask", lambda: fm.causal() & kv < 3, "parentheses|Compare ... &"),
+    ("forgotten parentheses, or", lambda: fm.causal() | kv == 3, r"parentheses ... \|"),
+    ("mask & number", lambda: fm.causal() & 1, "& ... int 1"),
+    ("mask & tensor", lambda: fm.causal() & torch.ones(2, 2, dtype=torch.bool), "& ... dense"),
+    ("tensor & mask", lambda: torch.ones(2, 2, dtype=torch.bool) & fm.causal(), "& ... dense"),
+    ("mask - number", lambda: fm.causal() - 3, "- ... int 3"),
+    ("index & index", lambda: q & kv, "& ... parentheses"),
+    ("~index", lambda: ~q, "~ ... Compare"),
+    ("index as a truth value", lambda: bool(q), "q ... == 0"),
+    ("index / 2", lambda: q / 2, "// ... 2"),
+    ("index + float", lambda: q + 0.5, "float 0.5"),
+    ("index < float", lambda: q < 2.5, "float 2.5"),
+    ("index + bool", lambda: q + True, "integer ... True"),
+    ("index == None", lambda: q == None, "None"),  # noqa: E711
+    ("index < mask", lambda: q < fm.causal(), "parentheses|mask"),
+    ("index // 0", lambda: q // 0, "zero"),
+    ("index % 0", lambda: q % 0, "zero"),
+    ("index + tensor", lambda: q + torch.tensor([1, 2]), r"table\("),
+    ("index + list", lambda: q + [1, 2], r"list ... table\("),  # noqa: RUF005
+    ("where without a mask", lambda: fm.where(q, fm.causal(), fm.full()), "q ... compare"),
+    ("where of two kinds", lambda: fm.where(fm.causal(), q, fm.full()), "two masks"),
+]
+
+DATA: list[Row] = [
+    ("float ids", lambda: fm.document([0.0, 1.0]), r"document ... 0\.0"),
+    ("float tensor of ids", lambda: fm.document(torch.tensor([0.0, 1.0])), r"document ... float32 ... \.long\(\)"),
+    ("float array of ids", lambda: fm.document(np.array([0.0])), "document ... float64 ... astype"),
+    ("text as ids", lambda: fm.document("01"), "document ... 01"),
+    ("truth values as ids", lambda: fm.document([True, False]), "document ... integers"),
+    ("float lengths", lambda: fm.key_padding([3.0, 2.0]), r"key_padding ... lengths ... 3\.0"),
+    ("float length", lambda: fm.key_padding(2.5), r"key_padding ... lengths ... 2\.5"),
+    ("float tensor of lengths", lambda: fm.key_padding(torch.tensor([3.0])), "key_padding ... float32 ... long"),
+    ("truth values as lengths", lambda: fm.key_padding([True, False]), "key_padding ... keep="),
+    ("negative length", lambda: fm.key_padding([3, -2]), "key_padding ... lengths ... -2"),
+    ("negative single length", lambda: fm.query_padding(-1), "query_padding ... lengths ... -1"),
+    ("negative kv_lengths", lambda: fm.cross_length([-3]), "cross_length ... kv_lengths ... -3"),
+    ("negative q_lengths", lambda: fm.cross_length([3], [-4]), "cross_length ... q_lengths ... -4"),
+    ("negative prefix", lambda: fm.prefix_lm([-1]), "prefix_lm ... -1"),
+    ("negative document lengths", lambda: fm.document(lengths=[3, -1]), "document ... lengths ... -1"),
+    ("lengths with two axes", lambda: fm.key_padding([[1], [2]]), r"key_padding ... lengths ... \[2, 1\]"),
+    ("ids with three axes", lambda: fm.document([[[0]]]), r"document ... ids ... \[1, 1, 1\]"),
+    ("ids without axes", lambda: fm.document(3), "document ... ids"),
+    ("ragged ids", lambda: fm.document([[0, 1], [0]]), "document ... uneven ... Pad"),
+    ("ragged table", lambda: fm.table([[0, 1], [0]]), "table ... uneven ... Pad"),
+    ("no ids", lambda: fm.document([]), "document ... no values"),
+    ("no lengths", lambda: fm.key_padding(torch.zeros(0, dtype=torch.long)), "key_padding ... no values"),
+    ("document without a source", lambda: fm.document(), "one of ... ids ... lengths ... cu_seqlens ... position_ids"),
+    ("document with two sources", lambda: fm.document([0, 1], lengths=[1, 1]), "one of ... ids ... lengths"),
+    ("document kv_ids alone", lambda: fm.document(kv_ids=[0, 1]), "ids"),
+    ("cu_seqlens unsorted", lambda: fm.document(cu_seqlens=[0, 5, 3]).dense(6), "cu_seqlens ... 5, 3|3"),
+    ("cu_seqlens not from 0", lambda: fm.document(cu_seqlens=[1, 3]).dense(4), "cu_seqlens ... 0 ... 1"),
+    (
+        "cu_seqlens tensor unsorted",
+        lambda: fm.document(cu_seqlens=torch.tensor([0, 5, 3])).dense(6),
+        "cu_seqlens ... 3",
+    ),
+    ("cu_seqlens tensor not from 0", lambda: fm.document(cu_seqlens=torch.tensor([2, 3])).dense(6), "cu_seqlens ... 2"),
+    ("key_padding without data", lambda: fm.key_padding(), "lengths ... keep"),
+    ("key_padding with both", lambda: fm.key_padding([1], keep=[[True]]), "lengths ... keep"),
+    ("key_padding side", lambda: fm.key_padding([1], side="top"), "side ... top ... right ... left"),
+    ("keep of integers", lambda: fm.key_padding(keep=[0, 1, 2]), "keep ... bool|truth"),
+    ("keep with a side", lambda: fm.key_padding(keep=[True, False], side="left"), "side ... keep"),
+    ("causal misspelt", lambda: fm.causal(align="lower_rihgt"), "align ... lower_rihgt ... lower_right"),
+    ("causal with a float", lambda: fm.causal(offset=0.5), r"float 0\.5"),
+    ("window with a bare number", lambda: fm.sliding_window(3), "left ... right ... size"),
+    ("window without anything", lambda: fm.sliding_window(), "left ... right ... size"),
+    ("window with both forms", lambda: fm.sliding_window(1, 1, size=3), "left ... right ... size"),
+    ("window of negative distance", lambda: fm.sliding_window(-1, 2), "left ... -1"),
+    ("window of size 0", lambda: fm.sliding_window(size=0), "size ... 0"),
+    ("window with a float", lambda: fm.sliding_window(1.5, 2), r"left ... 1\.5"),
+    ("dense of integers", lambda: fm.dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
+    ("dense of an integer tensor", lambda: fm.dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
+    ("dense of floats", lambda: fm.dense(torch.zeros(2, 2)), r"dense ... float32"),
+    ("dense with one axis", lambda: fm.dense([True, False]), r"dense ... \[2\]"),
+    (
+        "dense with five axes",
+        lambda: fm.dense(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)),
+        r"dense ... \[1, 1, 1, 1, 1\]",
+    ),
+    ("shift by a float", lambda: fm.shift(fm.causal(), q=1.5), r"float 1\.5"),
+    ("shift without a mask", lambda: fm.shift(q, q=1), "shift ... mask"),
+    ("transpose without a mask", lambda: fm.transpose([1]), "transpose ... mask"),
+    ("per_head without masks", lambda: fm.per_head([]), "per_head ... mask"),
+    ("per_head of a mask", lambda: fm.per_head(fm.causal()), "per_head ... list"),
+    ("per_head with a stranger", lambda: fm.per_head([fm.causal(), 3]), "per_head ... 3"),
+    ("per_document without a mask", lambda: fm.per_document(3, [0]), "per_document ... mask"),
+    ("table of text", lambda: fm.table(["a"]), "str 'a'"),
+    ("table of nothing", lambda: fm.table(None), "None"),
+    ("table looked up with too few", lambda: fm.table([[1, 2]])[q], r"2 axes ... \[q\]"),
+    ("too large an integer", lambda: fm.table([2**70]), "64"),
+    ("parameter named as a symbol", lambda: fm.param("q"), "q ... symbol|name"),
+    ("parameter named as a mask", lambda: fm.param("causal"), "causal ... mask|name"),
+    ("parameter named as a keyword", lambda: fm.param("lambda"), "lambda ... keyword|identifier"),
+    ("parameter's name", lambda: fm.param("a b"), "identifier ... a b"),
+]
+
+LOWERING: list[Row] = [
+    ("q_len 0", lambda: fm.causal().dense(0), "q_len ... 0"),
+    ("q_len negative", lambda: fm.causal().dense(-3), "q_len ... -3"),
+    ("q_len float", lambda: fm.causal().dense(3.0), r"q_len ... 3\.0"),
+    ("q_len True", lambda: fm.causal().dense(True), "q_len ... True"),
+    ("q_len text", lambda: fm.causal().rows("3"), "q_len ... 3"),
+    ("kv_len 0", lambda: fm.causal().rows(3, 0), "kv_len ... 0"),
+    ("kv_len float", lambda: fm.causal().block_mask(3, 2.5), r"kv_len ... 2\.5"),
+    ("batch 0", lambda: fm.causal().dense(3, batch=0), "batch ... 0"),
+    ("heads negative", lambda: fm.causal().dense(3, heads=-1), "heads ... -1"),
+    ("q_offset negative", lambda: fm.causal().dense(3, q_offset=-1), "q_offset ... -1"),
+    ("q_offset float", lambda: fm.causal().dense(3, q_offset=1.5), r"q_offset ... 1\.5"),
+    ("q_offset float tensor", lambda: fm.causal().dense(3, q_offset=torch.tensor([1.5])), "q_offset ... float32"),
+    ("q_offset 2-d", lambda: fm.causal().dense(3, q_offset=torch.tensor([[1]])), r"q_offset ... \[1, 1\]"),
+    ("q_offset for another batch", lambda: ragged().dense(6, q_offset=torch.tensor([1, 2])), "q_offset ... 2 ... 3"),
+    ("block_size 0", lambda: fm.causal().block_mask(8, block_size=0), "block_size ... 0"),
+    ("block_size negative", lambda: fm.causal().block_mask(8, block_size=(4, -2)), "block_size ... -2"),
+    ("block_size float", lambda: fm.causal().block_mask(8, block_size=4.0), r"block_size ... 4\.0"),
+    (
+        "block_size of three",
+        lambda: fm.causal().block_mask(8, block_size=(4, 4, 4)),
+        "block_size ... 4, 4, 4",
+    ),
+    ("stats block_size", lambda: fm.causal().stats(8, block_size=0), "block_size ... 0"),
+    ("form misspelt", lambda: fm.causal().mask_mod(8, form="intervals"), "form ... intervals ... interval"),
+    ("length beyond the keys", lambda: ragged().dense(4), "key_padding ... lengths ... 5 ... 4"),
+    ("length beyond the keys, rows", lambda: ragged().rows(4), "key_padding ... lengths ... 5 ... 4"),
+    (
+        "tensor length beyond",
+        lambda: fm.key_padding(torch.tensor([3, 9])).dense(8),
+        "key_padding ... lengths ... 9 ... 8",
+    ),
+    (
+        "negative tensor length",
+        lambda: fm.key_padding(torch.tensor([3, -9])).dense(8),
+        "key_padding ... lengths ... -9",
+    ),
+    ("length beyond the queries", lambda: fm.query_padding([9]).dense(8), "query_padding ... lengths ... 9 ... 8"),
+    ("cross_length beyond", lambda: fm.cross_length([9], [2]).dense(2, 8), "cross_length ... kv_lengths ... 9 ... 8"),
+    ("prefix beyond", lambda: fm.prefix_lm(9).dense(8), "prefix_lm ... 9 ... 8"),
+    ("document lengths beyond", lambda: fm.document(lengths=[5, 5]).dense(8), "document ... lengths ... 10 ... 8"),
+    ("cu_seqlens beyond", lambda: fm.document(cu_seqlens=[0, 10]).dense(8), "cu_seqlens ... 10 ... 8"),
+    ("too few ids", lambda: fm.document([0, 0, 1]).dense(4), "3 ... 4"),
+    ("too few ids, rows", lambda: fm.document([0, 0, 1]).rows(4), "3 ... 4"),
+    ("too few ids, mask_mod", lambda: fm.document([0, 0, 1]).mask_mod(4, form="expression"), "3 ... 4"),
+    ("too few ids behind an offset", lambda: fm.document([0, 0, 1, 1]).dense(2, 4, q_offset=3), "4 ... 5 ... q_offset"),
+    ("too few keep", lambda: fm.key_padding(keep=[True, False]).dense(3), "2 ... 3"),
+    ("table too small", lambda: fm.dense([[True, True]]).dense(2), "1 ... 2"),
+    ("one list for more queries than keys", lambda: fm.document([0, 0, 1]).dense(4, 3), "3 ... 4"),
+    ("too many ids", lambda: fm.document([0, 0, 1, 1]).dense(3), "4 ... 3"),
+    ("lookup before the start", lambda: (fm.table([1, 2])[q - 1] > 0).dense(2), "-1"),
+    ("lookup behind the end", lambda: (fm.table([1, 2])[q + 1] > 0).dense(2), "2"),
+    ("shifted ids", lambda: fm.shift(fm.document([0, 0, 1, 1]), q=1).dense(4), "-1"),
+    (
+        "one list too long for the queries, beside the keys",
+        lambda: (fm.key_padding([9]) & fm.query_padding([9])).dense(4, 9),
+        "query_padding ... 9 ... 4",
+    ),
+    (
+        "one list too long for the keys, beside the queries",
+        lambda: (fm.query_padding([9]) & fm.key_padding([9])).dense(9, 4),
+        "key_padding ... 9 ... 4",
+    ),
+    ("lookup out of range", lambda: (fm.table([1, 2])[q] > 0).dense(3), "table ... 2"),
+    ("two batches", lambda: (ragged() & fm.document([[0] * 6] * 2)).dense(6), "3 ... 2"),
+    ("batch contradicts", lambda: ragged().dense(6, batch=2), "batch ... 2 ... 3"),
+    ("batch contradicts, rows", lambda: ragged().rows(6, batch=4), "batch ... 4 ... 3"),
+    ("batch contradicts, mask_mod", lambda: ragged().mask_mod(6, batch=4), "batch ... 4 ... 3"),
+    ("batch contradicts, block_mask", lambda: ragged().block_mask(6, batch=4), "batch ... 4 ... 3"),
+    ("heads contradict", lambda: fm.per_head([fm.causal(), fm.full()]).dense(4, heads=3), "heads ... 3 ... 2"),
+    (
+        "two numbers of heads",
+        lambda: (fm.per_head([fm.causal()] * 2) & fm.per_head([fm.full() - fm.causal()] * 3)).dense(4),
+        "2 ... 3",
+    ),
+    ("h without heads", lambda: (h < 1).dense(4), "heads"),
+    ("b without batch", lambda: (b < 1).dense(4), "batch"),
+    ("unbound parameter", lambda: fm.parse("causal & document(ids)").dense(4), r"ids ... bind"),
+    ("unbound parameter, rows", lambda: fm.parse("kv < width").rows(4), r"width ... bind"),
+    ("unbound parameter, block_mask", lambda: fm.parse("kv < width").block_mask(4), r"width ... bind"),
+    ("bind of an unknown name", lambda: fm.parse("document(ids)").bind(idz=[0]), "idz ... ids"),
+    ("bind of bad data", lambda: fm.parse("document(ids)").bind(ids=[0.5]), r"0\.5"),
+    ("bind of a negative length", lambda: fm.parse("key_padding(n)").bind(n=[-2]), "key_padding ... -2"),
+    ("tensors on two devices", lambda: (on(META) & on(torch.device("cpu"))).dense(6), "meta ... cpu ... to"),
+    ("tensor elsewhere than asked", lambda: on(META).dense(6, device="cpu"), "meta ... cpu ... to"),
+    (
+        "not one run of ids",
+        lambda: fm.per_document(fm.causal(), [0, 1, 0]).dense(3),
+        "per_document|document ... run|once",
+    ),
+    ("dense too large", lambda: fm.causal().dense(10**6), "GiB|memory|large"),
+]
+
+
+def assert_refused(attempt: Attempt, wanted: str) -> None:
+    """The error is the library's own and a builtin one, and its message holds every wanted part."""
+    with pytest.raises(FlexmaskError) as caught:
+        attempt()
+    assert isinstance(caught.value, ValueError | TypeError)
+    message = str(caught.value)
+    for part in wanted.split(" ... "):
+        assert re.search(part, message), f"{part!r} is not in the message: {message}"
+
+
+@pytest.mark.parametrize(("attempt", "wanted"), [row[1:] for row in OPERATORS], ids=[row[0] for row in OPERATORS])
+def test_operator_is_refused(attempt: Attempt, wanted: str) -> None:
+    assert_refused(attempt, wanted)
+
+
+@pytest.mark.parametrize(("attempt", "wanted"), [row[1:] for row in DATA], ids=[row[0] for row in DATA])
+def test_data_is_refused(attempt: Attempt, wanted: str) -> None:
+    assert_refused(attempt, wanted)
+
+
+@pytest.mark.parametrize(("attempt", "wanted"), [row[1:] for row in LOWERING], ids=[row[0] for row in LOWERING])
+def test_lowering_is_refused(attempt: Attempt, wanted: str) -> None:
+    assert_refused(attempt, wanted)
+
+
+@pytest.mark.parametrize("attempt", [row[1] for row in OPERATORS[:5]], ids=[row[0] for row in OPERATORS[:5]])
+def test_misuse_of_python_logic_is_a_type_error(attempt: Attempt) -> None:
+    with pytest.raises(TypeError):
+        attempt()
+
+
+# ---------------------------------------------------------------- the boundary beside each limit is accepted
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda: fm.key_padding([0, 8]).dense(8),
+        lambda: fm.query_padding([0, 8]).dense(8, 3),
+        lambda: fm.cross_length([8], [2]).dense(2, 8),
+        lambda: fm.prefix_lm(8).dense(8),
+        lambda: fm.document(lengths=[5, 3]).dense(8),
+        lambda: fm.document(lengths=[0, 8, 0]).dense(8),
+        lambda: fm.document(cu_seqlens=[0, 0, 8]).dense(8),
+        lambda: fm.document([0, 0, 1, 1, 1]).dense(2, 5, q_offset=3),
+        lambda: fm.sliding_window(0, 0).dense(4),
+        lambda: fm.sliding_window(size=1).dense(4),
+        lambda: fm.causal().dense(1, 1, q_offset=0),
+        lambda: fm.causal().block_mask(1, block_size=1),
+        lambda: ragged().dense(5, batch=3, heads=1),
+        lambda: fm.key_padding(np.int64(3)).dense(4),
+        lambda: fm.causal().dense(4, 4, device="cpu"),
+    ],
+)
+def test_boundary_is_accepted(attempt: Attempt) -> None:
+    attempt()
+
+
+# ---------------------------------------------------------------- text
+
+TEXT: list[tuple[str, str, int | None]] = [
+    ("casual", "casual ... causal", None),  # a free name is a parameter; alone it is not a mask
+    ("casual()", "casual ... Did you mean causal", 0),
+    ("full & causel(offset=1)", "causel ... causal", 7),
+    ("causal & slidingwindow(size=3)", "slidingwindow ... sliding_window", 9),
+    ("causal(ofset=1)", "ofset ... offset", 0),
+    ("causal(align='lower_rihgt')", "lower_rihgt ... lower_right", 0),
+    ("causal &", "syntax|expression", None),
+    ("(causal", "syntax|closed", None),
+    ("", "empty|mask", None),
+    ("   ", "empty|mask", None),
+    ("causal.__class__", "causal.__class__|attribute", None),
+    ("kv.__class__ < q", "attribute|__class__", None),
+    ("ids.shape[0] < q", "attribute|shape", None),
+    ("__import__('os') < q", "__import__", 0),
+    ("kv < __builtins__", "__builtins__", 5),
+    ("eval('1') < q", "eval", 0),
+    ("kv < max(q, 3)", "max ... maximum", 5),
+    ("causal and full", "and ... &", 0),
+    ("causal or full", r"or ... \|", 0),
+    ("not causal", "not ... ~", 0),
+    ("0 <= q - kv < 3", "chain ... &", 0),
+    ("q - kv < 3 & causal", "parentheses|&", None),
+    ("q / 2 < kv", "//", 0),
+    ("q ** 2 < kv", r"\*\*", 0),
+    ("q << 2 < kv", "<<", 0),
+    ("q < 0.5", r"0\.5", 4),
+    ("q < 'a'", "'a'", 4),
+    ("q", "q ... mask", None),
+    ("3", "3 ... mask", None),
+    ("[causal]", "mask", None),
+    ("lambda: causal", "lambda", 0),
+    ("causal if full else empty", "where", 0),
+    ("[x for x in y]", "for|comprehension|ListComp", 0),
+    ("(x := causal)", ":=|NamedExpr", None),
+    ("causal; full", "syntax", None),
+    ("causal\nfull", "syntax", None),
+    ("f'{causal}'", "f'|text|string|JoinedStr", None),
+    ("causal(*[1])", r"\*", None),
+    ("causal(**{'offset': 1})", r"\*\*|keyword", None),
+    ("q in [1, 2]", "in", 0),
+    ("q is kv", "is", 0),
+    ("key_padding(lengths=[3, -1])", "-1", 0),
+    ("key_padding(lengths=[[1], [2, 3]])", "uneven", 0),
+    ("sliding_window(3)", "left ... right ... size", 0),
+    ("document()", "one of", 0),
+    ("ids[b, q", "syntax|closed", None),
+    ("kv < " + "9" * 5000, "long|digits|syntax|64", None),
+]
+
+
+@pytest.mark.parametrize(("text", "wanted", "column"), TEXT, ids=[row[0][:30] or "nothing" for row in TEXT])
+def test_text_is_refused(text: str, wanted: str, column: int | None) -> None:
+    with pytest.raises(fm.TextError) as caught:
+        fm.parse(text).dense(4)
+    message = str(caught.value)
+    for part in wanted.split(" ... "):
+        assert re.search(part, message), f"{part!r} is not in the message: {message}"
+    if column is not None:
+        shown, caret = message.splitlines()[-2:]
+        assert shown.strip() == text
+        assert caret.index("^") - shown.index(text) == column
+
+
+def test_text_too_long() -> None:
+    with pytest.raises(fm.TextError, match=r"long|characters"):
+        fm.parse(" & ".join(f"(kv != {n})" for n in range(100_000)))
+
+
+@pytest.mark.parametrize("text", ["~" * 5000 + "causal", "(" * 300 + "causal" + ")" * 300, "-" * 3000 + "q < kv"])
+def test_text_too_deep(text: str) -> None:
+    with pytest.raises(fm.TextError, match=r"deep|depth|nested"):
+        fm.parse(text)
+
+
+def test_long_text_is_not_deep() -> None:
+    mask = fm.parse(" & ".join(f"(kv != {n})" for n in range(400)))
+    assert mask.dense(1, 410).sum() == 10
+    assert fm.parse(str(mask)) == mask
+
+
+def test_messages_about_long_data_stay_short() -> None:
+    ids = [0] * 20_000
+    attempts: list[Attempt] = [
+        lambda: fm.document(ids).dense(20_001),
+        lambda: (fm.document([ids, ids]) & ragged()).rows(20_000),
+        lambda: fm.parse(f"causal & document(ids={ids}) & casual()"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(FlexmaskError) as caught:
+            attempt()
+        assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("value", [None, 3, b"causal", ["causal"]])
+def test_text_must_be_text(value: Any) -> None:
+    with pytest.raises(FlexmaskError) as caught:
+        fm.parse(value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_every_error_derives_from_one() -> None:
+    errors = [value for name, value in vars(fm).items() if name.endswith("Error")]
+    assert len(errors) > 3
+    assert all(issubclass(error, FlexmaskError) for error in errors)
+    assert all(error is FlexmaskError or issubclass(error, ValueError | TypeError) for error in errors)

@@ -1,0 +1,123 @@
+"""The shape of the package: imports go one way, light imports stay light, exports are sorted, docstrings tell the truth."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flexmask
+from flexmask.naming import NAMES
+
+PACKAGE = Path(flexmask.__file__).parent
+
+#: The layers from the bottom up; a module imports, at its top, only from those before its own, or beside it in a group.
+LAYERS = """
+errors nodes index tables lowerable masks naming
+catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue text
+deriving frame rows runs closures ranges preparation separation analysis
+lowering lowering.dense lowering.mask_mod blocks lowering.block_mask lowering.stats
+tiles tile_plan sdpa functional nn
+render.caption render.area render.picture render.plot render.terminal render
+cli __main__
+""".split()
+
+
+def modules() -> list[str]:
+    found = [name.removeprefix("flexmask.") for _, name, _ in pkgutil.walk_packages([str(PACKAGE)], "flexmask.")]
+    assert len(found) > 20
+    return sorted(found)
+
+
+def imports_of(source: str) -> set[str]:
+    """The modules of flexmask that a source imports when it is imported itself."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexmask"):
+            base = (node.module or "").removeprefix("flexmask").lstrip(".")
+            names = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
+            found |= {name if name in LAYERS else base for name in names}
+    return found
+
+
+def upward(module: str, source: str) -> list[str]:
+    place = LAYERS.index(module)
+    return [other for other in imports_of(source) if other not in LAYERS[:place]]
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(LAYERS) == modules()
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_imports_go_one_way(module: str) -> None:
+    path = PACKAGE / (module.replace(".", "/") + ".py")
+    source = (path if path.exists() else PACKAGE / module.replace(".", "/") / "__init__.py").read_text()
+    assert upward(module, source) == []
+
+
+def test_the_layer_check_can_fail() -> None:
+    assert upward("nodes", "from flexmask.masks import Mask") == ["masks"]
+    assert upward("masks", "from flexmask.nodes import Node") == []
+
+
+def loaded_after(statement: str, names: set[str]) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*({names!r} & set(sys.modules)))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+HEAVY = {"torch", "matplotlib", "click", "rich", "numpy"}
+
+
+def test_expressions_import_without_torch() -> None:
+    statement = "import flexmask; m = flexmask.parse('causal & key_padding(lengths=[3, 5])'); str(m), hash(m)"
+    assert loaded_after(statement, HEAVY) == set()
+
+
+def test_attention_imports_without_drawing() -> None:
+    assert loaded_after("import flexmask; flexmask.attention", HEAVY) <= {"torch", "numpy"}
+
+
+def test_the_import_check_can_fail() -> None:
+    assert loaded_after("import flexmask; flexmask.attention", HEAVY) >= {"torch"}
+
+
+@pytest.mark.parametrize("module", ["", *(name for name in LAYERS if name != "__main__")])
+def test_exports_are_sorted_and_exist(module: str) -> None:
+    loaded = importlib.import_module(f"flexmask.{module}".rstrip("."))
+    exported = getattr(loaded, "__all__", [])
+    assert list(exported) == sorted(exported)
+    assert [name for name in exported if not hasattr(loaded, name)] == []
+
+
+PICTURE = re.compile(r"``([^`\n]+)`` at ([^:\n]+)::\n\n((?: +[■⬚][ ■⬚]*\n?)+)")
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_docstrings_draw_what_the_mask_says(name: str) -> None:
+    doc = (inspect.getdoc(NAMES[name]) or "") + "\n"
+    pictures = PICTURE.findall(doc)
+    assert "Predicate: ``" in doc
+    assert pictures, f"{name} has no picture"
+    for text, shapes, drawing in pictures:
+        lines = [re.split(r" {3,}", line.strip()) for line in drawing.rstrip().split("\n")]
+        for column, shape in enumerate(re.findall(r"(\d+) x (\d+)", shapes)):
+            drawn = [[cell == "■" for cell in line[column].split()] for line in lines if column < len(line)]
+            q_len, kv_len = map(int, shape)
+            cells = flexmask.parse(text).dense(q_len, kv_len)[0]
+            head = column if cells.shape[0] > 1 else 0
+            assert drawn == cells[head].tolist(), f"{text} at {shape}"
+
+
+def test_readme_and_package_agree_on_python() -> None:
+    root = PACKAGE.parent
+    declared = re.search(r'requires-python = ">=(\d\.\d+)"', (root / "pyproject.toml").read_text())
+    assert declared is not None
+    assert f"Python {declared[1]}" in (root / "README.md").read_text()

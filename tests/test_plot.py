@@ -1,0 +1,153 @@
+"""Pictures with matplotlib: what is on the axes, that files are reproducible, and golden images.
+
+The golden images in ``tests/baseline`` are compared in every run. After a change of the drawing that is meant, write them
+anew with ``FLEXMASK_REGENERATE=1 python -m pytest tests/test_plot.py -k golden`` and look at each.
+"""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+import flexmask as fm
+from flexmask import Mask
+from flexmask.render import area
+from flexmask.render.picture import picture
+from flexmask.render.plot import plot, save
+from tests.test_render import STRIDED, packed
+
+BASELINE = Path(__file__).parent / "baseline"
+#: Root mean square of the differences of golden images, of 255: letters may move by a hair, no cell may change.
+TOLERANCE = 1.5
+
+
+def test_plot_returns_axes_in_tokens() -> None:
+    ax = plot(fm.key_padding([3, 5, 4]) & fm.causal(), 5, batch=1)
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 5), (5, 0))
+    assert ax.get_title(loc="left") == "key_padding(lengths=[3, 5, 4]) & causal"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("key index", "query index")
+    legend = ax.get_legend()
+    assert legend is not None
+    assert legend.get_title().get_text() == "sequence 1 of 3  ·  5 queries × 5 keys  ·  60 % visible"
+    assert [text.get_text() for text in legend.get_texts()] == ["visible", "hidden"]
+
+
+def test_plot_draws_on_given_axes() -> None:
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    given_axes = figure.subplots(1, 2)[1]
+    ax = plot(fm.causal(), 300, 200, ax=given_axes, title="mine\nin two lines")
+    assert ax is given_axes
+    assert ax.get_title(loc="left") == "mine\nin two lines"
+    figure.savefig(io.BytesIO())
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(3, 5), (5, 3), (40, 100), (300, 900), (1, 4), (2, 64), (5000, 700)])
+def test_rectangles_are_drawn_as_rectangles(q_len: int, kv_len: int) -> None:
+    ax = plot(fm.causal(), q_len, kv_len)
+    ax.apply_aspect()
+    box = ax.get_window_extent()
+    assert box.width / box.height == pytest.approx(kv_len / q_len, rel=0.01)
+
+
+def test_what_is_not_to_scale_says_so() -> None:
+    legend = plot(fm.causal(), 1, 5000).get_legend()
+    assert legend is not None
+    assert "not to scale" in legend.get_title().get_text()
+
+
+def test_drawn_squares_are_the_mask() -> None:
+    mask = fm.causal() & fm.document(packed(12, 3))
+    ax = plot(mask, 12)
+    rectangles = [path.get_extents() for path in ax.collections[0].get_paths()]
+    cells = np.zeros((12, 12), dtype=bool)
+    for box in rectangles:
+        cells[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)] = True
+    assert np.array_equal(cells, mask.dense(12)[0, 0])
+
+
+def test_drawn_pixels_are_the_mask() -> None:
+    ax = plot(fm.causal(), 200)
+    image = ax.images[0].get_array()
+    assert image is not None
+    assert np.array_equal(image[..., 3] == 1, fm.causal().dense(200)[0, 0])
+    assert ((image[..., 3] == 0) | (image[..., 3] == 1)).all()
+
+
+@pytest.mark.parametrize("tokens", [16, 200])
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) -> None:
+    mask = fm.causal() & fm.document(packed(tokens, 5))
+    first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"
+    save(picture(mask, tokens, block_size=8), first)
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30, "svg.fonttype": "none"}):
+        save(picture(mask, tokens, block_size=8), second)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.stat().st_size > 1000
+
+
+def test_titles_are_not_mathematics(tmp_path: Path) -> None:
+    save(picture(fm.causal(), 4), tmp_path / "mask.png", title="$\\frac$")
+
+
+IMPORTS = """
+import sys, flexmask
+from flexmask.render.plot import plot
+plot(flexmask.causal(), 4)
+{}
+print("matplotlib.pyplot" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("statement", "found"), [("pass", "False"), ("import matplotlib.pyplot", "True")])
+def test_pyplot_is_never_imported(statement: str, found: str) -> None:
+    """The second case shows that the check can fail."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS.format(statement)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found
+
+
+# ---------------------------------------------------------------- golden images
+
+GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
+    "padded": (fm.causal() & fm.key_padding([3, 5, 4]), {"q_len": 5}),
+    "packed_blocks": (fm.causal() & fm.document([0] * 9 + [1] * 4 + [2] * 9 + [-1] * 2), {"q_len": 24, "block_size": 4}),
+    "decode": (fm.sliding_window(20, 0) | (fm.kv < 4), {"q_len": 4, "kv_len": 48, "q_offset": 40, "block_size": (4, 16)}),
+    "packed_long": (fm.causal() & fm.document(packed(4096, 400)), {"q_len": 4096, "block_size": 128}),
+    "wide": (fm.cross_length([300, 900], [200, 400]), {"q_len": 400, "kv_len": 900, "batch": 1}),
+    "estimated": (STRIDED & fm.sliding_window(90, 90), {"q_len": 300, "most_pixels": (100, 100)}),
+}
+
+
+def difference(first: Path, second: Path) -> float:
+    """The root mean square of the differences of two images, of 255."""
+    one, other = (imread(path)[..., :3].astype(np.float64) * 255 for path in (first, second))
+    assert one.shape == other.shape
+    return float(np.sqrt(((one - other) ** 2).mean()))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, options = GOLDEN[name]
+    if name == "estimated":
+        monkeypatch.setattr(area, "MAX_CELLS", 0)
+    regenerate = bool(os.environ.get("FLEXMASK_REGENERATE"))
+    path = (BASELINE if regenerate else tmp_path) / f"{name}.png"
+    save(picture(mask, **options), path)
+    assert difference(path, BASELINE / f"{name}.png") <= TOLERANCE
+
+
+def test_golden_images_would_show_one_wrong_cell(tmp_path: Path) -> None:
+    mask, options = GOLDEN["packed_blocks"]
+    wrong = mask ^ ((fm.q == 23) & (fm.kv == 22))
+    save(picture(wrong, **options), tmp_path / "wrong.png", title=str(mask).replace("table", ""))
+    save(picture(mask, **options), tmp_path / "right.png", title=str(mask).replace("table", ""))
+    assert difference(tmp_path / "wrong.png", tmp_path / "right.png") > TOLERANCE

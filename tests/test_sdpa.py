@@ -1,0 +1,545 @@
+"""The engine of the `sdpa` backend against dense masked attention in float64."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask import LoweringError, OperandError, tile_plan
+from flexmask.sdpa import block_sdpa
+from flexmask.tile_plan import plan_tiles
+from flexmask.tiles import Tile
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+DEFAULT_SIZES = {"batch": 2, "heads": 4, "key_heads": 2, "q_len": 50, "kv_len": 50, "dim": 8, "value_dim": 8}
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+) -> Tensor:
+    """Softmax attention over the whole score matrix, in float64; a row that sees nothing gives 0."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    group = query.size(1) // key.size(1)
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    if score_mod is not None:
+        batch, heads, q_len, kv_len = scores.shape
+        b, h, q, kv = torch.arange(batch), torch.arange(heads), torch.arange(q_len), torch.arange(kv_len)
+        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], q[:, None], kv)
+    mask = mask & (scores > -math.inf)
+    empty = ~mask.any(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(~mask, -math.inf).masked_fill(empty, 0), -1).masked_fill(empty, 0) @ value
+
+
+def intervals(mask: Tensor) -> Tensor:
+    """Dense mask [B', H', Q', KV] -> bounds [B', H', Q', K, 2]."""
+    kv_len = mask.size(3)
+    rows = []
+    for row in mask.flatten(0, 2).tolist():
+        edges = [i for i in range(kv_len + 1) if (i > 0 and row[i - 1]) != (i < kv_len and row[i])]
+        rows.append(edges)
+    slots = max(map(len, rows), default=0) // 2 or 1
+    padded = [row + [kv_len] * (2 * slots - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int32).reshape(*mask.shape[:3], slots, 2)
+
+
+def inputs(dtype: torch.dtype = torch.float64, /, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random query, key and value that need gradients: 2 x 4 heads over 2 key heads, 50 x 50 tokens of 8 by default."""
+    batch, heads, key_heads, q_len, kv_len, dim, value_dim = (sizes.get(name, default) for name, default in DEFAULT_SIZES.items())
+    shapes = (batch, heads, q_len, dim), (batch, key_heads, kv_len, dim), (batch, key_heads, kv_len, value_dim)
+    query, key, value = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+    return query, key, value
+
+
+def check_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    error = (actual.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
+    assert error <= TOLERANCE[dtype] * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0)
+
+
+def check_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    **extra: object,
+) -> None:
+    """Output and gradients of `attend` are those of dense attention; exactly 0 where nothing is seen, and never NaN."""
+    query, key, value = tensors
+    out = attend(query, key, value)
+    wanted = dense_attention(query, key, value, mask, **extra)  # type: ignore[arg-type]
+    check_close(out, wanted, query.dtype)
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, grad)
+    for actual, expected in zip(grads, torch.autograd.grad(wanted, tensors, grad.double()), strict=True):
+        check_close(actual, expected, query.dtype)
+    seen = mask.expand(*query.shape[:3], key.size(2))
+    blind = ~seen.any(-1)
+    unseen = ~seen.unflatten(1, (key.size(1), -1)).any(3).any(2)
+    assert torch.all(out[blind] == 0)
+    assert torch.all(grads[0][blind] == 0)
+    assert torch.all(grads[1][unseen] == 0)
+    assert torch.all(grads[2][unseen] == 0)
+
+
+def causal(q_len: int, kv_len: int) -> Tensor:
+    return torch.ones(1, 1, q_len, kv_len, dtype=torch.bool).tril()
+
+
+def window(q_len: int, kv_len: int, left: int, right: int) -> Tensor:
+    return torch.ones(1, 1, q_len, kv_len, dtype=torch.bool).tril(right).triu(-left)
+
+
+def lengths(kv_len: int, *visible: int) -> Tensor:
+    return (torch.arange(kv_len) < torch.tensor(visible)[:, None])[:, None, None]
+
+
+def ragged_noise(density: float, *shape: int) -> Tensor:
+    return torch.rand(shape) < density
+
+
+def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def past(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def middle_rows_only(q_len: int) -> Tensor:
+    row = torch.arange(q_len)[:, None]
+    return causal(q_len, q_len) & ((row > q_len // 3) & (row < q_len // 2))
+
+
+def sinks(q_len: int) -> Tensor:
+    return window(q_len, q_len, 5, 0) | (causal(q_len, q_len) & (torch.arange(q_len) < 2))
+
+
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "everything": lambda: torch.ones(1, 1, 1, 50, dtype=torch.bool),
+    "nothing": lambda: torch.zeros(1, 1, 1, 50, dtype=torch.bool),
+    "nothing, row by row": lambda: torch.zeros(2, 4, 50, 50, dtype=torch.bool),
+    "causal": lambda: causal(50, 50),
+    "window": lambda: window(50, 50, 7, 3),
+    "sinks and a window": lambda: sinks(50),
+    "empty rows and empty blocks": lambda: middle_rows_only(50),
+    "one row in the middle of nothing": lambda: causal(50, 50) & (torch.arange(50)[:, None] == 20),
+    "rows alike": lambda: ragged_noise(0.3, 1, 1, 1, 50),
+    "rows alike, per batch": lambda: lengths(50, 50, 3),
+    "rows alike, one batch sees nothing": lambda: lengths(50, 0, 50),
+    "rows alike, per head": lambda: ragged_noise(0.1, 1, 4, 1, 50),
+    "causal with padding": lambda: causal(50, 50) & lengths(50, 41, 17),
+    "per batch": lambda: torch.cat((window(50, 50, 4, 0), window(50, 50, 0, 30))),
+    "per head": lambda: torch.cat([window(50, 50, 4 * left, 0) for left in (0, 1, 12, 3)], 1),
+    "per head and batch": lambda: ragged_noise(0.5, 2, 4, 50, 50),
+    "many intervals": lambda: ragged_noise(0.5, 1, 1, 50, 50),
+    "few cells": lambda: ragged_noise(0.01, 2, 1, 50, 50),
+    "far apart": lambda: torch.cat((lengths(50, 5).expand(1, 1, 50, 50), lengths(50, 5).flip(3).expand(1, 1, 50, 50))),
+    "wide": lambda: window(7, 90, 2, 60),
+    "tall": lambda: window(90, 7, 60, 2),
+    "one row": lambda: window(1, 70, 0, 40),
+    "one key": lambda: ragged_noise(0.5, 2, 1, 70, 1),
+    "1 x 1": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    "1 x 1, hidden": lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool),
+    "exact blocks": lambda: causal(32, 32),
+    "one over": lambda: causal(33, 33),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that few tokens make many, with several runs of keys."""
+    monkeypatch.setattr(tile_plan, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(tile_plan, "GAP", 3)
+    monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
+
+
+def shape_of(mask: Tensor, q_len: int = 50) -> dict[str, int]:
+    return {"q_len": max(mask.size(2), q_len if mask.size(3) == 50 else 1), "kv_len": mask.size(3)}
+
+
+@pytest.mark.parametrize("name", MASKS)
+class TestAgainstDense:
+    def test_one_block(self, name: str) -> None:
+        mask = MASKS[name]()
+        bounds = intervals(mask)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(**shape_of(mask)), mask)
+
+    def test_small_tiles(self, name: str, small_tiles: None) -> None:
+        mask = MASKS[name]()
+        bounds = intervals(mask)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(**shape_of(mask)), mask)
+
+    @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+    def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tiles of so many scores are cut along heads and batch."""
+        for limit in ("FORWARD_SCORES", "BACKWARD_SCORES_PER_THREAD"):
+            monkeypatch.setattr(f"flexmask.sdpa.{limit}", 1000)
+        mask = MASKS[name]()
+        bounds = intervals(mask)
+        tensors = inputs(heads=heads[0], key_heads=heads[1], **shape_of(mask))
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), tensors, mask)
+
+    @pytest.mark.parametrize("of", [(1, 1), (2, 4)])
+    def test_cells(self, name: str, of: tuple[int, int], small_tiles: None) -> None:
+        """Intervals that show too much, cut down by cells given as a tensor and as a callable."""
+        upper = MASKS[name]()
+        bounds, shape = intervals(upper), shape_of(upper)
+        cells = ragged_noise(0.3, *of, shape["q_len"], shape["kv_len"])
+        cells[:, :, ::7] = False
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return cells[b if of[0] > 1 else 0, h if of[1] > 1 else 0, q_idx, kv_idx]
+
+        tensors = inputs(**shape)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds, cells=cells), tensors, upper & cells)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds, cells=mask_mod), tensors, upper & cells)
+
+    def test_score_mod(self, name: str, small_tiles: None) -> None:
+        mask = MASKS[name]()
+        bounds = intervals(mask)
+
+        def tilt(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score * (1 + 0.1 * h) - 0.05 * (q_idx - kv_idx).abs() + 0.3 * b
+
+        tensors = inputs(**shape_of(mask))
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds, score_mod=tilt), tensors, mask, score_mod=tilt)
+
+
+class TestInputs:
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("variant", ["rows", "cells", "callable", "score_mod"])
+    def test_dtypes(self, dtype: torch.dtype, variant: str) -> None:
+        mask = middle_rows_only(300) | sinks(300) & (torch.arange(300)[:, None] > 170)
+        bounds = intervals(mask)
+        cells = ragged_noise(0.5, 1, 1, 300, 300)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if variant == "score_mod":
+                return block_sdpa(query, key, value, bounds, score_mod=unchanged)
+            if variant == "callable":
+                return block_sdpa(query, key, value, bounds, cells=lambda b, h, q_idx, kv_idx: cells[0, 0, q_idx, kv_idx])
+            return block_sdpa(query, key, value, bounds, cells=cells if variant == "cells" else None)
+
+        seen = mask & cells if variant in ("cells", "callable") else mask
+        check_attention(attend, inputs(dtype, q_len=300, kv_len=300, dim=16, value_dim=16), seen)
+
+    @pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 3), (64, 64), (192, 128), (8, 5), (5, 64)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_head_dims(self, dim: int, value_dim: int, dtype: torch.dtype) -> None:
+        mask = window(140, 140, 30, 2)
+        tensors = inputs(dtype, q_len=140, kv_len=140, dim=dim, value_dim=value_dim)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask)), tensors, mask)
+
+    @pytest.mark.parametrize("scale", [0.0, -0.3, 2.5])
+    def test_scale(self, scale: float) -> None:
+        mask = causal(50, 50)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask), scale=scale), inputs(), mask, scale=scale)
+
+    @pytest.mark.parametrize(
+        "shape",
+        [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"heads": 0}, {"value_dim": 0}],
+        ids=lambda shape: next(iter(shape)),
+    )
+    @pytest.mark.parametrize("score_mod", [None, unchanged])
+    def test_empty_axis(self, shape: dict[str, int], score_mod: ScoreMod | None) -> None:
+        tensors = inputs(**shape)
+        mask = torch.ones(1, 1, 1, shape.get("kv_len", 50), dtype=torch.bool)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask), score_mod=score_mod), tensors, mask)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_slots_of_any_order_and_unused_ones_anywhere(self, dtype: torch.dtype) -> None:
+        bounds = torch.tensor([[[[[30, 40], [9, 9], [0, 5], [50, 50], [0, 0]]]]], dtype=dtype)
+        mask = (torch.arange(50) < 5) | ((torch.arange(50) >= 30) & (torch.arange(50) < 40))
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask[None, None, None])
+
+    def test_no_slots(self) -> None:
+        bounds = torch.zeros(1, 1, 50, 0, 2, dtype=torch.int32)
+        mask = torch.zeros(1, 1, 50, 50, dtype=torch.bool)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask)
+
+    def test_strided_inputs(self) -> None:
+        mask = causal(50, 50)
+        query, key, value = (tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in inputs())
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask)), (query, key, value), mask)
+
+    def test_hidden_keys_may_hold_anything(self) -> None:
+        """Keys beyond every row's intervals are not read."""
+        query, key, value = (tensor.detach() for tensor in inputs())
+        key[:, :, 20:] = math.nan
+        value[:, :, 20:] = math.inf
+        out = block_sdpa(query, key, value, intervals(lengths(50, 20)))
+        assert torch.isfinite(out).all()
+
+    def test_only_some_inputs_need_gradients(self) -> None:
+        query, key, value = (tensor.detach() for tensor in inputs())
+        value.requires_grad_()
+        block_sdpa(query, key, value, intervals(causal(50, 50))).sum().backward()
+        assert value.grad is not None
+        assert query.grad is None
+
+    def test_autocast(self) -> None:
+        query, key, value = inputs(torch.float32)
+        mask = causal(50, 50)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = block_sdpa(query, key, value, intervals(mask))
+            wanted = F.scaled_dot_product_attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask)
+            modified = block_sdpa(query, key, value, intervals(mask), score_mod=lambda score, b, h, q_idx, kv_idx: score)
+            grads = torch.autograd.grad(out.float().square().sum(), (query, key, value))
+        assert out.dtype == modified.dtype == wanted.dtype == torch.bfloat16
+        check_close(out, wanted, torch.bfloat16)
+        check_close(modified, wanted, torch.bfloat16)
+        assert [grad.dtype for grad in grads] == [torch.float32] * 3
+
+
+class TestScoreMod:
+    def test_gradient_of_what_it_captures(self, small_tiles: None) -> None:
+        mask = sinks(50) & lengths(50, 50, 30)
+        tensors = inputs()
+        slopes, bias, offsets, table = (
+            torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4,), (2, 4), (99,), (4, 50, 50))
+        )
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            near = torch.where(q_idx - kv_idx < 4, offsets[q_idx - kv_idx + 49], 0.0)
+            return score * slopes[h] + bias[b, h] + near + table[h, q_idx, kv_idx]
+
+        def score_mod_by_scalars(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            near = torch.where(q_idx - kv_idx < 4, offsets[q_idx - kv_idx + 49], 0.0)
+            return score * slopes[h] + bias[b][h] + near + table[h][q_idx][kv_idx]
+
+        out = block_sdpa(*tensors, intervals(mask), score_mod=score_mod_by_scalars)
+        wanted = dense_attention(*tensors, mask, score_mod=score_mod)
+        check_close(out, wanted, torch.float64)
+        captured = slopes, bias, offsets, table
+        grad = torch.randn_like(out)
+        actual = torch.autograd.grad(out, (*tensors, *captured), grad)
+        for one, other in zip(actual, torch.autograd.grad(wanted, (*tensors, *captured), grad), strict=True):
+            check_close(one, other, torch.float64)
+
+    def test_only_what_it_captures_needs_gradients(self) -> None:
+        query, key, value = (tensor.detach() for tensor in inputs())
+        slopes = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        bounds = intervals(causal(50, 50))
+        out = block_sdpa(query, key, value, bounds, score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes[h])
+        out.square().sum().backward()
+        assert slopes.grad is not None
+        assert torch.all(slopes.grad != 0)
+
+    def test_scores_of_minus_infinity_hide(self) -> None:
+        def even(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return torch.where((kv_idx % 2 == 0) & (q_idx != 3), score, -math.inf)
+
+        mask = causal(50, 50) & (torch.arange(50) % 2 == 0) & (torch.arange(50)[:, None] != 3)
+        bounds = intervals(causal(50, 50))
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds, score_mod=even), inputs(), mask)
+
+    def test_with_cells(self, small_tiles: None) -> None:
+        cells = ragged_noise(0.3, 2, 1, 50, 50)
+        bounds = intervals(causal(50, 50))
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return block_sdpa(query, key, value, bounds, cells=cells, score_mod=lambda score, *at: score * 2)
+
+        check_attention(attend, inputs(), causal(50, 50) & cells, scale=2 / math.sqrt(8))
+
+
+def tile_area(tiles: list[Tile]) -> int:
+    return sum(
+        len(tile.elements) * len(tile.key_heads) * tile.group * len(tile.rows) * sum(hi - lo for lo, hi in tile.runs)
+        for tile in tiles
+    )
+
+
+def rows_between(lo: Tensor, hi: Tensor) -> Tensor:
+    return torch.stack((lo, hi), -1).to(torch.int32)
+
+
+class TestCost:
+    LONG = 16384
+
+    def plan(self, bounds: Tensor, batch: int = 1, heads: int = 2, key_heads: int = 2, most: int = 2**26) -> list[Tile]:
+        query = torch.empty(batch, heads, self.LONG, 1)
+        return plan_tiles(bounds, query, query[:, :key_heads], most_scores=most)[0]
+
+    def test_sinks_and_a_window(self) -> None:
+        row = torch.arange(self.LONG)
+        start = (row - 255).clamp(min=0)
+        sink = rows_between(row.new_zeros(self.LONG), start.clamp(max=4))
+        bounds = torch.stack((sink, rows_between(start, row + 1)), 1)[None, None]
+        visible = 2 * (bounds[..., 1] - bounds[..., 0]).sum().item()
+        assert visible < tile_area(self.plan(bounds)) < 1.6 * visible
+
+    def test_sink_slots_that_some_rows_do_not_have(self) -> None:
+        """The slots of one row are not those of the next, so a hull of each slot would span everything."""
+        row = torch.arange(self.LONG)
+        near = rows_between((row - 255).clamp(min=0), row + 1)
+        sink = rows_between(row * 0, row * 0 + 4)
+        has_sink = ((row % 2 == 0) & (row >= 300))[:, None]
+        none = rows_between(row + 1, row + 1)
+        bounds = torch.stack((sink.where(has_sink, near), near.where(has_sink, none)), 1)[None, None]
+        assert tile_area(self.plan(bounds)) < 2 * self.LONG * 400
+
+    def test_ragged_batch(self) -> None:
+        """Each batch element attends to its own keys; those of about one length share a tile."""
+        ends = torch.tensor([self.LONG, 100, 120, 130, 5000])
+        bounds = rows_between(ends * 0, ends)[:, None, None, None]
+        tiles = self.plan(bounds, batch=5, most=2**40)
+        assert tile_area(tiles) <= 1.1 * 2 * self.LONG * ends.sum().item()
+        assert {tile.elements for tile in tiles} == {range(1), range(1, 4), range(4, 5)}
+
+    def test_heads_with_masks_of_their_own(self) -> None:
+        row = torch.arange(self.LONG)
+        near = rows_between((row - 255).clamp(min=0), row + 1)
+        bounds = torch.stack((near, near, near, rows_between(row * 0, row + 1)))[None, :, :, None]
+        visible = (bounds[..., 1] - bounds[..., 0]).sum().item()
+        tiles = self.plan(bounds, heads=4, key_heads=4)
+        assert tile_area(tiles) < 1.1 * visible
+        assert {tile.key_heads for tile in tiles} >= {range(3), range(3, 4)}
+        assert all(tile.group == 2 for tile in self.plan(bounds, heads=4, key_heads=2))
+
+    def test_limit_of_scores(self) -> None:
+        row = torch.arange(self.LONG)
+        tiles = self.plan(rows_between(row * 0, row + 1)[None, None, :, None], batch=3, heads=8, key_heads=8, most=2**22)
+        assert max(tile_area([tile]) for tile in tiles) <= 2**22
+        assert tile_area(tiles) == sum(24 * 128 * 128 * (i + 1) for i in range(128))
+
+    def test_no_mask_where_all_is_visible(self) -> None:
+        row = torch.arange(self.LONG)
+        start = row // 512 * 512
+        tiles = self.plan(rows_between(start, start + 512)[None, None, :, None])
+        assert all(tile.whole for tile in tiles)
+        assert {tile.runs for tile in tiles} == {((i, i + 512),) for i in range(0, self.LONG, 512)}
+
+    def test_backward_saves_what_is_linear(self) -> None:
+        tensors = inputs(q_len=300, kv_len=300)
+        bounds = intervals(causal(300, 300))
+        saved: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.append(tensor.numel())
+            return tensor
+
+        for score_mod in (None, unchanged):
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                block_sdpa(*tensors, bounds, score_mod=score_mod).sum()
+            assert max(saved, default=0) <= 2 * 4 * 300 * 8
+
+    def test_callable_cells_see_one_tile_at_a_time(self, small_tiles: None) -> None:
+        sizes = []
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            cells = (q_idx - kv_idx) % 3 == 0
+            sizes.append(cells.numel())
+            return cells
+
+        mask = window(90, 90, 6, 0)
+        upper = intervals(mask)
+        cells = (torch.arange(90)[:, None] - torch.arange(90)) % 3 == 0
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, upper, cells=mask_mod), inputs(q_len=90, kv_len=90), mask & cells)
+        assert max(sizes) <= 16 * 22
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiling")
+class TestCompile:
+    def test_bounds_that_change_do_not_recompile(self) -> None:
+        tensors = inputs(torch.float32, q_len=200, kv_len=200)
+
+        def loss(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+            return block_sdpa(query * 2, key, value, bounds).square().sum()
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for number, mask in enumerate((causal(200, 200), window(200, 200, 9, 0), middle_rows_only(200))):
+            bounds = intervals(mask)
+            with torch.compiler.set_stance("fail_on_recompile") if number else contextlib.nullcontext():
+                grads = torch.autograd.grad(compiled(*tensors, bounds), tensors)
+            for actual, wanted in zip(grads, torch.autograd.grad(loss(*tensors, bounds), tensors), strict=True):
+                assert torch.equal(actual, wanted)
+
+    def test_lengths_that_change(self) -> None:
+        compiled = torch.compile(block_sdpa, fullgraph=True, backend="aot_eager", dynamic=True)
+        for number, length in enumerate((150, 70, 200)):
+            tensors = inputs(torch.float32, q_len=length, kv_len=length)
+            mask = causal(length, length)
+            with torch.compiler.set_stance("fail_on_recompile") if number else contextlib.nullcontext():
+                check_attention(partial(compiled, bounds=intervals(mask)), tensors, mask)
+
+
+class TestOperator:
+    @pytest.mark.parametrize("with_cells", [False, True])
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_opcheck(self, with_cells: bool, transposed: bool) -> None:
+        query, key, value = inputs(q_len=20, kv_len=20, value_dim=5)
+        if transposed:
+            query, key, value = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+        cells = ragged_noise(0.5, 1, 1, 20, 20) if with_cells else None
+        bounds = intervals(causal(20, 20))
+        torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, (query, key, value, bounds, cells, 0.5))
+
+    def test_opcheck_backward(self) -> None:
+        query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
+        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, 0.5)
+        operator = torch.ops.flexmask.block_sdpa_backward.default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    @pytest.mark.parametrize("cells", [None, past], ids=["operator", "callable"])
+    def test_no_second_derivative(self, cells: Callable[..., Tensor] | None) -> None:
+        query, key, value = inputs()
+        out = block_sdpa(query, key, value, intervals(causal(50, 50)), cells=cells)
+        (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivative|differentiate twice"):
+            grad.sum().backward()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"query": torch.zeros(2, 4, 50).double()}, LoweringError, r"query has shape \(2, 4, 50\); wanted \[batch"),
+            (
+                {"query": torch.zeros(2, 4, 50, 8)},
+                OperandError,
+                r"query, key and value are torch.float32, torch.float64",
+            ),
+            ({"key": torch.zeros(2, 2, 50, 7).double()}, LoweringError, r"wanted \[B, H, Q, D\], \[B, H_kv, KV, D\]"),
+            ({"value": torch.zeros(2, 2, 49, 8).double()}, LoweringError, r"\(2, 2, 49, 8\); wanted"),
+            ({"query": torch.zeros(2, 3, 50, 8).double()}, LoweringError, "query has 3 heads and key has 2"),
+            (
+                {"bounds": torch.zeros(3, 1, 50, 1, 2).int()},
+                LoweringError,
+                r"\(3, 1, 50, 1, 2\); wanted \[2 or 1, 4 or 1",
+            ),
+            ({"bounds": torch.zeros(1, 1, 50, 2).int()}, LoweringError, "bounds has shape"),
+            ({"bounds": torch.zeros(1, 1, 50, 1, 2)}, OperandError, "bounds is torch.float32; wanted an integer"),
+            ({"bounds": torch.tensor([[[[[0, 51]]]]])}, LoweringError, r"outside 0..50; wanted 0 <= lo and hi <= 50"),
+            ({"bounds": torch.tensor([[[[[-1, 5]]]]])}, LoweringError, "outside 0..50"),
+            ({"cells": torch.zeros(1, 1, 50, 50)}, OperandError, "cells is torch.float32; wanted torch.bool"),
+            ({"cells": torch.zeros(1, 3, 50, 50).bool()}, LoweringError, r"wanted \[2 or 1, 4 or 1, 50, 50\]"),
+            ({"cells": torch.zeros(1, 1, 50, 1).bool()}, LoweringError, "cells has shape"),
+        ],
+    )
+    def test_message(self, changes: dict[str, Tensor], error: type[Exception], message: str) -> None:
+        given = dict(zip(("query", "key", "value"), inputs(), strict=True))
+        given |= {"bounds": intervals(causal(50, 50))} | changes
+        with pytest.raises(error, match=message):
+            block_sdpa(given["query"], given["key"], given["value"], given["bounds"], cells=given.get("cells"))
