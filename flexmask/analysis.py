@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmask.closures import index_closure, mask_closure
+from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
+from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
-from flexmask.index import Index
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.preparation import frame_of
 from flexmask.rows import Rows
@@ -96,12 +95,12 @@ class _Analysis:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.values: dict[Any, Tensor] = {}
+        self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
             case And(operands):
-                return reduce(lambda a, b: a & b, map(self.rows, operands))
+                return self.conjunction(operands)
             case Or(operands):
                 return reduce(lambda a, b: a | b, map(self.rows, operands))
             case Xor(operands):
@@ -112,26 +111,42 @@ class _Analysis:
                 return _stacked([self.rows(mask) for mask in masks])
         return self.leaf(mask)
 
+    def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
+        """The rows of ``a & b & ...``. What is one span in each row first becomes one, with the tightest bounds."""
+        spans = [operand for operand in operands if _is_span(operand)]
+        parts = [self.rows(operand) for operand in operands if not _is_span(operand)]
+        if spans:
+            parts.insert(0, RowBounds.of(self.span(spans)))
+        return reduce(lambda a, b: a & b, parts)
+
+    def span(self, masks: list[Mask]) -> Rows:
+        """The keys inside all of the spans, and all or none of them by each test of the row."""
+        kv_len, starts, stops = self.frame.kv_len, [], []
+        for mask in masks:
+            if not isinstance(mask, Span):
+                stops.append(self.queries.tensor(mask).int() * kv_len)
+                continue
+            starts += [self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
+            stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
+        start, stop = reduce(greater, starts, 0), reduce(lesser, stops, kv_len)
+        return Rows.spans(self.queries.shaped(start), self.queries.shaped(stop), kv_len)
+
     def leaf(self, mask: Mask) -> RowBounds:
         frame, kv_len = self.frame, self.frame.kv_len
         match mask:
             case Truth(value):
                 make = Rows.everything if value else Rows.nothing
                 return RowBounds.of(make(kv_len, frame.device))
-            case Span(start, stop):
-                first = self.along("q", start) if start is not None else torch.zeros(1, 1, 1, device=frame.device)
-                last = self.along("q", stop) if stop is not None else torch.full((1, 1, 1), kv_len, device=frame.device)
-                return RowBounds.of(Rows.spans(first, last, kv_len))
+            case _ if _is_span(mask):
+                return RowBounds.of(self.span([mask]))
             case Matches(column, value):
-                found = matching_runs(self.along("kv", column), self.along("q", value), kv_len, MAX_SLOTS)
+                found = matching_runs(self.keys.tensor(column), self.queries.tensor(value), kv_len, MAX_SLOTS)
                 return RowBounds.of(found) if found is not None else self.unknown()
             case Reaches(column, value):
-                found = threshold(self.along("kv", column), self.along("q", value), kv_len)
+                found = threshold(self.keys.tensor(column), self.queries.tensor(value), kv_len)
                 return RowBounds.of(found) if found is not None else self.unknown()
-            case Compare() if "kv" not in mask.symbols:
-                return RowBounds.of(Rows.where(self.along("q", mask), kv_len))
             case Compare() if "q" not in mask.symbols:
-                return RowBounds.of(runs(self.along("kv", mask), kv_len))
+                return RowBounds.of(runs(self.keys.tensor(mask), kv_len))
             case Compare():
                 return self.unknown()
         raise LoweringError(f"no rows for {type(mask).__name__} {mask}")
@@ -140,19 +155,9 @@ class _Analysis:
         kv_len, device = self.frame.kv_len, self.frame.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
 
-    def along(self, axis: str, node: Index | Mask) -> Tensor:
-        """The values of an expression at all queries or all keys, ``[B, H, n]`` with 1 where it does not depend."""
-        key = (axis, node.key)
-        if key not in self.values:
-            frame = self.frame
-            node = frame.settled(node)
-            closure = mask_closure(node, frame) if isinstance(node, Mask) else index_closure(node, frame)
-            position = frame.index(axis).view(1, 1, -1)
-            found = closure(frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position)
-            values = torch.as_tensor(found, device=frame.device)
-            values = values.view(1, 1, 1) if values.dim() == 0 else values
-            self.values[key] = values if values.dtype == torch.bool else values.long()
-        return self.values[key]
+
+def _is_span(mask: Mask) -> bool:
+    return isinstance(mask, Span) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

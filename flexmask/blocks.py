@@ -94,12 +94,24 @@ def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
     """The key blocks of which every row of each query block sees every key: those that no row fails to cover."""
     width = -(-frame.kv_len // kv_size)
     first, last = -_divided(-rows.lo, kv_size), _divided(rows.hi, kv_size)
+    if rows.slots == 1 and rows.lo.shape[2] > 1:
+        return _common(first.squeeze(-1), last.squeeze(-1), frame, q_size, width)
     empty = first >= last
     outside = ~Rows(first.masked_fill(empty, width), last.masked_fill(empty, width), width).compact()
     missed = _united(outside.lo, outside.hi, frame, q_size, kv_size)
     q_blocks = missed.lo.shape[2]
     complete = torch.arange(q_blocks, device=missed.lo.device) < frame.q_len // q_size
     return ~missed & Rows.where(complete.view(1, 1, -1), width)
+
+
+def _common(first: Tensor, last: Tensor, frame: Frame, q_size: int, width: int) -> Rows:
+    """What all rows of each query block cover where each covers one interval: again one interval, none in a ragged block."""
+    complete, q_blocks = frame.q_len // q_size, -(-frame.q_len // q_size)
+    shape = (*first.shape[:2], complete, q_size)
+    start, stop = (end[:, :, : complete * q_size].reshape(shape) for end in (first, last))
+    none = first.new_zeros(*first.shape[:2], q_blocks - complete)
+    start, stop = torch.cat((start.amax(3), none), 2), torch.cat((stop.amin(3), none), 2)
+    return Rows.spans(start, stop, width)
 
 
 def _divided(ends: Tensor, size: int) -> Tensor:

@@ -20,21 +20,23 @@ from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.tables import Lookup
 
-__all__ = ["index_closure", "mask_closure"]
+__all__ = ["ARITHMETIC", "COMPARISON", "greater", "index_closure", "lesser", "mask_closure"]
 
 IndexClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 MaskClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _minimum(x: Any, y: Any) -> Any:
+def lesser(x: Any, y: Any) -> Any:
+    """The smaller of two tensors or integers."""
     if isinstance(y, int):
-        return x.clamp(max=y)
+        return min(x, y) if isinstance(x, int) else x.clamp(max=y)
     return y.clamp(max=x) if isinstance(x, int) else torch.minimum(x, y)
 
 
-def _maximum(x: Any, y: Any) -> Any:
+def greater(x: Any, y: Any) -> Any:
+    """The larger of two tensors or integers."""
     if isinstance(y, int):
-        return x.clamp(min=y)
+        return max(x, y) if isinstance(x, int) else x.clamp(min=y)
     return y.clamp(min=x) if isinstance(x, int) else torch.maximum(x, y)
 
 
@@ -44,8 +46,8 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "*": operator.mul,
     "//": operator.floordiv,
     "%": operator.mod,
-    "minimum": _minimum,
-    "maximum": _maximum,
+    "minimum": lesser,
+    "maximum": greater,
 }
 COMPARISON: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,

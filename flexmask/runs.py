@@ -55,19 +55,14 @@ def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
 def matching_runs(column: Tensor, value: Tensor, kv_len: int, most: int) -> Rows | None:
     """The keys with ``column[b, h, kv] == value[b, h, q]``, or None where some row needs more than ``most`` intervals.
 
-    The number of intervals depends on the values, so this waits for the device.
+    Values come in runs on both sides, so only one of each run is looked at. How many runs there are depends on the values,
+    so this waits for the device.
     """
-    column = column.expand(*column.shape[:2], kv_len)
-    changes = torch.ones_like(column, dtype=torch.bool)
-    changes[..., 1:] = column.diff() != 0
-    starts = _listed(changes, kv_len).squeeze(2)  # int32[B, H, runs]
-    stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=kv_len)
-    held = column.gather(-1, starts.clamp(max=kv_len - 1).long())
-    # Slots behind a row's last run are empty; as the greatest value they sort behind every run with a value of its own.
-    held = held.masked_fill(starts == kv_len, torch.iinfo(held.dtype).max)
+    starts, stops, held = _value_runs(column.expand(*column.shape[:2], kv_len))
     held, order = held.sort(dim=-1, stable=True)
     starts, stops = starts.gather(-1, order), stops.gather(-1, order)
-    first, last = _search(held, value, right=False), _search(held, value, right=True)
+    q_starts, q_stops, wanted = _value_runs(value)
+    first, last = _search(held, wanted, right=False), _search(held, wanted, right=True)
     slots = max(1, int((last - first).max()))
     if slots > most:
         return None
@@ -77,4 +72,24 @@ def matching_runs(column: Tensor, value: Tensor, kv_len: int, most: int) -> Rows
     lo, hi = (
         end.expand(*at.shape[:2], -1).gather(-1, at).view(unused.shape).masked_fill(unused, kv_len) for end in (starts, stops)
     )
+    repeats = (q_stops - q_starts).expand(*at.shape[:2], -1).flatten()
+    total = at.shape[0] * at.shape[1] * value.shape[2]
+    lo, hi = (
+        end.flatten(0, 2).repeat_interleave(repeats, 0, output_size=total).view(*at.shape[:2], -1, slots) for end in (lo, hi)
+    )
     return Rows(lo, hi, kv_len)
+
+
+def _value_runs(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The runs of equal values along ``[B, H, n]``: their starts, stops and values, ``[B, H, runs]``.
+
+    Where a line has fewer runs than another it is filled up with empty runs of the greatest integer, which as a value of its
+    own is not told from them; no length, id or position is that large.
+    """
+    n = values.shape[-1]
+    changes = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
+    starts = _listed(changes, n).squeeze(2)
+    stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=n)
+    held = values.gather(-1, starts.clamp(max=n - 1).long())
+    return starts, stops, held.masked_fill(starts == n, torch.iinfo(held.dtype).max)

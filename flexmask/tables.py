@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from typing import Literal as Lit
 
 from flexmask.errors import ExpressionError, OperandError
@@ -21,6 +21,14 @@ from flexmask.nodes import Node
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    class SupportsArray(Protocol):
+        """A NumPy array, or what turns into one."""
+
+        def __array__(self) -> Any: ...
+
+    #: What holds integers or truth values: a number, nested lists, a NumPy array, a tensor, a table, or a parameter.
+    Data: TypeAlias = "int | Sequence[Any] | SupportsArray | Tensor | Table | Param"
 
 __all__ = [
     "Derived",
@@ -220,7 +228,7 @@ def is_tensor(data: object) -> bool:
     return torch is not None and isinstance(data, torch.Tensor)
 
 
-def table(data: object) -> Table:
+def table(data: Data) -> Table:
     """Data to be looked up by index, e.g. ``table(ids)[b, q]``.
 
     Args:
@@ -289,7 +297,7 @@ def _flatten(data: Any, depth: int) -> list[Any]:
     return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
 
 
-def per_batch(data: object, what: str, high: Symbol | None) -> Index:
+def per_batch(data: Data, what: str, high: Symbol | None) -> Index:
     """One length for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
 
     Each must lie between 0 and the length that ``high`` names.
@@ -333,7 +341,11 @@ def _sequence_table(data: object, what: str) -> Table | Param:
 
 
 def document_ids(
-    ids: object = None, *, lengths: object = None, cu_seqlens: object = None, position_ids: object = None
+    ids: Data | None = None,
+    *,
+    lengths: Data | None = None,
+    cu_seqlens: Data | None = None,
+    position_ids: Data | None = None,
 ) -> Table | Param:
     """The document of each position, from exactly one source. Ids below 0 are padding.
 
@@ -361,6 +373,6 @@ def document_ids(
     return Derived(cast(Any, name), values)
 
 
-def document_starts(ids: object) -> Table:
+def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
     return Derived("starts", _sequence_table(ids, "document_starts: ids"))

@@ -22,7 +22,7 @@ PACKAGE = Path(flexmask.__file__).parent
 LAYERS = """
 errors nodes index tables lowerable masks naming
 catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue text
-deriving frame rows runs closures ranges preparation separation analysis
+deriving frame rows runs closures ranges preparation evaluation separation analysis
 lowering lowering.dense lowering.mask_mod blocks lowering.block_mask lowering.stats
 tiles tile_plan sdpa functional nn
 render.caption render.area render.picture render.plot render.terminal render

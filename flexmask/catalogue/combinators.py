@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, as_index, b, h, kv, kv_len, q, q_len
@@ -10,11 +11,14 @@ from flexmask.masks import Mask, PerHead
 from flexmask.naming import named
 from flexmask.tables import Param, as_table
 
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
 __all__ = ["dense", "per_head", "shift", "transpose"]
 
 
 @named
-def dense(table: object) -> Mask:
+def dense(table: Data) -> Mask:
     """A mask given cell by cell.
 
     Predicate: ``table[b, h, q, kv]``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from flexmask.errors import OperandError
 from flexmask.index import Arithmetic, kv, kv_len, q
@@ -11,17 +11,20 @@ from flexmask.naming import named
 from flexmask.nodes import Node
 from flexmask.tables import Lookup, along, document_ids, document_starts, per_batch
 
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
 __all__ = ["document", "per_document", "prefix_lm"]
 
 
 @named
 def document(
-    ids: object = None,
-    kv_ids: object = None,
+    ids: Data | None = None,
+    kv_ids: Data | None = None,
     *,
-    lengths: object = None,
-    cu_seqlens: object = None,
-    position_ids: object = None,
+    lengths: Data | None = None,
+    cu_seqlens: Data | None = None,
+    position_ids: Data | None = None,
 ) -> Mask:
     """Queries see the keys of their own document only.
 
@@ -61,11 +64,11 @@ def document(
 @named
 def per_document(
     mask: Mask,
-    ids: object = None,
+    ids: Data | None = None,
     *,
-    lengths: object = None,
-    cu_seqlens: object = None,
-    position_ids: object = None,
+    lengths: Data | None = None,
+    cu_seqlens: Data | None = None,
+    position_ids: Data | None = None,
 ) -> Mask:
     """A mask within each document, whose positions restart at 0 there.
 
@@ -115,7 +118,7 @@ def _is_of_key(node: Node) -> bool:
 
 
 @named
-def prefix_lm(prefix_lengths: object) -> Mask:
+def prefix_lm(prefix_lengths: Data) -> Mask:
     """Causal, with a prefix that every query sees: prefix language modelling.
 
     Predicate: ``(kv < prefix_lengths[b]) | (kv <= q)``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, Symbol, kv, kv_len, q, q_len
@@ -10,11 +10,14 @@ from flexmask.masks import Mask
 from flexmask.naming import named, nearest
 from flexmask.tables import Param, along, as_table, per_batch
 
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
 __all__ = ["cross_length", "key_padding", "query_padding"]
 
 
 @named
-def key_padding(lengths: object = None, *, keep: object = None, side: Literal["right", "left"] = "right") -> Mask:
+def key_padding(lengths: Data | None = None, *, keep: Data | None = None, side: Literal["right", "left"] = "right") -> Mask:
     """Hides the keys that are padding. Queries that are padding still see the real keys: see :func:`query_padding`.
 
     Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask
@@ -47,7 +50,7 @@ def key_padding(lengths: object = None, *, keep: object = None, side: Literal["r
 
 
 @named
-def query_padding(lengths: object = None, *, keep: object = None, side: Literal["right", "left"] = "right") -> Mask:
+def query_padding(lengths: Data | None = None, *, keep: Data | None = None, side: Literal["right", "left"] = "right") -> Mask:
     """Hides every key from the queries that are padding, so that attention gives 0 there.
 
     Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask
@@ -72,7 +75,7 @@ def query_padding(lengths: object = None, *, keep: object = None, side: Literal[
 
 
 @named
-def cross_length(kv_lengths: object, q_lengths: object = None) -> Mask:
+def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
     """Attention between two padded sequences of different lengths, e.g. from a translation to its source.
 
     Predicate: ``kv < kv_lengths[b]``, and ``(kv < kv_lengths[b]) & (q < q_lengths[b])`` with both
@@ -101,7 +104,7 @@ def cross_length(kv_lengths: object, q_lengths: object = None) -> Mask:
     return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len))
 
 
-def _padding(name: str, lengths: object, keep: object, side: str, position: Index, length: Symbol) -> Mask:
+def _padding(name: str, lengths: Data | None, keep: Data | None, side: str, position: Index, length: Symbol) -> Mask:
     if (lengths is None) == (keep is None):
         raise ExpressionError(f"{name}: give exactly one of lengths and keep; got {'neither' if keep is None else 'both'}")
     if side not in ("right", "left"):
@@ -116,5 +119,5 @@ def _padding(name: str, lengths: object, keep: object, side: str, position: Inde
             if len(values.shape) not in (1, 2):
                 raise ExpressionError(f"{name}: keep must have the axes [S] or [B, S], got shape {list(values.shape)}")
         return along(values, position) != 0
-    real = per_batch(lengths, f"{name}: lengths", length)
+    real = per_batch(cast("Data", lengths), f"{name}: lengths", length)
     return position >= length - real if side == "left" else position < real
