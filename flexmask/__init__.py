@@ -25,7 +25,7 @@ from flexmask.catalogue import (
     sliding_window,
     transpose,
 )
-from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError, TextError
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError, RenderError, TextError
 from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
 from flexmask.masks import Mask, where
 from flexmask.naming import named
@@ -49,6 +49,7 @@ __all__ = [
     "Mask",
     "MultiheadFlexAttention",
     "OperandError",
+    "RenderError",
     "RowBounds",
     "Rows",
     "Stats",

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from torch import Tensor
 
 from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
-from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 from flexmask.runs import matching_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate
 
-__all__ = ["MAX_SLOTS", "RowBounds", "analyse", "rows"]
+__all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
 MAX_SLOTS = 64
@@ -71,23 +69,9 @@ class RowBounds:
         return (self & ~other) | (~self & other)
 
 
-def rows(
-    mask: Mask,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str | None = None,
-) -> RowBounds:
-    """The rows of a mask: see :meth:`flexmask.masks.Mask.rows`."""
-    return analyse(mask, frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device))
-
-
-def analyse(mask: Mask, frame: Frame) -> RowBounds:
-    """The rows of a mask in a frame that was made for it."""
-    return _Analysis(frame).rows(separate(mask))
+def analyse(frame: Frame) -> RowBounds:
+    """The rows of the mask of a frame."""
+    return _Analysis(frame).rows(separate(frame.mask))
 
 
 class _Analysis:

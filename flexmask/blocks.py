@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds
-from flexmask.closures import mask_closure
+from flexmask.closures import frame_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
@@ -167,7 +167,7 @@ def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iter
     Yields:
         The block rows of some entries, and their cells ``bool[n, q_size, kv_size]``, False beyond the ends of the mask.
     """
-    closure = mask_closure(frame.mask, frame)
+    closure = frame_closure(frame)
     q_blocks = -(-frame.q_len // q_size)
     chunk = max(1, CHUNK // (q_size * kv_size))
     for row, column in zip(entries.row.split(chunk), entries.column.split(chunk), strict=True):

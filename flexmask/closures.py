@@ -20,7 +20,7 @@ from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.tables import Lookup
 
-__all__ = ["ARITHMETIC", "COMPARISON", "greater", "index_closure", "lesser", "mask_closure"]
+__all__ = ["ARITHMETIC", "COMPARISON", "frame_closure", "greater", "index_closure", "lesser", "mask_closure"]
 
 IndexClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 MaskClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -57,6 +57,11 @@ COMPARISON: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+
+
+def frame_closure(frame: Frame) -> MaskClosure:
+    """The closure of the mask of a frame."""
+    return mask_closure(frame.settled(frame.mask), frame)
 
 
 def index_closure(node: Index, frame: Frame) -> IndexClosure:

@@ -4,10 +4,11 @@ FlexmaskError
 ├── ExpressionError (ValueError)      an expression that has no meaning, or data that does not fit it
 │   └── TextError                     text that is not a mask: shows the text and a caret under the column
 ├── OperandError (TypeError)          an operand or argument of the wrong type
-└── LoweringError (ValueError)        a mask that cannot be lowered at the lengths, sizes or device asked for
+├── LoweringError (ValueError)        a mask that cannot be lowered at the lengths, sizes or device asked for
+└── RenderError (ValueError)          a picture that cannot be drawn or written
 """
 
-__all__ = ["ExpressionError", "FlexmaskError", "LoweringError", "OperandError", "TextError"]
+__all__ = ["ExpressionError", "FlexmaskError", "LoweringError", "OperandError", "RenderError", "TextError"]
 
 
 class FlexmaskError(Exception):
@@ -24,6 +25,10 @@ class OperandError(FlexmaskError, TypeError):
 
 class LoweringError(FlexmaskError, ValueError):
     """A mask that cannot be lowered at the lengths, sizes or device asked for."""
+
+
+class RenderError(FlexmaskError, ValueError):
+    """A picture that cannot be drawn or written."""
 
 
 class TextError(ExpressionError):

@@ -81,6 +81,8 @@ class Evaluation:
             return data[tuple(indices)]
         if "q" in names:
             data = data.narrow(names.index("q"), int(offset), n)
+        if "kv" in names:
+            data = data.narrow(names.index("kv"), 0, self.frame.kv_len)  # a derived table may have more
         order = ["b", "h", self.axis]
         data = data.permute([names.index(name) for name in order if name in names])
         values = data[tuple(slice(None) if name in names else None for name in order)]

@@ -22,7 +22,7 @@ class Frame:
     """The setting of one lowering.
 
     Attributes:
-        mask: the mask with names expanded and the lengths put in.
+        mask: the mask with names expanded.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flexmask.analysis import analyse
-from flexmask.closures import mask_closure
+from flexmask.closures import frame_closure
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.index import Constant, q
 from flexmask.masks import Mask, Truth
@@ -135,12 +135,13 @@ def _sdpa(
     batch, heads, q_len, _ = query.shape
     frame = frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
     if score_mod is None:
-        whole = frame.mask == Truth(True)
-        if whole or _is_fused_causal(frame.mask, q_offset):
+        settled = frame.settled(frame.mask)
+        whole = settled == Truth(True)
+        if whole or _is_fused_causal(settled, q_offset):
             grouped = query.shape[1] != key.shape[1]
             return F.scaled_dot_product_attention(query, key, value, is_causal=not whole, scale=scale, enable_gqa=grouped)
-    rows = analyse(mask, frame)
-    cells = None if rows.exact else mask_closure(frame.mask, frame)
+    rows = analyse(frame)
+    cells = None if rows.exact else frame_closure(frame)
     return block_sdpa(query, key, value, rows.upper.bounds, cells=cells, score_mod=score_mod, scale=scale)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexmask.analysis import RowBounds
+    from flexmask.frame import Frame
     from flexmask.lowering.mask_mod import Form, MaskMod
     from flexmask.lowering.stats import Stats
     from flexmask.masks import Mask
@@ -41,9 +42,9 @@ class Lowerable(Node):
         device: torch.device | str | None = None,
     ) -> RowBounds:
         """What each query row may see, as sorted disjoint intervals of keys: see :class:`flexmask.analysis.RowBounds`."""
-        from flexmask.analysis import rows
+        from flexmask.analysis import analyse
 
-        return rows(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+        return analyse(self._frame(q_len, kv_len, batch, heads, q_offset, device))
 
     def dense(
         self,
@@ -62,7 +63,7 @@ class Lowerable(Node):
         """
         from flexmask.lowering.dense import dense
 
-        return dense(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+        return dense(self._frame(q_len, kv_len, batch, heads, q_offset, device))
 
     def mask_mod(
         self,
@@ -83,7 +84,7 @@ class Lowerable(Node):
         """
         from flexmask.lowering.mask_mod import mask_mod
 
-        return mask_mod(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, form=form)
+        return mask_mod(self._frame(q_len, kv_len, batch, heads, q_offset, device), form)
 
     def block_mask(
         self,
@@ -105,17 +106,7 @@ class Lowerable(Node):
         """
         from flexmask.lowering.block_mask import block_mask
 
-        return block_mask(
-            cast("Mask", self),
-            q_len,
-            kv_len,
-            batch=batch,
-            heads=heads,
-            q_offset=q_offset,
-            device=device,
-            block_size=block_size,
-            form=form,
-        )
+        return block_mask(self._frame(q_len, kv_len, batch, heads, q_offset, device), block_size, form)
 
     def stats(
         self,
@@ -131,6 +122,17 @@ class Lowerable(Node):
         """How much the mask shows and what it costs: see :class:`flexmask.lowering.stats.Stats`."""
         from flexmask.lowering.stats import stats
 
-        return stats(
-            cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, block_size=block_size
-        )
+        return stats(self._frame(q_len, kv_len, batch, heads, q_offset, device), block_size)
+
+    def _frame(
+        self,
+        q_len: int,
+        kv_len: int | None,
+        batch: int | None,
+        heads: int | None,
+        q_offset: int | Tensor,
+        device: torch.device | str | None,
+    ) -> Frame:
+        from flexmask.preparation import frame_of
+
+        return frame_of(cast("Mask", self), q_len, kv_len, batch, heads, q_offset, device)

@@ -79,13 +79,15 @@ class Mask(Lowerable):
         unknown = sorted(set(values) - set(self.params))
         if unknown:
             raise ExpressionError(
-                f"the mask {self.brief()} has no parameter {', '.join(unknown)}; its parameters: {', '.join(self.params) or 'none'}"
+                f"the mask {self.brief()} has no parameter {', '.join(unknown)}; it has {', '.join(self.params) or 'none'}"
             )
         return cast(Mask, self.replace(lambda node: _bound(node, values)))
 
     def expand(self) -> Mask:
         """The same mask with every named mask replaced by its definition."""
-        return cast(Mask, self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None))
+        if "expanded" not in self.memo:
+            self.memo["expanded"] = self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
+        return cast(Mask, self.memo["expanded"])
 
     def substitute(self, **symbols: Index | int) -> Mask:
         """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,12 +23,14 @@ from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, Tens
 
 __all__ = ["frame_of"]
 
+#: The greatest length, batch or number of heads; rows hold positions as 32-bit integers.
+MAX_LENGTH = 2**30
+
 
 def frame_of(
     mask: Mask,
     q_len: int,
     kv_len: int | None = None,
-    *,
     batch: int | None = None,
     heads: int | None = None,
     q_offset: int | Tensor = 0,
@@ -60,7 +61,7 @@ def frame_of(
     for lookup in lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
     check_ranges(mask, frame)
-    return replace(frame, mask=frame.settled(frame.mask))
+    return frame
 
 
 def _lookups(mask: Mask) -> list[Lookup]:
@@ -78,6 +79,8 @@ def _length(name: str, value: object) -> int:
         raise OperandError(f"{name} must be an integer, got {value!r}") from None
     if number < 1 or isinstance(value, bool):
         raise LoweringError(f"{name} must be at least 1, got {value!r}")
+    if number > MAX_LENGTH:
+        raise LoweringError(f"{name} must be at most {MAX_LENGTH}, got {number}")
     return number
 
 

@@ -55,8 +55,8 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
             extent = _evaluated(index, frame)
         if extent[0] < 0 or extent[1] >= size:
             raise LoweringError(
-                f"{lookup.brief()}: the index {index.brief()} ranges from {extent[0]} to {extent[1]}, but the table has {size} values along "
-                "that axis; keep it inside with flexmask.minimum and flexmask.maximum"
+                f"{lookup.brief()}: the index {index.brief()} ranges from {extent[0]} to {extent[1]}, but the table has {size} "
+                "values along that axis; keep it inside with flexmask.minimum and flexmask.maximum"
             )
 
 

@@ -175,7 +175,7 @@ def test_mask_mod_of_named_mask(name: str, shape: Shape) -> None:
     check_mask_mod(case, shape, case.expected(shape))
 
 
-@pytest.mark.parametrize("block_size", [1, 4, (4, 8), 16], ids=str)
+@pytest.mark.parametrize("block_size", [4, (4, 8), 16], ids=str)
 @name_and_shape(NAMES)
 def test_block_mask_of_named_mask(name: str, shape: Shape, block_size: int | tuple[int, int]) -> None:
     case = named(name, shape, batched=shape.q_len % 2 == 1)
@@ -295,7 +295,7 @@ class LargestTensor(TorchDispatchMode):
     """Notes the most elements that any tensor made within has."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

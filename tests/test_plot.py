@@ -103,16 +103,16 @@ IMPORTS = """
 import sys, flexmask
 from flexmask.render.plot import plot
 plot(flexmask.causal(), 4)
-{}
+print("matplotlib.pyplot" in sys.modules)
+import matplotlib.pyplot
 print("matplotlib.pyplot" in sys.modules)
 """
 
 
-@pytest.mark.parametrize(("statement", "found"), [("pass", "False"), ("import matplotlib.pyplot", "True")])
-def test_pyplot_is_never_imported(statement: str, found: str) -> None:
-    """The second case shows that the check can fail."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS.format(statement)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == found
+def test_pyplot_is_never_imported() -> None:
+    """The second line shows that the check can fail."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "True"]
 
 
 # ---------------------------------------------------------------- golden images
@@ -122,7 +122,7 @@ GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
     "packed_blocks": (fm.causal() & fm.document([0] * 9 + [1] * 4 + [2] * 9 + [-1] * 2), {"q_len": 24, "block_size": 4}),
     "decode": (fm.sliding_window(20, 0) | (fm.kv < 4), {"q_len": 4, "kv_len": 48, "q_offset": 40, "block_size": (4, 16)}),
     "packed_long": (fm.causal() & fm.document(packed(4096, 400)), {"q_len": 4096, "block_size": 128}),
-    "wide": (fm.cross_length([300, 900], [200, 400]), {"q_len": 400, "kv_len": 900, "batch": 1}),
+    "wide": (fm.cross_length([300, 650], [200, 320]), {"q_len": 400, "kv_len": 900, "batch": 1}),
     "estimated": (STRIDED & fm.sliding_window(90, 90), {"q_len": 300, "most_pixels": (100, 100)}),
 }
 

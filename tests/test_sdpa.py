@@ -163,6 +163,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that few tokens make many, with several runs of keys."""
     monkeypatch.setattr(tile_plan, "BLOCK_ROWS", 16)
     monkeypatch.setattr(tile_plan, "GAP", 3)
+    monkeypatch.setattr(tile_plan, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
 
 

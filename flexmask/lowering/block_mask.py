@@ -12,30 +12,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.analysis import analyse
 from flexmask.blocks import Entries, blocks_of, union
 from flexmask.errors import LoweringError, OperandError
-from flexmask.lowering.mask_mod import Form, mask_mod_of
-from flexmask.masks import Mask
-from flexmask.preparation import frame_of
+from flexmask.frame import Frame
+from flexmask.lowering.mask_mod import Form, mask_mod
 from flexmask.rows import Rows
 
 __all__ = ["block_mask", "sizes_of"]
 
 
-def block_mask(
-    mask: Mask,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str | None = None,
-    block_size: int | tuple[int, int] = 128,
-    form: Form = "auto",
-) -> BlockMask:
-    """A mask as a BlockMask: see :meth:`flexmask.masks.Mask.block_mask`."""
+def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto") -> BlockMask:
+    """The mask of a frame as a BlockMask: see :meth:`flexmask.masks.Mask.block_mask`."""
     sizes = sizes_of(block_size)
-    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
-    rows = analyse(mask, frame)
+    rows = analyse(frame)
     blocks = blocks_of(rows, frame, *sizes)
     shape = frame.full_batch, frame.heads, -(-frame.q_len // sizes[0])
     partial, full = (part.expand(*shape) for part in (blocks.partial, blocks.full))
@@ -46,7 +33,7 @@ def block_mask(
         *_listed(_transposed(partial)),
         *_listed(_transposed(full)),
         BLOCK_SIZE=sizes,
-        mask_mod=mask_mod_of(frame, rows, form),
+        mask_mod=mask_mod(frame, form, rows),
     )
 
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmask.closures import mask_closure
+from flexmask.closures import frame_closure
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
-from flexmask.masks import Mask
-from flexmask.preparation import frame_of
 
 __all__ = ["Cells", "cells_of", "dense"]
 
@@ -24,18 +22,8 @@ CHUNK = 2**22
 Cells = Callable[[int, int, int, int], Tensor]
 
 
-def dense(
-    mask: Mask,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """A mask as a tensor: see :meth:`flexmask.masks.Mask.dense`."""
-    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+def dense(frame: Frame) -> Tensor:
+    """The mask of a frame as a tensor: see :meth:`flexmask.masks.Mask.dense`."""
     shape = (frame.batch, frame.heads, frame.q_len, frame.kv_len)
     size = torch.Size(shape).numel()
     if size > MAX_BYTES:
@@ -53,7 +41,7 @@ def dense(
 
 def cells_of(frame: Frame) -> Cells:
     """Evaluates rectangles of the mask of a frame."""
-    closure = mask_closure(frame.mask, frame)
+    closure = frame_closure(frame)
     b, h, q, kv = frame.grid()
 
     def cells(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:

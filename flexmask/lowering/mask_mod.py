@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds, analyse
-from flexmask.closures import mask_closure
+from flexmask.closures import frame_closure
 from flexmask.errors import ExpressionError, LoweringError
 from flexmask.frame import Frame
-from flexmask.masks import Mask
-from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
-__all__ = ["MAX_INTERVALS", "Form", "MaskMod", "mask_mod", "mask_mod_of"]
+__all__ = ["Form", "MAX_INTERVALS", "MaskMod", "mask_mod"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Form = Literal["auto", "interval", "expression"]
@@ -25,38 +22,28 @@ Form = Literal["auto", "interval", "expression"]
 MAX_INTERVALS = 8
 
 
-def mask_mod(
-    mask: Mask,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str | None = None,
-    form: Form = "auto",
-) -> MaskMod:
-    """A mask as a closure: see :meth:`flexmask.masks.Mask.mask_mod`."""
-    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
-    return mask_mod_of(frame, None if form == "expression" else analyse(mask, frame), form)
+def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
+    """The mask of a frame as a closure: see :meth:`flexmask.masks.Mask.mask_mod`.
 
-
-def mask_mod_of(frame: Frame, rows: RowBounds | None, form: Form) -> MaskMod:
-    """The closure of a mask whose rows are known.
+    Args:
+        frame: the frame of the lowering.
+        form: which closure.
+        rows: the rows of the mask, where they are known already.
 
     Raises:
         LoweringError: the interval form is asked for but the rows have too many intervals or are only bounded.
     """
     if form not in ("auto", "interval", "expression"):
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
-    if form == "expression" or rows is None:
-        return mask_closure(frame.mask, frame)
+    if form == "expression":
+        return frame_closure(frame)
+    rows = rows or analyse(frame)
     if rows.exact and rows.lower.slots <= MAX_INTERVALS:
         return _interval_mod(rows.lower, frame)
     if form == "interval":
         reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
         raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
-    return mask_closure(frame.mask, frame)
+    return frame_closure(frame)
 
 
 def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flexmask.analysis import analyse
 from flexmask.blocks import Entries, blocks_of, evaluated
 from flexmask.frame import Frame
 from flexmask.lowering.block_mask import sizes_of
-from flexmask.masks import Mask
-from flexmask.preparation import frame_of
 from flexmask.rows import Rows
 
 __all__ = ["Stats", "stats"]
@@ -86,21 +83,10 @@ class Stats:
         return 4 * d_head * (self.partial_blocks + self.full_blocks) * self.block_size[0] * self.block_size[1]
 
 
-def stats(
-    mask: Mask,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str | None = None,
-    block_size: int | tuple[int, int] = 128,
-) -> Stats:
-    """The figures of a mask: see :meth:`flexmask.masks.Mask.stats`."""
+def stats(frame: Frame, block_size: int | tuple[int, int] = 128) -> Stats:
+    """The figures of the mask of a frame: see :meth:`flexmask.masks.Mask.stats`."""
     q_size, kv_size = sizes_of(block_size)
-    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
-    bounds = analyse(mask, frame)
+    bounds = analyse(frame)
     found = blocks_of(bounds, frame, q_size, kv_size)
     q_blocks, kv_blocks = -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
     partial, full = (part.expand(frame.batch, frame.heads, q_blocks) for part in (found.partial, found.full))

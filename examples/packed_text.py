@@ -1,0 +1,197 @@
+"""Trains a small decoder on text that is packed into sequences, and shows that no document sees another.
+
+A document is a passage of a text file: what stands between two blank lines. Documents are packed as bytes into sequences of
+one length, and the mask `causal & document(ids)` keeps them apart. Without files, the repository's own texts are read.
+
+    python examples/packed_text.py --steps 300 -o mask.png notes.txt
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flexmask import FlexmaskError, Mask, MultiheadFlexAttention, causal, document
+from flexmask.render.picture import picture
+from flexmask.render.plot import save
+from flexmask.render.terminal import show
+
+ROOT = Path(__file__).parent.parent
+WIDTH, HEADS, LAYERS = 64, 4, 2
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of packed documents, all ``int64[sequences, seq_len]``.
+
+    Attributes:
+        tokens: bytes.
+        ids: number of the document in its sequence; -1 where the sequence is padded.
+        positions: place in the document, so that what a document means does not depend on where it stands.
+        targets: the next byte of the same document; -1 where there is none.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+
+    def __getitem__(self, rows: Tensor) -> Packed:
+        return Packed(self.tokens[rows], self.ids[rows], self.positions[rows], self.targets[rows])
+
+    @property
+    def mask(self) -> Mask:
+        """Each byte sees the bytes before it in its own document."""
+        return causal() & document(self.ids)
+
+
+def read(paths: tuple[Path, ...]) -> list[bytes]:
+    """The passages of all files; by default of the repository's documents and sources."""
+    own = [path for pattern in ("*.md", "LICENSE", "flexmask/**/*.py") for path in sorted(ROOT.glob(pattern))]
+    documents = []
+    for path in paths or own:
+        passages = [passage for passage in re.split(rb"\n\s*\n", path.read_bytes()) if passage.strip()]
+        if paths and not passages:
+            raise click.BadParameter(f"{path} has no text", param_hint="FILES")
+        documents += passages
+    return documents
+
+
+def pack(documents: list[bytes], seq_len: int) -> Packed:
+    """Fills sequences with whole documents, in order; only a document longer than a sequence is cut."""
+    sequences: list[list[bytes]] = [[]]
+    for text in documents:
+        for start in range(0, len(text), seq_len):
+            piece = text[start : start + seq_len]
+            if sum(map(len, sequences[-1])) + len(piece) > seq_len:
+                sequences.append([])
+            sequences[-1].append(piece)
+    tokens, positions = (torch.zeros(len(sequences), seq_len, dtype=torch.int64) for _ in range(2))
+    ids, targets = (torch.full_like(tokens, PADDING) for _ in range(2))
+    for row, pieces in enumerate(sequences):
+        at = 0
+        for number, piece in enumerate(pieces):
+            end = at + len(piece)
+            tokens[row, at:end] = torch.tensor(list(piece))
+            ids[row, at:end] = number
+            positions[row, at:end] = torch.arange(len(piece))
+            targets[row, at : end - 1] = tokens[row, at + 1 : end]
+            at = end
+    return Packed(tokens, ids, positions, targets)
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiheadFlexAttention(WIDTH, WIDTH, HEADS)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
+        x = x + self.attention(self.norms[0](x), mask)
+        x = x + self.feed_forward(self.norms[1](x))
+        return x
+
+
+class Decoder(nn.Module):
+    """Predicts the next byte from those that the mask shows."""
+
+    def __init__(self, seq_len: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(seq_len, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+
+    def forward(self, packed: Packed, mask: Mask) -> Tensor:
+        x = self.bytes(packed.tokens) + self.positions(packed.positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        out: Tensor = self.head(x)
+        return out
+
+
+def train(model: Decoder, packed: Packed, steps: int, batch: int, lr: float) -> Iterator[float]:
+    """Trains on random batches, each with a mask of its own; yields the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for _ in range(steps):
+        some = packed[torch.randint(len(packed.ids), (batch,))]
+        loss = cross_entropy(model(some, some.mask).transpose(1, 2), some.targets, ignore_index=PADDING)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@torch.no_grad()
+def leak(model: Decoder, packed: Packed, mask: Mask) -> float:
+    """How far the outputs of all other documents move when every byte of the first document changes."""
+    first = packed.ids == 0
+    changed = Packed(packed.tokens.where(~first, 255 - packed.tokens), packed.ids, packed.positions, packed.targets)
+    moved: Tensor = (model(changed, mask) - model(packed, mask)).abs()
+    return float(moved[~first].max())
+
+
+def draw(mask: Mask, seq_len: int, output: Path | None) -> None:
+    """The mask of the first sequence, in a file or in the terminal."""
+    if output is None:
+        show(mask, seq_len)
+        return
+    try:
+        save(picture(mask, seq_len, block_size=seq_len // 8), output)
+    except (FlexmaskError, OSError) as error:
+        raise click.BadParameter(str(error), param_hint="--output") from error
+    click.echo(f"wrote {output}\n")
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=300, help="Batches to train on.")
+@click.option("--seq-len", type=click.IntRange(8), default=256, help="Bytes in a sequence.")
+@click.option("--batch", type=click.IntRange(1), default=8, help="Sequences in a batch.")
+@click.option("--lr", type=click.FloatRange(0, min_open=True), default=3e-3, help="Learning rate.")
+@click.option("--seed", type=int, default=0, help="Of the weights, the order of documents, and the batches.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw in a .png or .svg file, not in the terminal.")
+def main(files: tuple[Path, ...], steps: int, seq_len: int, batch: int, lr: float, seed: int, output: Path | None) -> None:
+    """Train a small decoder on packed text, and show that no document sees another.
+
+    FILES are text files; by default the repository's own. Their passages, which blank lines separate, are the documents.
+    """
+    torch.manual_seed(seed)
+    documents = read(files)
+    random.Random(seed).shuffle(documents)
+    packed = pack(documents, seq_len)
+    padding = (packed.ids == PADDING).double().mean().item()
+    click.echo(f"{len(documents):,} documents in {len(packed.ids):,} sequences of {seq_len} bytes, {padding:.0%} padding\n")
+
+    fullest = packed[packed.ids.amax(1).topk(min(batch, len(packed.ids))).indices]
+    if fullest.ids.max() < 1:
+        raise click.UsageError("no sequence holds two documents; give text with blank lines in it, or a longer --seq-len")
+    draw(fullest.mask, seq_len, output)
+
+    model = Decoder(seq_len)
+    with Progress(transient=True) as progress:
+        losses = progress.track(train(model, packed, steps, batch, lr), total=steps, description="training")
+        for step, loss in enumerate(losses, start=1):
+            if step in (1, steps) or step % max(1, steps // 6) == 0:
+                progress.console.print(f"step {step:>5}   loss {loss:.3f}", highlight=False)
+
+    click.echo("Every byte of one document changes. The outputs of all other documents move by")
+    click.echo(f"  {leak(model, fullest, fullest.mask)} with causal & document(ids)")
+    click.echo(f"  {leak(model, fullest, causal())} with causal alone")
+
+
+if __name__ == "__main__":
+    main()

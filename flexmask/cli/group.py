@@ -1,0 +1,39 @@
+"""The ``flexmask`` command that holds the others, and the one place where errors become messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import flexmask
+from flexmask.cli.messages import Refused, message_of
+from flexmask.errors import FlexmaskError
+
+__all__ = ["main"]
+
+
+class Commands(click.Group):
+    """A group whose commands report the library's errors as messages, with exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlexmaskError as error:
+            raise Refused(message_of(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(flexmask.__version__, "-V", "--version", message="%(prog)s %(version)s")
+def main() -> None:
+    """Attention masks as values: compose, draw, test and run them.
+
+    A mask is an expression such as
+
+    \b
+      causal & key_padding(lengths=[3, 5, 4])
+      sliding_window(left=128, right=0) & document(ids)
+
+    with the named masks, & | ^ - ~, and comparisons of b, h, q and kv (batch, head, query and key index). Quote it for
+    your shell. Any other name, like ids, is a parameter: give its value with -p ids=...
+    """

@@ -1,0 +1,139 @@
+"""Visible cells by area: how many (query, key) pairs each rectangle of a regular grid over a mask shows.
+
+Counted from the rows: each end of an interval adds a ramp to its row of the grid, so the work is that of the intervals plus
+that of the grid, never q_len x kv_len. Where rows are only bounds, the cells between them are evaluated as long as there
+are not too many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexmask.analysis import RowBounds
+from flexmask.closures import frame_closure
+from flexmask.frame import Frame
+from flexmask.rows import Rows
+
+__all__ = ["Area", "SAMPLES", "count_intervals"]
+
+Counts = NDArray[np.int64]
+
+#: Intervals, and cells, that are worked on at a time, which bounds the memory.
+CHUNK_INTERVALS = 2**18
+CHUNK_CELLS = 2**21
+#: Queries of a range in which the cells between the bounds are looked for together.
+TILE_HEIGHT = 256
+#: Cells along each side of a rectangle that are looked at where there are more.
+SAMPLES = 8
+#: Cells between the bounds that are evaluated at most: a second or two of work.
+MAX_CELLS = 2**28
+
+
+@dataclass(frozen=True, eq=False)
+class Area:
+    """One sequence and one head of a mask, to be counted.
+
+    Attributes:
+        frame: where the mask is lowered.
+        bounds: its rows there.
+        batch: index of the sequence.
+        head: index of the head.
+    """
+
+    frame: Frame
+    bounds: RowBounds
+    batch: int
+    head: int
+
+    def counts(self, step: tuple[int, int]) -> tuple[Counts, Counts]:
+        """Visible pairs for certain and at most, in rectangles of ``step`` queries and keys; equal where that is known."""
+        least = self._count(self.bounds.lower, step)
+        if self.bounds.exact:
+            return least, least
+        most = self._count(self.bounds.upper, step)
+        tiles = self._undecided(least, most, step)
+        if sum((q[1] - q[0]) * (kv[1] - kv[0]) for q, kv in tiles) * step[0] * step[1] > MAX_CELLS:
+            return least, most
+        for (top, bottom), (left, right) in tiles:
+            least[top:bottom, left:right] = 0
+            keys = self.frame.index("kv")[left * step[1] : right * step[1]]
+            for queries in self.frame.index("q")[top * step[0] : bottom * step[0]].split(max(1, CHUNK_CELLS // len(keys))):
+                found = np.add.reduceat(self._cells(queries, keys), range(0, len(keys), step[1]), axis=1, dtype=np.int64)
+                np.add.at(least[:, left:right], queries.cpu().numpy() // step[0], found)
+        return least, least
+
+    def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
+        """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ, 0 in the others.
+
+        The cells are drawn at random, so that no pattern of the mask falls in with them, but the same each time.
+        """
+        fraction = np.zeros(least.shape)
+        draw = np.random.default_rng(0)
+        q, kv = (
+            np.concatenate(
+                [np.sort(draw.integers(start, min(start + size, length), SAMPLES)) for start in range(0, length, size)]
+            )
+            for length, size in zip((self.frame.q_len, self.frame.kv_len), step, strict=True)
+        )
+        for (top, bottom), (left, right) in self._undecided(least, most, step):
+            queries, keys = (
+                torch.from_numpy(index[start * SAMPLES : stop * SAMPLES]).to(self.frame.device)
+                for index, start, stop in ((q, top, bottom), (kv, left, right))
+            )
+            cells = self._cells(queries, keys).reshape(bottom - top, SAMPLES, right - left, SAMPLES)
+            fraction[top:bottom, left:right] = cells.mean((1, 3))
+        fraction[least == most] = 0
+        return fraction
+
+    def _count(self, rows: Rows, step: tuple[int, int]) -> Counts:
+        ends = []
+        for end in (rows.lo, rows.hi):
+            one = end[min(self.batch, end.shape[0] - 1), min(self.head, end.shape[1] - 1)].cpu().numpy()
+            ends.append(np.broadcast_to(one, (self.frame.q_len, one.shape[1])))
+        return count_intervals(ends[0], ends[1], self.frame.kv_len, step)
+
+    def _undecided(self, least: Counts, most: Counts, step: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Ranges of rows and columns that together hold every rectangle whose counts differ."""
+        tiles = []
+        many = max(1, TILE_HEIGHT // step[0])
+        for top in range(0, least.shape[0], many):
+            bottom = min(top + many, least.shape[0])
+            columns = (least[top:bottom] != most[top:bottom]).any(0).nonzero()[0]
+            if columns.size:
+                tiles.append(((top, bottom), (int(columns[0]), int(columns[-1]) + 1)))
+        return tiles
+
+    def _cells(self, queries: torch.Tensor, keys: torch.Tensor) -> NDArray[np.bool_]:
+        b, h = (torch.tensor(index, device=self.frame.device) for index in (self.batch, self.head))
+        found = frame_closure(self.frame)(b, h, queries[:, None], keys[None, :])
+        cells: NDArray[np.bool_] = found.expand(len(queries), len(keys)).cpu().numpy()
+        return cells
+
+
+def count_intervals(lo: NDArray[np.int32], hi: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Counts:
+    """Keys in the intervals ``[lo, hi)`` of each row, ``[q_len, K]``, summed over a grid of ``step`` queries and keys."""
+    q_len, slots = lo.shape
+    height, width = -(-q_len // step[0]), -(-kv_len // step[1])
+    counts = np.empty((height, width), dtype=np.int64)
+    many = max(1, CHUNK_INTERVALS // (step[0] * slots))
+    for start in range(0, height, many):
+        queries = slice(start * step[0], min((start + many) * step[0], q_len))
+        counts[start : start + many] = _behind(lo[queries], kv_len, step) - _behind(hi[queries], kv_len, step)
+    return counts
+
+
+def _behind(ends: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Counts:
+    """For each rectangle the pairs of an end and a key that stands at or behind it."""
+    height, width = -(-ends.shape[0] // step[0]), -(-kv_len // step[1])
+    column = ends // step[1]  # an end at kv_len may fall into one column more than there are
+    edges = np.minimum(np.arange(1, width + 2) * step[1], kv_len)
+    place = ((np.arange(ends.shape[0]) // step[0])[:, None] * (width + 1) + column).ravel()
+    size = height * (width + 1)
+    within = np.bincount(place, (edges[column] - ends).ravel(), size).reshape(height, -1)[:, :width]
+    starts = np.bincount(place, minlength=size).reshape(height, -1)[:, :width]
+    before = np.cumsum(starts, axis=1) - starts
+    return within.astype(np.int64) + before * np.diff(edges[:width], prepend=0)

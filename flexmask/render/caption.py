@@ -1,0 +1,95 @@
+"""The words of a picture: the mask's text made short, and what the picture shows of it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexmask.render.picture import Picture
+
+__all__ = ["notes", "numbered", "packed", "shortened", "title_lines"]
+
+#: How many values of a list are written at most.
+MOST_VALUES = 32
+
+
+def shortened(text: str, most: int = MOST_VALUES) -> str:
+    """The text of a mask with only the first values of lists that hold more than ``most``."""
+    values = rf"\[((?:[\w-]+, ){{{most}}})[\w, …-]+\]"
+    lists = rf"\[((?:\[[^][]*\], ){{{most}}})(?:\[[^][]*\]|…)(?:, (?:\[[^][]*\]|…))*\]"
+    return re.sub(lists, r"[\1…]", re.sub(values, r"[\1…]", text))
+
+
+def title_lines(text: str, width: int) -> list[str]:
+    """The text of a mask in at most three lines of ``width`` characters, never broken inside a list.
+
+    Of lists only as many values are written as fit without another line; what still does not fit is left out.
+    """
+    width = max(width, 8)
+    for lines in (1, 2, 3):
+        for most in (MOST_VALUES, 16, 8, 4):
+            wrapped = _wrapped(shortened(text, most), width, break_long_words=False)
+            if len(wrapped) <= lines and max(map(len, wrapped)) <= width:
+                return wrapped
+    return _wrapped(shortened(text, 4), width, max_lines=3, placeholder=" …")
+
+
+def _wrapped(text: str, width: int, **options: Any) -> list[str]:
+    whole = re.sub(r"\[[^][]*\]", lambda found: found[0].replace(" ", "\u00a0"), text)
+    lines = textwrap.wrap(whole, width, break_on_hyphens=False, **options)
+    return [line.replace("\u00a0", " ") for line in lines] or [""]
+
+
+def packed(parts: list[str], width: float, between: str) -> list[str]:
+    """Parts joined into lines of at most ``width`` characters where possible."""
+    lines = parts[:1]
+    for part in parts[1:]:
+        joined = lines[-1] + between + part
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return lines
+
+
+def numbered(length: int, most: float, block: int | None = None) -> range:
+    """The indices that get a number: all if at most ``most``, else some at round distances or at the edges of blocks."""
+    if length <= most:
+        return range(length)
+    if block is None and length % 64:
+        steps = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
+    else:
+        steps = [(block or 1) * 2**power for power in range(31)]
+    return range(0, length, next(step for step in steps if length / step <= most or step >= length))
+
+
+def notes(picture: Picture, *, pixels: bool = True) -> list[str]:
+    """Which part of the mask is drawn, and how much of it is visible; what a pixel is unless there are none."""
+    said = []
+    for name, index, size in (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads)):
+        if size is None:
+            said.append(f"{name} {index}")
+        elif size > 1:
+            said.append(f"{name} {index} of {size}")
+    said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
+    said.append(_visible(picture))
+    if picture.blocks is not None and picture.block_size:
+        said.append("blocks of {:,} × {:,}".format(*picture.block_size))
+    if pixels and picture.step != (1, 1):
+        said.append(f"a pixel is {picture.step[0]:,} × {picture.step[1]:,} cells")
+    if pixels and picture.estimated is not None:
+        said.append("shades estimated from samples")
+    if picture.block_size and picture.blocks is None:
+        said.append("blocks of {:,} × {:,} are too small to draw".format(*picture.block_size))
+    return said
+
+
+def _visible(picture: Picture) -> str:
+    least, most = (100 * pairs / (picture.q_len * picture.kv_len) for pairs in picture.pairs)
+    return f"{least:.3g} % visible" if least == most else f"{least:.3g} to {most:.3g} % visible"
+
+
+def _amount(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

@@ -1,0 +1,306 @@
+"""The command line: what it draws and writes, its messages and exit codes, and that help needs no torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from matplotlib.image import imread
+
+import flexmask as fm
+from flexmask.cli import main
+from flexmask.cli.lengths import said_lengths
+
+#: What rich looks at; without these a test sees the same width and no colours wherever it runs.
+PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "TTY_INTERACTIVE": None, "NO_COLOR": None}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env=PLAIN).invoke(main, list(arguments), prog_name="flexmask")
+
+
+def render(*arguments: str) -> str:
+    """What ``flexmask render`` prints when all is well."""
+    result = run("render", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def grid(output: str) -> list[str]:
+    """The lines of the drawn cells."""
+    return [line[5:] for line in output.splitlines() if line[:4].strip().isdecimal()]
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def test_render_draws_in_the_terminal() -> None:
+    output = render("causal & key_padding(lengths=[3, 5, 4])", "--batch", "2")
+    assert output.splitlines()[:2] == [
+        "causal & key_padding(lengths=[3, 5, 4])",
+        "sequence 2 of 3, 5 queries x 5 keys, 56 % visible",
+    ]
+    assert grid(output) == ["# . . . .", "# # . . .", "# # # . .", "# # # # .", "# # # # ."]
+
+
+def test_piped_output_is_plain() -> None:
+    for block in ((), ("--block-size", "4,2")):
+        output = render("causal", *block)
+        assert output.isascii()
+        assert "\x1b" not in output
+
+
+def test_narrow_terminal() -> None:
+    result = CliRunner(env=PLAIN | {"COLUMNS": "24"}).invoke(main, ["render", "causal", "--seq-len", "300"])
+    assert result.exit_code == 0
+    assert max(map(len, grid(result.stdout))) <= 24 - 5
+
+
+def test_head_offset_and_rectangle() -> None:
+    output = render("per_head([full, causal])", "--head", "1", "--q-len", "2", "--kv-len", "5", "--q-offset", "3")
+    assert "head 1 of 2, 2 queries x 5 keys" in output
+    assert [line[:4] for line in output.splitlines()[4:6]] == ["   3", "   4"]
+    assert grid(output) == ["# # # # .", "# # # # #"]
+
+
+def test_block_grid() -> None:
+    output = render("causal", "--seq-len", "4", "--block-size", "2")
+    assert grid(output) == ["x .|", "x x|", "# #|x .", "# #|x x"]
+    assert "blocks of 2 x 2" in output
+    assert "blocks of 4 x 2" in render("causal", "--seq-len", "4", "--block-size", "4,2")
+
+
+@pytest.mark.parametrize(
+    ("value", "cells"),
+    [("[0, 0, 1]", "##. ##. ..#"), ("[0,1,1]", "#.. .## .##"), ("(0, 0, 0)", None), ("[[0, 0], [0, 1]]", "## ##")],
+)
+def test_parameters(value: str, cells: str | None) -> None:
+    result = run("render", "document(ids)", "-p", f"ids={value}")
+    if cells is None:
+        assert result.exit_code == 2
+        return
+    assert [line.replace(" ", "") for line in grid(result.stdout)] == cells.split()
+
+
+def test_parameters_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps([0, 0, 1, 1]))
+    (tmp_path / "keep.txt").write_text("[True, False,\n True, True]\n")
+    output = render(
+        "document(ids) & key_padding(keep=keep)", "-p", f"ids=@{tmp_path / 'ids.json'}", "-p", f"keep=@{tmp_path / 'keep.txt'}"
+    )
+    assert grid(output) == ["# . . .", "# . . .", ". . # #", ". . # #"]
+
+
+def test_integer_parameter() -> None:
+    assert grid(render("(q - kv < w) & causal", "-p", "w=2", "--seq-len", "3")) == ["# . .", "# # .", ". # #"]
+
+
+LENGTHS: list[tuple[str, str]] = [
+    ("causal", "16 queries x 16 keys"),
+    ("document([0, 0, 1])", "3 queries x 3 keys"),
+    ("document([[0, 0, 1, 1], [0, 1, 1, 1]])", "4 queries x 4 keys"),
+    ("document([0, 0, 1], kv_ids=[0, 0, 1, 1, 1])", "3 queries x 5 keys"),
+    ("document(lengths=[3, 4])", "7 queries x 7 keys"),
+    ("document(lengths=[[3, 4], [5, 5]])", "10 queries x 10 keys"),
+    ("document(cu_seqlens=[0, 3, 9])", "9 queries x 9 keys"),
+    ("document(position_ids=[0, 1, 0, 1, 2])", "5 queries x 5 keys"),
+    ("per_document(causal, lengths=[3, 4])", "7 queries x 7 keys"),
+    ("key_padding([3, 6, 4])", "6 queries x 6 keys"),
+    ("key_padding(5)", "5 queries x 5 keys"),
+    ("query_padding([3, 6, 4])", "6 queries x 6 keys"),
+    ("key_padding(keep=[True, False])", "2 queries x 2 keys"),
+    ("cross_length([3, 5, 4], [7, 6, 2])", "7 queries x 5 keys"),
+    ("prefix_lm([2, 3])", "16 queries x 16 keys"),
+    ("dense([[True, False, True], [True, True, True]])", "2 queries x 3 keys"),
+    ("key_padding(0)", "16 queries x 16 keys"),
+    ("document([0, 0, 1]) & key_padding(2)", "3 queries x 3 keys"),
+]
+
+
+@pytest.mark.parametrize(("expression", "lengths"), LENGTHS)
+def test_lengths_come_from_the_data(expression: str, lengths: str) -> None:
+    assert lengths in render(expression)
+
+
+def test_tensors_say_their_length() -> None:
+    import torch
+
+    assert said_lengths(fm.document(torch.zeros(2, 9, dtype=torch.long))) == {"q": 9, "kv": 9}
+    assert said_lengths(fm.document(lengths=torch.tensor([2, 3]))) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        (["--seq-len", "3"], "3 queries x 3 keys"),
+        (["--q-len", "3"], "3 queries x 3 keys"),
+        (["--kv-len", "3"], "3 queries x 3 keys"),
+        (["--q-len", "1", "--kv-len", "3"], "1 query x 3 keys"),
+    ],
+)
+def test_lengths_as_given(options: list[str], lengths: str) -> None:
+    assert lengths in render("causal", *options)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("ending", ["png", "PNG"])
+def test_png(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"mask.{ending}"
+    result = run("render", "causal", "--block-size", "4", "-o", str(path))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {path}\n")
+    assert imread(path, format="png").shape[2] == 4
+
+
+def test_svg(tmp_path: Path) -> None:
+    path = tmp_path / "mask.svg"
+    assert run("render", "causal & (kv < 5)", "-o", str(path)).exit_code == 0
+    title = ElementTree.parse(path).getroot().find("{http://www.w3.org/2000/svg}title")
+    assert title is not None
+    assert title.text == "causal & (kv < 5)"
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD: list[tuple[Sequence[str], str]] = [
+    (["casual & full"], "Error: casual is not a named mask. Did you mean causal?\n  casual & full\n  ^\n"),
+    (["causal & (kv < "], "Error: this is not an expression ... \n  causal & (kv <\n           ^\n"),
+    (["causal.__class__"], "attributes are not part of a mask's text"),
+    (["kv + 1"], "not a mask"),
+    ([""], "empty"),
+    (["causal & document(ids)"], "needs a value for the parameter ids: add -p 'ids=...'"),
+    (["key_padding(n) & document(ids)"], "needs values for the parameters ids, n: add -p 'ids=...' -p 'n=...'"),
+    (["key_padding(n) & document(ids)", "-p", "n=3"], "parameter ids"),
+    (["causal", "-p", "ids=[0]"], "no parameter ids"),
+    (["document(ids)", "-p", "ids=[0]", "-p", "ids=[1]"], "ids is given twice"),
+    (["document(ids)", "-p", "ids"], "'ids' is not of the form name=VALUE"),
+    (["document(ids)", "-p", "2=3"], "name=VALUE"),
+    (["document(ids)", "-p", "ids=0 0 1"], "ids: '0 0 1' is neither an integer nor a list"),
+    (["document(ids)", "-p", "ids={}"], "neither an integer nor a list"),
+    (["document(ids)", "-p", "ids=open('x')"], "neither an integer nor a list"),
+    (["document(ids)", "-p", "ids=[0.5]"], "0.5"),
+    (["document(ids)", "-p", "ids=[[0], [0, 1]]"], "uneven"),
+    (["document(ids)", "-p", "ids=@no/such/file"], "cannot read 'no/such/file': No such file"),
+    (["key_padding([3, 5, 4])", "--seq-len", "4"], "at most kv_len = 4, got 5"),
+    (["key_padding([3, 5, 4])", "--batch", "3"], "batch 3 is out of range: the sequences are 0 to 2"),
+    (["causal", "--batch", "1"], "batch 1 is out of range"),
+    (["causal", "--batch", "-1"], "-1"),
+    (["causal", "--head", "2"], "head 2 is out of range"),
+    (["causal", "--seq-len", "0"], "q_len must be at least 1, got 0"),
+    (["causal", "--q-len", "4", "--kv-len", "-2"], "kv_len must be at least 1, got -2"),
+    (["causal", "--seq-len", "many"], "'many' is not a valid integer"),
+    (["causal", "--seq-len", "4", "--q-len", "4"], "--seq-len, or --q-len and --kv-len"),
+    (["causal", "--seq-len", "99999999999"], "too long to draw"),
+    (["causal", "--q-offset", "-1"], "q_offset must not be negative, got -1"),
+    (["causal", "--block-size", "0"], "'0' is neither a positive number nor two of them"),
+    (["causal", "--block-size", "4,4,4"], "'4,4,4' is neither"),
+    (["causal", "--block-size", "big"], "'big' is neither"),
+    (["causal", "-o", "mask.pdf"], "'mask.pdf' must end in .png or .svg"),
+    (["causal", "-o", "mask"], "'mask' must end in .png or .svg"),
+    (["causal", "-o", "no/such/folder/mask.png"], "there is no folder 'no/such/folder'"),
+    ([], "Missing argument 'EXPR'"),
+    (["causal", "--colour"], "No such option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(row[0])[:60] for row in BAD])
+def test_bad_input(arguments: Sequence[str], message: str) -> None:
+    result = run("render", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+    at = 0
+    for part in message.split(" ... "):
+        assert part in result.stderr[at:]
+        at = result.stderr.index(part, at)
+    assert result.stderr.count("Error: ") == 1
+
+
+def test_unknown_command() -> None:
+    result = run("rendre")
+    assert (result.exit_code, "rendre" in result.stderr) == (2, True)
+
+
+def test_long_text_is_cut_around_the_caret() -> None:
+    long = f"document({[0] * 500}) & nothing & document({[0] * 500})"
+    lines = run("render", long).stderr.splitlines()
+    assert lines[0] == "Error: nothing is not a named mask."
+    assert max(map(len, lines)) < 90
+    assert lines[1][lines[2].index("^") :].startswith("nothing & ")
+
+
+def test_long_data_is_cut_in_messages() -> None:
+    result = run("render", f"key_padding({[3] * 5000})", "--seq-len", "2")
+    assert result.exit_code == 2
+    assert len(result.stderr) < 500
+
+
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    result = run("render", "causal", "-o", str(folder))
+    assert (result.exit_code, "folder.png" in result.stderr) == (2, True)
+
+
+# ---------------------------------------------------------------- help
+
+CHECK = """
+import sys
+sys.argv = ["flexmask", *{arguments!r}]
+from flexmask.cli import main
+try:
+    main()
+except SystemExit as done:
+    print("loaded:", done.code, *(name for name in ("torch", "matplotlib", "rich", "numpy") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        (["--help"], "0"),
+        (["--version"], "0"),
+        (["render", "--help"], "0"),
+        (["render", "causal", "-o", "mask.pdf"], "2"),
+        (["render", "causal", "--seq-len", "2"], "0 torch rich numpy"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_help_needs_no_torch(arguments: list[str], loaded: str) -> None:
+    """The last case shows that the check can fail."""
+    command = [sys.executable, "-c", CHECK.format(arguments=arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    assert done.stdout.splitlines()[-1] == f"loaded: {loaded}"
+
+
+def test_help_tells_all() -> None:
+    text = run("render", "--help").stdout
+    for option in ("--seq-len", "--q-len", "--kv-len", "--q-offset", "--batch", "--head", "--block-size", "--param", "--output"):
+        assert option in text
+    assert "Examples:" in text
+    assert "render" in run("--help").stdout
+    assert run("-h").stdout == run("--help").stdout
+    assert run("--version").stdout == f"flexmask {fm.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "line", [line.strip() for line in str(main.commands["render"].help).splitlines() if "flexmask render " in line]
+)
+def test_examples_of_the_help_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shlex
+
+    monkeypatch.chdir(tmp_path)
+    Path("ids.json").write_text(json.dumps([0] * 300 + [1] * 200))
+    result = run(*shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "flexmask", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"flexmask {fm.__version__}\n"
