@@ -21,11 +21,13 @@ from flexmask.sdpa import ScoreMod, block_sdpa
 from flexmask.separation import Span, separate
 from flexmask.text import parse
 
-__all__ = ["Backend", "attention", "choose_backend"]
+__all__ = ["Backend", "attention", "check_backend", "choose_backend"]
 
 Backend = Literal["auto", "flex", "sdpa"]
 
 FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+#: Kernels that are kept compiled, one for each combination of shapes, dtypes and kind of mask.
+MAX_KERNELS = 64
 #: The smallest head that FlexAttention's CUDA kernels take.
 FLEX_MIN_HEAD = 16
 
@@ -68,8 +70,9 @@ def attention(
     """
     _check(query, key, value, enable_gqa)
     mask = _as_mask(mask)
-    if backend not in ("auto", "flex", "sdpa"):
-        raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
+    check_backend(backend)
+    if 0 in query.shape or 0 in value.shape:
+        return _nothing(query, key, value)
     if backend == "sdpa" or (backend == "auto" and choose_backend(query, value, mask) == "sdpa"):
         if isinstance(mask, BlockMask):
             raise LoweringError("a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from")
@@ -77,11 +80,17 @@ def attention(
     return _flex(query, key, value, mask, score_mod, scale, enable_gqa, q_offset)
 
 
+def check_backend(backend: str) -> None:
+    """Raises an ExpressionError unless ``backend`` is one."""
+    if backend not in ("auto", "flex", "sdpa"):
+        raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
+
+
 def choose_backend(query: Tensor, value: Tensor, mask: Mask | BlockMask | None = None) -> Literal["flex", "sdpa"]:
     """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``."""
     if isinstance(mask, BlockMask):
         return "flex"
-    able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD and query.numel() > 0
+    able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
     return "flex" if query.device.type == "cuda" and able else "sdpa"
 
 
@@ -101,7 +110,10 @@ def _as_mask(mask: Any) -> Mask | BlockMask | None:
     )
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}")
@@ -120,6 +132,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
             raise LoweringError(f"the query's {query.shape[1]} heads must be a multiple of the key's {key.shape[1]}")
 
 
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output where there are no sequences, heads, queries, keys or channels: 0, with gradients that are 0."""
+    anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    return query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
+
+
 def _sdpa(
     query: Tensor,
     key: Tensor,
@@ -130,8 +148,6 @@ def _sdpa(
     q_offset: int | Tensor,
 ) -> Tensor:
     mask = mask if mask is not None else Truth(True)
-    if query.numel() == 0 or key.shape[2] == 0:
-        return query.new_zeros((*query.shape[:3], value.shape[3]))
     batch, heads, q_len, _ = query.shape
     frame = frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
     if score_mod is None:
@@ -160,18 +176,37 @@ def _flex(
     enable_gqa: bool,
     q_offset: int | Tensor,
 ) -> Tensor:
-    lengths = (query.shape[2], key.shape[2])
+    if query.dtype not in FLEX_DTYPES:
+        raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
+    batch, heads, q_len, _ = query.shape
     if isinstance(mask, Mask):
-        batch, heads = query.shape[:2]
-        mask = mask.block_mask(*lengths, batch=batch, heads=heads, q_offset=q_offset, device=query.device)
-    elif mask is not None and tuple(mask.seq_lengths) != lengths:
-        raise LoweringError(f"the BlockMask is for {tuple(mask.seq_lengths)} queries and keys, but there are {lengths}")
+        mask = mask.block_mask(q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+    elif mask is not None:
+        _check_block_mask(mask, query, key, q_offset)
     if query.device.type == "cpu":
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
         query, key, value = query.detach(), key.detach(), value.detach()
-    run = _compiled(query.device.type)
-    return run(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
+    if torch.compiler.is_compiling():
+        return cast(Tensor, flex_attention(query, key, value, **options))
+    with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
+        return _compiled(query.device.type)(query, key, value, **options)
+
+
+def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
+    """A BlockMask that does not fit would read beyond its tensors."""
+    if isinstance(q_offset, Tensor) or q_offset:
+        raise LoweringError("a BlockMask knows its queries' positions; give q_offset to mask.block_mask() instead")
+    wanted = (*query.shape[:2], query.shape[2], key.shape[2])
+    fits = [given in (1, size) for given, size in zip(mask.shape[:-2], wanted[:2], strict=False)]
+    if len(mask.shape) != 4 or not all(fits) or tuple(mask.seq_lengths) != wanted[2:]:
+        raise LoweringError(
+            f"the BlockMask is for [B, H, q_len, kv_len] = {list(mask.shape)}, but there are {list(wanted)} "
+            "(B and H may be 1 in the BlockMask)"
+        )
+    if mask.kv_indices.device != query.device:
+        raise LoweringError(f"the BlockMask is on {mask.kv_indices.device}, the query on {query.device}; move it with .to()")
 
 
 @cache

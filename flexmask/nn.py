@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.errors import ExpressionError, LoweringError
-from flexmask.functional import Backend, attention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.functional import Backend, attention, check_backend
 from flexmask.masks import Mask
 
 __all__ = ["MultiheadFlexAttention"]
@@ -37,6 +37,10 @@ class MultiheadFlexAttention(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, n_heads: int, bias: bool = False, *, backend: Backend = "auto") -> None:
         super().__init__()
+        check_backend(backend)
+        for name, size in (("d_in", d_in), ("d_out", d_out), ("n_heads", n_heads)):
+            if not isinstance(size, int):
+                raise OperandError(f"{name} must be an integer, got {size!r}")
         if min(d_in, d_out, n_heads) < 1 or d_out % n_heads:
             raise ExpressionError(f"n_heads must divide d_out, and all must be at least 1; got {d_in=}, {d_out=}, {n_heads=}")
         self.d_in, self.d_out, self.n_heads, self.backend = d_in, d_out, n_heads, backend

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, Self, cast
 
 __all__ = ["Node", "key_of"]
 
 
 @cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if f.init)
+def _reader(kind: Any) -> Callable[[Node], tuple[Any, ...]]:
+    """Reads the fields of a node of this kind."""
+    names = [f.name for f in fields(kind) if f.init]
+    if len(names) == 1:
+        return lambda node: (getattr(node, names[0]),)
+    return attrgetter(*names)
 
 
 def key_of(value: Any) -> Any:
@@ -24,12 +29,14 @@ def key_of(value: Any) -> Any:
     return value
 
 
-def _nodes(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _nodes(item)
+def _nodes(values: tuple[Any, ...]) -> list[Node]:
+    found: list[Node] = []
+    for value in values:
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _nodes(value)
+    return found
 
 
 def _map(value: Any, function: Callable[[Node], Node]) -> Any:
@@ -60,7 +67,7 @@ class Node:
         object.__setattr__(self, "memo", {})
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in _field_names(cast(Any, type(self))))
+        return _reader(cast(Any, type(self)))(self)
 
     def _make_key(self) -> tuple[Any, ...]:
         return (type(self).__name__, *map(key_of, self._values()))
@@ -99,7 +106,7 @@ class Node:
         """Builds a node of this kind in canonical form, which may be a node of another kind."""
         return cls(*values)
 
-    def children(self) -> Iterator[Node]:
+    def children(self) -> list[Node]:
         """The nodes directly below, in the order of the fields."""
         return _nodes(self._values())
 

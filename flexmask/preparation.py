@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import Frame
-from flexmask.index import Symbol
+from flexmask.index import Arithmetic, Symbol
 from flexmask.masks import Mask, PerHead
-from flexmask.ranges import check_ranges
+from flexmask.ranges import check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["frame_of"]
@@ -42,13 +43,13 @@ def frame_of(
         LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
         OperandError: a length that is not an integer.
     """
-    if mask.params:
+    parts = _parts(mask)
+    if parts.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
     q_len = _length("q_len", q_len)
     kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
-    lookups = _lookups(mask)
-    where = _device(lookups, device)
+    where = _device(parts.lookups, device)
     if "q_len" in mask.symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
@@ -56,20 +57,39 @@ def frame_of(
         )
     offset = _offset(q_offset, where)
     needed = {"kv": kv_len, "q": _end(q_len, offset)}
-    sizes = _sizes(mask, lookups, {"b": batch, "h": heads}, offset, needed)
+    sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
-    for lookup in lookups:
+    for lookup in parts.lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
-    check_ranges(mask, frame)
+    check_ranges(parts.computed, frame)
     return frame
 
 
-def _lookups(mask: Mask) -> list[Lookup]:
-    """Every lookup below a mask once."""
-    if "lookups" not in mask.memo:
-        found = {node.key: node for node in mask.expand().walk() if isinstance(node, Lookup)}
-        mask.memo["lookups"] = list(found.values())
-    return cast("list[Lookup]", mask.memo["lookups"])
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a mask that its preparation looks at, each once, inner ones after those around them."""
+
+    params: list[Param]
+    lookups: list[Lookup]
+    switches: list[PerHead]
+    computed: list[Lookup | Arithmetic]
+
+
+def _parts(mask: Mask) -> _Parts:
+    if "parts" not in mask.memo:
+        parts = _Parts([], [], [], [])
+        for node in {node.key: node for node in mask.expand().walk()}.values():
+            match node:
+                case Param():
+                    parts.params.append(node)
+                case Lookup():
+                    parts.lookups.append(node)
+                case PerHead():
+                    parts.switches.append(node)
+            if isinstance(node, Lookup | Arithmetic) and is_computed(node):
+                parts.computed.append(node)
+        mask.memo["parts"] = parts
+    return cast(_Parts, mask.memo["parts"])
 
 
 def _length(name: str, value: object) -> int:
@@ -133,7 +153,7 @@ def _end(q_len: int, offset: int | Tensor) -> int | None:
 
 def _sizes(
     mask: Mask,
-    lookups: list[Lookup],
+    parts: _Parts,
     given: dict[str, int | None],
     offset: int | Tensor,
     needed: dict[str, int | None],
@@ -145,10 +165,9 @@ def _sizes(
             said[axis][_length(keyword, given[axis])] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
         said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    for node in mask.walk():
-        if isinstance(node, PerHead):
-            said["h"].setdefault(len(node.masks), f"per_head of {len(node.masks)} masks")
-    for lookup in lookups:
+    for switch in parts.switches:
+        said["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+    for lookup in parts.lookups:
         for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
             if isinstance(index, Symbol) and size is not None:
                 if index.name in said:

@@ -10,25 +10,24 @@ from flexmask.closures import index_closure
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
 from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
-from flexmask.masks import Mask
 from flexmask.tables import Lookup
 
-__all__ = ["check_ranges"]
+__all__ = ["check_ranges", "is_computed"]
 
 Extent = tuple[int, int]
 
 
-def check_ranges(mask: Mask, frame: Frame) -> None:
-    """Checks the computed indices and divisors of a mask in the frame made for it.
+def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> None:
+    """Checks computed indices and divisors in a frame. Values in another device's memory are not read nor checked.
 
-    Values in another device's memory are not read; what depends on them is not checked.
+    Args:
+        computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones after those around them.
+        frame: the frame, its tables ready.
 
     Raises:
         LoweringError: an index that leaves its table, or a divisor that may be 0.
     """
-    if "computed" not in mask.memo:
-        mask.memo["computed"] = [node for node in mask.expand().walk() if _is_computed(node)]
-    for node in reversed(mask.memo["computed"]):  # what stands inside comes first
+    for node in reversed(computed):
         if isinstance(node, Lookup):
             _check_lookup(node, frame)
         else:
@@ -39,10 +38,11 @@ def check_ranges(mask: Mask, frame: Frame) -> None:
                 )
 
 
-def _is_computed(node: object) -> bool:
+def is_computed(node: Lookup | Arithmetic) -> bool:
+    """Whether a lookup has an index, or a division a divisor, that could be out of range."""
     if isinstance(node, Lookup):
         return any(not isinstance(index, Symbol) for index in node.indices)
-    return isinstance(node, Arithmetic) and node.sign in {"//", "%"} and not isinstance(node.right, Constant)
+    return node.sign in {"//", "%"} and not isinstance(node.right, Constant)
 
 
 def _check_lookup(lookup: Lookup, frame: Frame) -> None:

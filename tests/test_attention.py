@@ -81,7 +81,7 @@ def random_table(*shape: int) -> Tensor:
 
 PACKED = [[0, 0, 0, 1, 1, 2, 2, 2, -1], [3, 3, 3, 3, 3, 3, 4, -1, -1]]
 LONG = [[place // 110 for place in range(300)], [0] * 40 + [1] * 200 + [-1] * 60]
-NEAR = fm.sliding_window(40, 40)
+NEAR, SAME_NEAR = fm.sliding_window(40, 40), oracle.sliding_window(40, 40)
 HEADS = [fm.causal(), fm.sliding_window(1, 1), fm.full(), fm.empty()]
 SAME_HEADS = [oracle.causal(), oracle.sliding_window(1, 1), oracle.full(), oracle.empty()]
 TABLES = {axes: random_table(*(2, 2, 9, 11)[4 - axes :]) for axes in (2, 3, 4)}
@@ -118,9 +118,8 @@ CASES: dict[str, Case] = {
     "several tiles": Case(
         fm.causal() & fm.document(LONG), oracle.both(oracle.causal(), oracle.document(LONG)), 300, 300, heads=1
     ),
-    "several tiles, diagonals": Case(
-        ((q - kv) % 3 == 0) & NEAR, oracle.both(third_diagonals, oracle.sliding_window(40, 40)), 270, 190, heads=1
-    ),
+    "several tiles, diagonals": Case(((q - kv) % 3 == 0) & NEAR, oracle.both(third_diagonals, SAME_NEAR), 270, 190, heads=1),
+    "keys far apart": Case(fm.key_padding(3) | NEAR, oracle.either(oracle.key_padding(3), SAME_NEAR), 300, 300, heads=1),
 }
 
 

@@ -288,6 +288,27 @@ def test_bounded_rows_stay_tight_where_the_mask_separates() -> None:
     assert not (cells_of(found.upper, shape) & ~cells_of(causal.lower, shape)).any()
 
 
+def test_names_that_cancel_leave_data_unused() -> None:
+    """`q < kv` and the predicate of `causal` contradict each other, which shows only once the name is expanded."""
+    shape = Shape(4, 4)
+    for mask, visible in (
+        ((fm.q < fm.kv) & fm.causal() & fm.document([0, 0, 1, 1]), False),
+        ((fm.q < fm.kv) | fm.causal() | fm.document([0, 0, 1, 1]), True),
+    ):
+        case = Case(mask, oracle.full() if visible else oracle.empty())
+        expected = case.expected(shape)
+        assert torch.equal(mask.dense(4).expand_as(expected), expected)
+        check_rows(case, shape, expected)
+        check_mask_mod(case, shape, expected)
+        check_block_mask(case, shape, expected, 2)
+
+
+def test_names_that_cancel_still_say_the_batch() -> None:
+    mask = (fm.q < fm.kv) & fm.causal() & fm.key_padding([2, 1])
+    assert not mask.dense(2).any()
+    assert not mask.rows(2).upper.counts().any()
+
+
 # ---------------------------------------------------------------- memory
 
 
