@@ -50,7 +50,7 @@ def frame_of(
     q_len = _length("q_len", q_len)
     kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
     where = _device(parts.lookups, device)
-    if "q_len" in mask.symbols and not (isinstance(q_offset, int) and q_offset == 0):
+    if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
             'use causal(align="upper_left") with q_offset'
@@ -174,12 +174,12 @@ def _sizes(
                     said[index.name].setdefault(size, lookup.brief())
                 else:
                     _check_axis(lookup, index.name, size, needed)
-    sizes = {}
+    sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
             claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
             raise LoweringError(f"the mask {mask.brief()} contradicts itself about {keyword}: {claims}")
-        dependent = axis in mask.symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in mask.symbols)
+        dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             raise LoweringError(f"the mask {mask.brief()} depends on {axis}: say how many there are with {keyword}=")
         sizes[axis] = next(iter(said[axis]), 1) if dependent else 1

@@ -6,7 +6,7 @@ Time follows what is visible and memory is linear in the lengths, forward and ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -116,10 +116,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: C
     tiles, sighted = plan_tiles(bounds, query, key, most_scores=FORWARD_SCORES)
     bounds, blind = _open_blind_rows(bounds, key.size(2), sighted)
     with torch.autocast(query.device.type, enabled=False):
-        for tile in tiles:
-            mask, emptied = tile.mask(bounds, cells)
+        for tile, bias, emptied in _biased(tiles, bounds, cells, query.dtype):
             q, k, v = tile.fold(query), tile.keys_of(key), tile.keys_of(value)
-            part = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
             if emptied is not None:
                 part = part.masked_fill(emptied, 0)
             out[tile.place] = tile.unfold(part)
@@ -138,17 +137,17 @@ def _backward(
         grad = grad.masked_fill(blind, 0)
     dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    grad_query = torch.empty_like(query) if blind is None else torch.zeros_like(query)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     with torch.autocast(query.device.type, enabled=False):
-        for tile in tiles:
-            mask, emptied = tile.mask(bounds, cells)
+        for tile, bias, emptied in _biased(tiles, bounds, cells, precise):
             q, k, v = tile.fold(query) * scale, tile.keys_of(key), tile.keys_of(value)
             grad_out = tile.fold(grad)
             if emptied is not None:
                 grad_out = grad_out.masked_fill(emptied, 0)
             scores = q @ k.mT
-            if mask is not None:
-                scores.masked_fill_(~mask, -math.inf)
+            if bias is not None:
+                scores.add_(bias)
             weights = torch.softmax(scores, -1)
             tile.add_to_keys(grad_value, weights.mT @ grad_out)
             grad_scores = grad_out @ v.mT
@@ -156,6 +155,17 @@ def _backward(
             tile.add_to_keys(grad_key, grad_scores.mT @ q)
             grad_query[tile.place] = tile.unfold((grad_scores @ k).mul_(scale))
     return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+
+
+def _biased(
+    tiles: list[Tile], bounds: Tensor, cells: Cells, dtype: torch.dtype
+) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
+    """Each tile with its bias and blind rows, made anew only where they differ from those before."""
+    bias = blind = None
+    for tile in tiles:
+        if cells is not None or not tile.again:
+            bias, blind = tile.bias(bounds, cells, dtype)
+        yield tile, bias, blind
 
 
 def _new_out(query: Tensor, value: Tensor) -> Tensor:

@@ -278,6 +278,8 @@ def _from_numpy(data: Any, what: str) -> Literal:
         raise OperandError(f"{what} must hold integers or truth values, got dtype {data.dtype}. Convert it: .astype(int)")
     if data.size == 0:
         raise ExpressionError(f"{what} holds no values: its shape is {list(data.shape)}")
+    if data.dtype.kind == "u" and int(data.max()) >= 2**63:
+        raise OperandError(f"{what} must hold 64-bit integers, got {int(data.max())}")
     truth = data.dtype.kind == "b"
     return Literal(tuple(data.shape), data.astype("?" if truth else "i8").tobytes(), truth)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     group = heads // len(key_heads)
     blocks = _Blocks.read(bounds, key.size(2), group)
     tiles: list[Tile] = []
+    before = None
     for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
         rows = range(start, min(start + BLOCK_ROWS, q_len))
         if most_scores is None:
@@ -53,15 +54,18 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
             continue
         for area in _areas(blocks, block, elements, key_heads):
             runs, whole = blocks.runs_of(block, *area)
-            if runs:
-                most = most_scores // (group * len(rows) * _size(runs))
-                tiles.extend(Tile(*part, group, rows, runs, whole) for part in _cut(*area, most))
+            if not runs:
+                continue
+            for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
+                picture = blocks.picture(block, len(rows), *part, runs)
+                tiles.append(Tile(*part, group, rows, runs, whole, picture == before))
+                before = picture
     return tiles, min(blocks.fewest) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What each block of rows sees, on the host; the lists have B' x H' x (blocks, or 1 where Q' is 1) entries.
+    """What each block of rows sees, on the host; where Q' is 1, one block stands for all.
 
     Args:
         batch: B'.
@@ -69,8 +73,10 @@ class _Blocks:
         group: how many query heads share a key head.
         kv_len: KV.
         count: the blocks.
-        runs: the keys that hold all that the block's rows see.
-        fewest: how many keys the row sees that sees fewest.
+        runs: the keys that hold all that the block's rows see, [B' x H' x blocks].
+        fewest: how many keys the row sees that sees fewest, [B' x H' x blocks].
+        lowest: the first key seen, [blocks].
+        shapes: equal for neighbours that see the same, counted from their first keys, [blocks].
     """
 
     batch: int
@@ -80,9 +86,13 @@ class _Blocks:
     count: int
     runs: list[Runs]
     fewest: list[int]
+    lowest: list[int]
+    shapes: list[int]
 
     @classmethod
     def read(cls, bounds: Tensor, kv_len: int, group: int) -> _Blocks:
+        if bounds.size(3) == 0:
+            bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
         batch, heads, q_len, slots, _ = bounds.shape
         rows = min(BLOCK_ROWS, q_len)
         count = -(-q_len // rows)
@@ -94,15 +104,18 @@ class _Blocks:
         padding = count * rows - q_len
         fewest = F.pad((hi - lo).sum(-1), (0, padding), value=kv_len).view(total, rows).amin(-1)
         lo, hi = (F.pad(end, (0, 0, 0, padding), value=kv_len).reshape(total, rows * slots) for end in (lo, hi))
-        block, lo, hi = _merge(lo, hi, kv_len)
-        wrong, *numbers = torch.cat((outside[None], fewest, block, lo, hi)).tolist()
+        block, start, stop = _merge(lo, hi, kv_len)
+        lowest, shapes = _shapes(*(end.view(batch * heads, count, rows * slots) for end in (lo, hi)))
+        parts = (outside[None], fewest, lowest, shapes, block, start, stop)
+        sizes = [len(part) for part in parts]
+        numbers = torch.cat(parts).tolist()
+        (wrong,), *host = (numbers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
         if wrong:
             raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
         runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
-        size = len(block)
-        for at, *run in zip(*(numbers[total + i * size :][:size] for i in range(3)), strict=True):
+        for at, *run in zip(*host[3:], strict=True):
             runs[at].append((run[0], run[1]))
-        return cls(batch, heads, group, kv_len, count, [tuple(own) for own in runs], numbers[:total])
+        return cls(batch, heads, group, kv_len, count, [tuple(own) for own in runs], *host[:3])
 
     def runs_of(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
         """The keys that these batch elements and heads see together, and whether each row sees all of them."""
@@ -119,12 +132,27 @@ class _Blocks:
         aligned = [(lo - lo % ALIGNMENT, min(hi + -hi % ALIGNMENT, self.kv_len)) for lo, hi in runs]
         return _close(aligned), False
 
+    def picture(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
+        """Equal for neighbouring tiles whose masks are the same."""
+        block %= self.count
+        lowest = self.lowest[block]
+        own = (elements if self.batch > 1 else None, key_heads if self.heads > 1 else None)
+        return self.shapes[block], rows, own, tuple((lo - lowest, hi - lowest) for lo, hi in runs)
+
+
+def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block's first key, and a number that changes where a block sees other keys, counted from there."""
+    lowest = lo.amin((0, 2))
+    ends = torch.stack((lo, hi)) - lowest[:, None]
+    ends = ends.where(lo < hi, 0)
+    changes = (ends[:, :, 1:] != ends[:, :, :-1]).any(-1).flatten(0, 1).any(0)
+    return lowest, F.pad(changes, (1, 0)).cumsum(0)
+
 
 def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Intervals [blocks, n], kv_len where unused -> the runs (block, lo, hi) that hold them, short gaps closed."""
     lo, order = lo.sort(-1)
-    reach = hi.gather(-1, order)
-    reach = reach.cummax(-1).values if reach.numel() else reach
+    reach = hi.gather(-1, order).cummax(-1).values
     used = lo < kv_len
     first, last = used.clone(), used.clone()
     first[:, 1:] &= lo[:, 1:] > reach[:, :-1] + GAP

@@ -8,6 +8,7 @@ with g query heads each, m rows and t keys. It is computed folded: heads that sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,6 +34,7 @@ class Tile:
         rows: the queries.
         runs: the keys, as disjoint intervals [lo, hi) in ascending order.
         whole: whether every row sees all of these keys.
+        again: whether it shows the same picture as the tile before it: its mask is the same.
     """
 
     elements: range
@@ -41,6 +43,7 @@ class Tile:
     rows: range
     runs: Runs
     whole: bool
+    again: bool = False
 
     @property
     def place(self) -> tuple[slice, slice, slice]:
@@ -68,7 +71,7 @@ class Tile:
         into = total[_slice(self.elements), _slice(self.key_heads)]
         start = 0
         for lo, hi in self.runs:
-            into[:, :, lo:hi] += part[:, :, start : start + hi - lo]
+            into[:, :, lo:hi].add_(part[:, :, start : start + hi - lo])
             start += hi - lo
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,8 +94,8 @@ class Tile:
         b, h, q_idx, kv_idx = self.indices(bounds.device)
         return seen & cells(b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
 
-    def mask(self, bounds: Tensor, cells: Cells) -> tuple[Tensor | None, Tensor | None]:
-        """The folded mask, None where all is visible, and its rows without a key, None where there are none.
+    def bias(self, bounds: Tensor, cells: Cells, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """The folded mask as 0 and -inf, None where all is visible, and its rows without a key, None where there are none.
 
         Such rows see all keys here, so that no kernel meets an empty row; the caller replaces what they give by 0.
         Only `cells` make them: the bounds must have none.
@@ -106,10 +109,12 @@ class Tile:
             else:
                 rows = self.group * len(self.rows)
                 visible = visible.reshape(visible.size(0), len(self.key_heads), rows, visible.size(3))
-        if cells is None:
-            return visible, None
-        blind = ~visible.any(-1, keepdim=True)
-        return visible | blind, blind
+        blind = None
+        if cells is not None:
+            blind = ~visible.any(-1, keepdim=True)
+            visible = visible | blind
+        zero, hidden = (torch.tensor(value, dtype=dtype, device=bounds.device) for value in (0.0, -math.inf))
+        return torch.where(visible, zero, hidden), blind
 
     def _within(self, bounds: Tensor) -> Tensor:
         kv_idx = self._kv_idx(bounds.device, bounds.dtype)

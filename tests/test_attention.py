@@ -423,7 +423,12 @@ REFUSED: dict[str, Row] = {
     "device of the mask": (attend(fm.document(META[0, 0, :, 0].long())), LoweringError, r"meta.*cpu.*\.to\("),
     "negative offset": (attend(fm.causal(), q_offset=-1), LoweringError, "q_offset.*-1"),
     "offset with lower right": (attend(fm.causal("lower_right"), q_offset=2), LoweringError, "q_offset=2.*twice"),
-    "lengths of the BlockMask": (attend(fm.causal().block_mask(7)), LoweringError, r"\(7, 7\).*\(5, 5\)"),
+    "lengths of the BlockMask": (attend(fm.causal().block_mask(7)), LoweringError, r"1, 1, 7, 7\].*2, 2, 5, 5\]"),
+    "batch of the BlockMask": (attend(fm.key_padding([1, 2, 3]).block_mask(5)), LoweringError, r"3, 1, 5, 5\].*2, 2, 5, 5\]"),
+    "offset with a BlockMask": (attend(fm.causal().block_mask(5), q_offset=3), LoweringError, "q_offset.*block_mask"),
+    "no tensors": (lambda: fm.attention(None, None, None), OperandError, "query.*NoneType"),
+    "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), fm.ExpressionError, "nope"),  # type: ignore[arg-type]
+    "module: float width": (lambda: MultiheadFlexAttention(8, 8.0, 2), OperandError, "d_out.*8.0"),  # type: ignore[arg-type]
     "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), fm.ExpressionError, "n_heads.*d_out=9, n_heads=2"),
     "module: no heads": (lambda: MultiheadFlexAttention(8, 8, 0), fm.ExpressionError, "n_heads=0"),
     "module: width": (module(X[..., :7]), LoweringError, r"x.*8\].*\[2, 5, 7\]"),
@@ -494,3 +499,32 @@ def test_module_trains_on_cuda() -> None:
     out = module(torch.randn(2, 150, 32, device="cuda"), "causal & key_padding(lengths=[150, 20])")
     out.sum().backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in module.parameters())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8), (2, 2, 5, 0)])
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_nothing_to_attend_with(shape: tuple[int, ...], backend: Any) -> None:
+    query = torch.zeros(shape, requires_grad=True)
+    out = attention(query, query, query, "causal", backend=backend)
+    out.sum().backward()
+    assert out.shape == shape
+    assert query.grad is not None
+    assert query.grad.shape == shape
+
+
+def test_no_keys_give_zero() -> None:
+    query, key = torch.randn(2, 2, 5, 8, requires_grad=True), torch.randn(2, 2, 0, 8)
+    out = attention(query, key, key)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(2, 2, 5, 8))
+    assert query.grad is not None
+    assert torch.equal(query.grad, torch.zeros(2, 2, 5, 8))
+
+
+@pytest.mark.slow
+def test_flex_takes_more_shapes_than_the_compiler_keeps_by_default() -> None:
+    with torch.no_grad():
+        for length in range(20, 30):
+            query = torch.randn(1, 1, length, 16)
+            expected = attention(query, query, query, "causal", backend="sdpa")
+            torch.testing.assert_close(attention(query, query, query, "causal", backend="flex"), expected)
