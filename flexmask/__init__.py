@@ -34,9 +34,11 @@ from flexmask.text import parse
 
 if TYPE_CHECKING:
     from flexmask.analysis import RowBounds
-    from flexmask.functional import attention
+    from flexmask.functional import attention, choose_backend
     from flexmask.lowering.stats import Stats
     from flexmask.nn import MultiheadFlexAttention
+    from flexmask.render.plot import plot
+    from flexmask.render.terminal import show
     from flexmask.rows import Rows
 
 __version__ = "0.1.0"
@@ -58,6 +60,7 @@ __all__ = [
     "attention",
     "b",
     "causal",
+    "choose_backend",
     "cross_length",
     "dense",
     "document",
@@ -76,27 +79,32 @@ __all__ = [
     "parse",
     "per_document",
     "per_head",
+    "plot",
     "prefix_lm",
     "q",
     "q_len",
     "query_padding",
     "shift",
+    "show",
     "sliding_window",
     "table",
     "transpose",
     "where",
 ]
 
-_NEEDS_TORCH = {
+_HEAVY = {
     "MultiheadFlexAttention": "flexmask.nn",
     "RowBounds": "flexmask.analysis",
     "Rows": "flexmask.rows",
     "Stats": "flexmask.lowering.stats",
     "attention": "flexmask.functional",
+    "choose_backend": "flexmask.functional",
+    "plot": "flexmask.render.plot",
+    "show": "flexmask.render.terminal",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    if name not in _HEAVY:
         raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+    return getattr(import_module(_HEAVY[name]), name)

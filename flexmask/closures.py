@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
-from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.tables import Lookup
 
@@ -40,23 +40,9 @@ def greater(x: Any, y: Any) -> Any:
     return y.clamp(min=x) if isinstance(x, int) else torch.maximum(x, y)
 
 
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "minimum": lesser,
-    "maximum": greater,
-}
-COMPARISON: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+#: As :data:`flexmask.index.FOLD`, for tensors and integers alike.
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {**FOLD, "minimum": lesser, "maximum": greater}
+COMPARISON: dict[str, Callable[[Any, Any], Any]] = {**FOLD_COMPARE}
 
 
 def frame_closure(frame: Frame) -> MaskClosure:
@@ -69,10 +55,10 @@ def index_closure(node: Index, frame: Frame) -> IndexClosure:
     match node:
         case Constant(value):
             return lambda b, h, q, kv: value
-        case Symbol("b"):
-            return lambda b, h, q, kv: b
+        case Symbol("b"):  # an axis of size 1 may stand for more: it is read at 0
+            return (lambda b, h, q, kv: b) if frame.batch > 1 else (lambda b, h, q, kv: b * 0)
         case Symbol("h"):
-            return lambda b, h, q, kv: h
+            return (lambda b, h, q, kv: h) if frame.heads > 1 else (lambda b, h, q, kv: h * 0)
         case Symbol("kv"):
             return lambda b, h, q, kv: kv
         case Symbol("q"):

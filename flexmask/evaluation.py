@@ -77,16 +77,18 @@ class Evaluation:
         """A lookup at plain symbols: the table itself, its axes put where the symbols have theirs."""
         offset, n = self.frame.q_offset, self.frame.q_len
         if "q" in names and isinstance(offset, Tensor):
-            indices = [self._symbol(name) for name in names]
-            return data[tuple(indices)]
+            return _integer(data[tuple(self._symbol(name) for name in names)])
         if "q" in names:
             data = data.narrow(names.index("q"), int(offset), n)
         if "kv" in names:
             data = data.narrow(names.index("kv"), 0, self.frame.kv_len)  # a derived table may have more
         order = ["b", "h", self.axis]
         data = data.permute([names.index(name) for name in order if name in names])
-        values = data[tuple(slice(None) if name in names else None for name in order)]
-        return values.to(torch.int64) if values.dtype == torch.bool else values
+        return _integer(data[tuple(slice(None) if name in names else None for name in order)])
+
+
+def _integer(values: Tensor) -> Tensor:
+    return values.to(torch.int64) if values.dtype == torch.bool else values
 
 
 def _is_plain(indices: tuple[Index, ...]) -> bool:

@@ -12,7 +12,7 @@ from flexmask.index import Constant, Symbol
 from flexmask.masks import Mask
 from flexmask.nodes import Node
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "end_of"]
 
 N = TypeVar("N", bound=Node)
 
@@ -46,9 +46,7 @@ class Frame:
     @property
     def q_end(self) -> int | None:
         """The position behind the last query; None where only the device knows it."""
-        if isinstance(self.q_offset, int):
-            return self.q_offset + self.q_len
-        return int(self.q_offset.max()) + self.q_len if self.q_offset.device.type == "cpu" else None
+        return end_of(self.q_len, self.q_offset)
 
     def settled(self, node: N) -> N:
         """An expression with the lengths put in, so that what depends on nothing else is a constant."""
@@ -67,3 +65,10 @@ class Frame:
         names = ("b", "h", "q", "kv")
         b, h, q, kv = (self.index(name).view([-1 if i == axis else 1 for i in range(4)]) for axis, name in enumerate(names))
         return b, h, q, kv
+
+
+def end_of(q_len: int, q_offset: int | Tensor) -> int | None:
+    """The position behind the last of ``q_len`` queries from ``q_offset``; None where only the device knows it."""
+    if isinstance(q_offset, int):
+        return q_len + q_offset
+    return q_len + int(q_offset.max()) if q_offset.device.type == "cpu" else None

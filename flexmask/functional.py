@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flexmask.analysis import analyse
@@ -26,8 +27,8 @@ __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
 Backend = Literal["auto", "flex", "sdpa"]
 
 FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-#: Kernels that are kept compiled, one for each combination of shapes, dtypes and kind of mask.
-MAX_KERNELS = 64
+#: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
+MAX_KERNELS = 256
 #: The smallest head that FlexAttention's CUDA kernels take.
 FLEX_MIN_HEAD = 16
 
@@ -60,7 +61,8 @@ def attention(
             gradients on every device. ``"auto"``: see :func:`choose_backend`.
 
     Returns:
-        ``[B, H, q_len, D_v]``, of the query's dtype.
+        ``[B, H, q_len, D_v]``, of the query's dtype. Without sequences, heads, queries, keys or channels it is 0 or empty,
+        whatever the mask.
 
     Raises:
         OperandError: arguments of a wrong type or dtype.
@@ -86,8 +88,14 @@ def check_backend(backend: str) -> None:
         raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
 
 
-def choose_backend(query: Tensor, value: Tensor, mask: Mask | BlockMask | None = None) -> Literal["flex", "sdpa"]:
-    """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``."""
+def choose_backend(query: Tensor, value: Tensor, mask: Mask | str | BlockMask | None = None) -> Literal["flex", "sdpa"]:
+    """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``.
+
+    Args:
+        query: ``[B, H, q_len, D]``.
+        value: ``[B, H_kv, kv_len, D_v]``.
+        mask: the mask, as for :func:`attention`.
+    """
     if isinstance(mask, BlockMask):
         return "flex"
     able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
@@ -191,7 +199,13 @@ def _flex(
     if torch.compiler.is_compiling():
         return cast(Tensor, flex_attention(query, key, value, **options))
     with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
-        return _compiled(query.device.type)(query, key, value, **options)
+        try:
+            return _compiled(query.device.type)(query, key, value, **options)
+        except FailOnRecompileLimitHit:
+            raise LoweringError(
+                f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
+                "backend='sdpa', or forget the kernels with torch.compiler.reset()"
+            ) from None
 
 
 def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:

@@ -212,6 +212,11 @@ class Constant(Index):
 
     value: int
 
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.value < 2**63:
+            raise ExpressionError(f"an index is a 64-bit integer, got {self.value}")
+        Index.__post_init__(self)
+
     def write(self, bare: bool) -> tuple[str, int]:
         return str(self.value), PRECEDENCE["atom"] if self.value >= 0 else PRECEDENCE["~"]
 

@@ -10,7 +10,7 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.lowerable import Lowerable
 from flexmask.nodes import Node, key_of
-from flexmask.tables import Lookup, Param, TensorTable, as_table, is_tensor
+from flexmask.tables import Derived, Lookup, Param, TensorTable, as_table, document_ids, document_starts, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +53,6 @@ class Mask(Lowerable):
 
     def __invert__(self) -> Mask:
         return Not.make(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Mask) and self.key == other.key)
-
-    __hash__ = Node.__hash__
 
     def __bool__(self) -> NoReturn:
         raise OperandError(
@@ -132,6 +127,9 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
     match node:
         case Named() if any(isinstance(below, Param) and below.name in values for below in node.walk()):
             return node.define(**{name: argument(value) for name, value in node.arguments})
+        case Derived(rule, Param(name)) if name in values:
+            data = cast(Any, values[name])
+            return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}))
         case Lookup(Param(name), indices) if name in values:
             return as_table(values[name], name)[cast("tuple[Index, ...]", argument(indices))]
         case Param(name) if name in values:
@@ -357,8 +355,24 @@ def where(condition: Mask, a: Index | int, b: Index | int) -> Index: ...
 def where(condition: Mask, a: Any, b: Any) -> Any:
     """``a`` where the mask ``condition`` holds, else ``b``.
 
-    Of two masks it is the mask ``(condition & a) | (~condition & b)``; of two index expressions an index expression
-    (``torch.where``).
+    Predicate: ``(condition & a) | (~condition & b)`` of two masks. Of two index expressions it is an index expression.
+
+    ``where(kv < 2, full, causal)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■
+
+    Args:
+        condition: a mask.
+        a: a mask, or an index expression or integer.
+        b: the same kind as ``a``.
+
+    Raises:
+        OperandError: ``condition`` is not a mask, or ``a`` and ``b`` are of two kinds.
+
+    Source: ``torch.where``.
     """
     if not isinstance(condition, Mask):
         raise OperandError(f"where() chooses by a mask, got {type(condition).__name__} {condition!s}; compare it first")

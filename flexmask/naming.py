@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import numbers
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, ParamSpec, cast
@@ -50,6 +51,8 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
 def _argument(value: Any, what: str) -> Any:
     if value is None or isinstance(value, Mask | Index | Table | str | int):
         return value
+    if isinstance(value, numbers.Integral):  # NumPy's integers are arrays as well
+        return int(value)
     if isinstance(value, list | tuple) and any(isinstance(item, Mask) for item in value):
         return tuple(value)
     if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -39,7 +40,7 @@ class MultiheadFlexAttention(nn.Module):
         super().__init__()
         check_backend(backend)
         for name, size in (("d_in", d_in), ("d_out", d_out), ("n_heads", n_heads)):
-            if not isinstance(size, int):
+            if not isinstance(size, int) or isinstance(size, bool):
                 raise OperandError(f"{name} must be an integer, got {size!r}")
         if min(d_in, d_out, n_heads) < 1 or d_out % n_heads:
             raise ExpressionError(f"n_heads must divide d_out, and all must be at least 1; got {d_in=}, {d_out=}, {n_heads=}")
@@ -70,6 +71,10 @@ class MultiheadFlexAttention(nn.Module):
             LoweringError: shapes that do not fit, or a mask that contradicts them.
         """
         for name, tensor in (("x", x), ("context", context)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if tensor is not None and tensor.dtype != self.in_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise OperandError(f"{name} is {tensor.dtype}, the module {self.in_proj.weight.dtype}; convert one with .to()")
             if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != self.d_in):
                 raise LoweringError(f"{name} must be [B, length, {self.d_in}], got {list(tensor.shape)}")
         if context is not None and context.shape[0] != x.shape[0]:

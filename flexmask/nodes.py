@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 __all__ = ["Node", "key_of"]
 
@@ -75,6 +75,12 @@ class Node:
     def _make_symbols(self) -> frozenset[str]:
         return frozenset().union(*(child.symbols for child in self.children()))
 
+    #: NumPy leaves operators with a node to the node, instead of taking an array apart.
+    __array_ufunc__: ClassVar[None] = None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Node) and self.key == other.key)
+
     def __hash__(self) -> int:
         return hash(self.key)
 
@@ -110,21 +116,35 @@ class Node:
         """The nodes directly below, in the order of the fields."""
         return _nodes(self._values())
 
-    def walk(self) -> Iterator[Node]:
-        """This node and every node below it, depth first."""
-        yield self
-        for child in self.children():
-            yield from child.walk()
+    def walk(self) -> list[Node]:
+        """Every node below this one and itself, each object once, inner ones before those around them."""
+        found: dict[int, Node] = {}
+
+        def visit(node: Node) -> None:
+            if id(node) not in found:
+                for child in node.children():
+                    visit(child)
+                found[id(node)] = node
+
+        visit(self)
+        return list(found.values())
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
         """Rebuilds the expression: where ``function`` gives a node, it stands for the one that was asked about."""
-        replaced = function(self)
-        if replaced is not None:
-            return replaced
-        values = self._values()
-        changed = tuple(_map(value, lambda child: child.replace(function)) for value in values)
-        same = all(a is b or (isinstance(a, tuple) and _same_items(a, b)) for a, b in zip(values, changed, strict=True))
-        return self if same else type(self).make(*changed)
+        made: dict[int, Node] = {}
+
+        def rebuilt(node: Node) -> Node:
+            if id(node) not in made:
+                replaced = function(node)
+                made[id(node)] = below(node) if replaced is None else replaced
+            return made[id(node)]
+
+        def below(node: Node) -> Node:
+            values = node._values()
+            changed = _map(values, rebuilt)
+            return node if _same_items(values, changed) else cast(Node, type(node).make(*changed))
+
+        return rebuilt(self)
 
     def __copy__(self) -> Self:
         return self

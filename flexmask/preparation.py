@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import Frame
+from flexmask.frame import Frame, end_of
 from flexmask.index import Arithmetic, Symbol
 from flexmask.masks import Mask, PerHead
-from flexmask.ranges import check_ranges, is_computed
+from flexmask.ranges import AXES, check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["frame_of"]
@@ -49,41 +49,48 @@ def frame_of(
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
     q_len = _length("q_len", q_len)
     kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
-    where = _device(parts.lookups, device)
+    where = _device(parts.lookups, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
             'use causal(align="upper_left") with q_offset'
         )
-    offset = _offset(q_offset, where)
-    needed = {"kv": kv_len, "q": _end(q_len, offset)}
+    offset = _offset(q_offset)
+    needed = {"kv": kv_len, "q": end_of(q_len, offset)}
     sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
     for lookup in parts.lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
+    for ranged in parts.ranged:
+        _check_range(ranged, frame)
     check_ranges(parts.computed, frame)
     return frame
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of a mask that its preparation looks at, each once, inner ones after those around them."""
+    """The parts of a mask that its preparation looks at, each once, inner ones before those around them."""
 
     params: list[Param]
     lookups: list[Lookup]
+    ranged: list[Ranged]
     switches: list[PerHead]
     computed: list[Lookup | Arithmetic]
 
 
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [])
-        for node in {node.key: node for node in mask.expand().walk()}.values():
+        parts = _Parts([], [], [], [], [])
+        # What a table may hold depends on its use, so that one table can have several checks.
+        uses = {(node.key, getattr(node, "what", ""), str(getattr(node, "high", ""))): node for node in mask.expand().walk()}
+        for node in uses.values():
             match node:
                 case Param():
                     parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
+                case Ranged():
+                    parts.ranged.append(node)
                 case PerHead():
                     parts.switches.append(node)
             if isinstance(node, Lookup | Arithmetic) and is_computed(node):
@@ -104,17 +111,20 @@ def _length(name: str, value: object) -> int:
     return number
 
 
-def _device(lookups: list[Lookup], device: torch.device | str | None) -> torch.device:
+def _device(lookups: list[Lookup], device: torch.device | str | None, q_offset: object) -> torch.device:
     devices: dict[torch.device, str] = {}
     for tensor in {id(t): t for lookup in lookups for t in _tensors(lookup.table)}.values():
-        devices.setdefault(tensor.tensor.device, str(tensor))
-    asked = torch.device(device) if device is not None else next(iter(devices), torch.device("cpu"))
-    if asked == torch.device("cuda"):  # tensors name the number of their device
-        asked = torch.device("cuda", torch.cuda.current_device())
+        devices.setdefault(tensor.tensor.device, f"the mask's tensor {tensor}")
+    if isinstance(q_offset, Tensor):
+        devices.setdefault(q_offset.device, "q_offset")
+    try:  # tensors name the number of their device
+        asked = next(iter(devices), torch.device("cpu")) if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
     strange = {where: text for where, text in devices.items() if where != asked}
     if strange:
         where, text = next(iter(strange.items()))
-        raise LoweringError(f"the mask's tensor {text} is on {where}, not on {asked}; move the mask with mask.to({str(asked)!r})")
+        raise LoweringError(f"{text} is on {where}, not on {asked}; move it with .to({str(asked)!r})")
     return asked
 
 
@@ -122,12 +132,11 @@ def _tensors(table: Table | Param) -> Iterator[TensorTable]:
     return (node for node in table.walk() if isinstance(node, TensorTable))
 
 
-def _offset(q_offset: Any, device: torch.device) -> int | Tensor:
+def _offset(q_offset: Any) -> int | Tensor:
     if isinstance(q_offset, Tensor):
-        if q_offset.is_floating_point() or q_offset.dim() > 1:
+        unfit = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
+        if unfit or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
-        if q_offset.device != device:
-            raise LoweringError(f"q_offset is on {q_offset.device}, the mask on {device}; move one with .to()")
         if _on_host(q_offset) and int(q_offset.min()) < 0:
             raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
         return q_offset.long().reshape(-1)
@@ -142,13 +151,6 @@ def _offset(q_offset: Any, device: torch.device) -> int | Tensor:
 
 def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def _end(q_len: int, offset: int | Tensor) -> int | None:
-    """The position behind the last query; None where only the device knows it."""
-    if isinstance(offset, int):
-        return q_len + offset
-    return q_len + int(offset.max()) if _on_host(offset) else None
 
 
 def _sizes(
@@ -169,11 +171,11 @@ def _sizes(
         said["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
     for lookup in parts.lookups:
         for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
-            if isinstance(index, Symbol) and size is not None:
+            if isinstance(index, Symbol) and index.name in AXES and size is not None:
                 if index.name in said:
                     said[index.name].setdefault(size, lookup.brief())
                 else:
-                    _check_axis(lookup, index.name, size, needed)
+                    _check_axis(lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
     sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
@@ -186,10 +188,12 @@ def _sizes(
     return sizes
 
 
-def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None]) -> None:
+def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
     length = needed[name]
     if name == "kv" and size != length:
         raise LoweringError(f"{lookup.brief()} has {size} values along kv, but kv_len is {length}")
+    if name == "q" and not moved and size not in (length, needed["kv"]):
+        raise LoweringError(f"{lookup.brief()} has {size} values along q, but q_len is {length}; give q_offset for later queries")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
             f"{lookup.brief()} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
@@ -207,22 +211,22 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
                 dtype = torch.bool if truth else torch.int64
                 table.memo[where] = torch.frombuffer(bytearray(data), dtype=dtype).view(size).to(frame.device)
             return cast(Tensor, table.memo[where])
-        case Ranged(source, what, low, high):
-            values = _tensor(source, frame)
-            if _on_host(values):
-                _check_range(values, what, low, high, frame)
-            return values
+        case Ranged(source):
+            return _tensor(source, frame)
         case Derived(rule, source):
             return derive(rule, _tensor(source, frame), max(frame.kv_len, frame.q_end or 0))
     raise AssertionError(f"not a table: {table!r}")
 
 
-def _check_range(values: Tensor, what: str, low: int, high: Symbol | None, frame: Frame) -> None:
-    least, most = (int(v) for v in values.aminmax())
-    if least < low:
-        raise LoweringError(f"{what} must be at least {low}, got {least}")
-    if high is None:
+def _check_range(ranged: Ranged, frame: Frame) -> None:
+    values = _tensor(ranged.source, frame)
+    if not _on_host(values):
         return
-    limit = frame.kv_len if high.name == "kv_len" else frame.q_end
+    least, most = (int(v) for v in values.aminmax())
+    if least < ranged.low:
+        raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
+    if ranged.high is None:
+        return
+    limit = frame.kv_len if ranged.high.name == "kv_len" else frame.q_end
     if limit is not None and most > limit:
-        raise LoweringError(f"{what} must be at most {high} = {limit}, got {most}")
+        raise LoweringError(f"{ranged.what} must be at most {ranged.high} = {limit}, got {most}")

@@ -12,7 +12,10 @@ from flexmask.frame import Frame
 from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.tables import Lookup
 
-__all__ = ["check_ranges", "is_computed"]
+__all__ = ["AXES", "check_ranges", "is_computed"]
+
+#: The symbols that index an axis of a mask; data indexed by one has that axis' size.
+AXES = {"b", "h", "q", "kv"}
 
 Extent = tuple[int, int]
 
@@ -21,35 +24,40 @@ def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> None:
     """Checks computed indices and divisors in a frame. Values in another device's memory are not read nor checked.
 
     Args:
-        computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones after those around them.
+        computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones before those around them.
         frame: the frame, its tables ready.
 
     Raises:
-        LoweringError: an index that leaves its table, or a divisor that may be 0.
+        LoweringError: an index that leaves its table, a divisor that may be 0, or a value beyond 64 bits.
     """
-    for node in reversed(computed):
+    for node in computed:
         if isinstance(node, Lookup):
             _check_lookup(node, frame)
-        else:
-            extent = _extent(node.right, frame)
-            if extent is not None and extent[0] <= 0 <= extent[1]:
-                raise LoweringError(
-                    f"{node.brief()} may divide by 0: {node.right.brief()} ranges from {extent[0]} to {extent[1]}"
-                )
+            continue
+        if node.sign in {"//", "%"}:
+            divisor = _extent(node.right, frame)
+            if divisor is not None and divisor[0] <= 0 <= divisor[1]:
+                given = f"{node.right.brief()} ranges from {divisor[0]} to {divisor[1]}"
+                raise LoweringError(f"{node.brief()} may divide by 0: {given}")
+        extent = _extent(node, frame)
+        if extent is not None and (extent[0] < -(2**63) or extent[1] >= 2**63):
+            raise LoweringError(f"{node.brief()} ranges from {extent[0]} to {extent[1]}, beyond 64-bit integers")
 
 
 def is_computed(node: Lookup | Arithmetic) -> bool:
-    """Whether a lookup has an index, or a division a divisor, that could be out of range."""
+    """Whether an index of a lookup, a divisor, or the value of an operation could be out of range."""
     if isinstance(node, Lookup):
-        return any(not isinstance(index, Symbol) for index in node.indices)
-    return node.sign in {"//", "%"} and not isinstance(node.right, Constant)
+        return any(not isinstance(index, Symbol) or index.name not in AXES for index in node.indices)
+    if node.sign in {"//", "%"} and not isinstance(node.right, Constant):
+        return True
+    return node.sign == "*" or any(isinstance(side, Constant) and abs(side.value) > 2**31 for side in (node.left, node.right))
 
 
 def _check_lookup(lookup: Lookup, frame: Frame) -> None:
     for axis, index in enumerate(lookup.indices):
         size = frame.tables[lookup.table.key].shape[axis]
         extent = _extent(index, frame)
-        if extent is None or (extent[0] >= 0 and extent[1] < size) or isinstance(index, Symbol):
+        if extent is None or (extent[0] >= 0 and extent[1] < size) or (isinstance(index, Symbol) and index.name in AXES):
             continue
         if not {"q", "kv"} <= index.symbols:
             extent = _evaluated(index, frame)

@@ -1,8 +1,8 @@
 """Rows: what each query row may see, as a short list of key intervals, and the algebra of such lists.
 
 The tensors are padded: every row has the same number of interval slots, and a slot that is not used is the empty interval
-``[kv_len, kv_len)``. On the CPU slots that no row uses are dropped after each operation; on other devices that would wait
-for the device, so the number of slots there is what the operations bound it by.
+``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation, which waits for the device wherever a row may
+have more than one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Rows:
         return Rows(torch.stack((lo[0], lo[1].masked_fill(joined, self.kv_len)), -1), ends, self.kv_len)._trimmed()
 
     def _trimmed(self) -> Rows:
-        if self.slots == 1 or self.lo.device.type != "cpu":
+        if self.slots == 1:
             return self
         used = max(1, int((self.lo < self.hi).sum(-1).max()))
         return self if used == self.slots else Rows(self.lo[..., :used], self.hi[..., :used], self.kv_len)

@@ -63,11 +63,12 @@ def matching_runs(column: Tensor, value: Tensor, kv_len: int, most: int) -> Rows
     starts, stops = starts.gather(-1, order), stops.gather(-1, order)
     q_starts, q_stops, wanted = _value_runs(value)
     first, last = _search(held, wanted, right=False), _search(held, wanted, right=True)
-    slots = max(1, int((last - first).max()))
+    found = (last - first).masked_fill(q_starts >= q_stops, 0)  # runs that only fill a line up want nothing
+    slots = max(1, int(found.max()))
     if slots > most:
         return None
-    at = first.unsqueeze(-1) + torch.arange(slots, device=first.device)
-    unused = at >= last.unsqueeze(-1)
+    slot = torch.arange(slots, device=first.device)
+    at, unused = first.unsqueeze(-1) + slot, slot >= found.unsqueeze(-1)
     at = at.clamp(max=held.shape[-1] - 1).flatten(2)
     lo, hi = (
         end.expand(*at.shape[:2], -1).gather(-1, at).view(unused.shape).masked_fill(unused, kv_len) for end in (starts, stops)

@@ -250,6 +250,8 @@ def as_table(data: object, what: str) -> Table:
         tensor = cast("Tensor", data)
         if tensor.is_floating_point() or tensor.is_complex():
             raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}. Convert it: .long() or .bool()")
+        if str(tensor.dtype) == "torch.uint64":
+            raise OperandError(f"{what} must hold 64-bit integers or truth values, got torch.uint64. Convert it: .long()")
         if tensor.numel() == 0:
             raise ExpressionError(f"{what} holds no values: its shape is {list(tensor.shape)}")
         return TensorTable(tensor)

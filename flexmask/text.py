@@ -93,8 +93,10 @@ def parse(text: str) -> Mask:
     try:
         tree = ast.parse(line, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        column = getattr(error, "offset", None) or 1
-        raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
+        column, row = getattr(error, "offset", None) or 1, getattr(error, "lineno", None) or 1
+        raise TextError(
+            f"this is not an expression: {getattr(error, 'msg', error)}", line.split("\n")[row - 1], column - 1
+        ) from None
     return _Reader(line).mask(tree.body)
 
 

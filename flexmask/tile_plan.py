@@ -91,6 +91,7 @@ class _Blocks:
 
     @classmethod
     def read(cls, bounds: Tensor, kv_len: int, group: int) -> _Blocks:
+        bounds = bounds.cpu()
         if bounds.size(3) == 0:
             bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
         batch, heads, q_len, slots, _ = bounds.shape

@@ -1,5 +1,7 @@
 """Settings that hold for every test."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -13,6 +15,9 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("ci")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import pytest
 import torch
@@ -426,7 +426,7 @@ REFUSED: dict[str, Row] = {
     "lengths of the BlockMask": (attend(fm.causal().block_mask(7)), LoweringError, r"1, 1, 7, 7\].*2, 2, 5, 5\]"),
     "batch of the BlockMask": (attend(fm.key_padding([1, 2, 3]).block_mask(5)), LoweringError, r"3, 1, 5, 5\].*2, 2, 5, 5\]"),
     "offset with a BlockMask": (attend(fm.causal().block_mask(5), q_offset=3), LoweringError, "q_offset.*block_mask"),
-    "no tensors": (lambda: fm.attention(None, None, None), OperandError, "query.*NoneType"),
+    "no tensors": (lambda: fm.attention(*cast(Any, (None, None, None))), OperandError, "query.*NoneType"),
     "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), fm.ExpressionError, "nope"),  # type: ignore[arg-type]
     "module: float width": (lambda: MultiheadFlexAttention(8, 8.0, 2), OperandError, "d_out.*8.0"),  # type: ignore[arg-type]
     "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), fm.ExpressionError, "n_heads.*d_out=9, n_heads=2"),

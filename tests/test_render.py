@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 import flexmask as fm
-from flexmask import FlexmaskError, LoweringError, Mask, OperandError
+from flexmask import FlexmaskError, LoweringError, Mask, OperandError, RenderError
 from flexmask.render import area
 from flexmask.render.caption import notes, numbered, shortened, title_lines
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, picture
@@ -66,7 +66,7 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
         for head in range(shape.heads):
             try:
                 shown = picture(case.mask, **lowering, batch=batch, head=head)
-            except LoweringError as error:
+            except RenderError as error:
                 assert "leave it 0" in str(error)  # noqa: PT017  the mask does not depend on that axis
                 assert batch or head
                 continue
@@ -169,19 +169,19 @@ def test_offset_for_each_sequence() -> None:
 PADDED = fm.key_padding([3, 5, 4])
 
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
-    ("batch", lambda: picture(PADDED, 5, batch=3), LoweringError, r"batch 3 .*sequences are 0 to 2"),
-    ("no batch", lambda: picture(fm.causal(), 5, batch=1), LoweringError, r"batch 1 .*same for every sequence"),
-    ("head", lambda: picture(fm.per_head([PADDED, fm.full()]), 5, head=2), LoweringError, r"head 2 .*heads are 0 to 1"),
+    ("batch", lambda: picture(PADDED, 5, batch=3), RenderError, r"batch 3 .*sequences are 0 to 2"),
+    ("no batch", lambda: picture(fm.causal(), 5, batch=1), RenderError, r"batch 1 .*same for every sequence"),
+    ("head", lambda: picture(fm.per_head([PADDED, fm.full()]), 5, head=2), RenderError, r"head 2 .*heads are 0 to 1"),
     ("negative batch", lambda: picture(PADDED, 5, batch=-1), OperandError, r"batch .*-1"),
     ("batch of a kind", lambda: picture(PADDED, 5, batch="0"), OperandError, r"batch .*'0'"),  # type: ignore[arg-type]
     ("block size", lambda: picture(PADDED, 5, block_size=0), OperandError, r"block_size .*0"),
     ("three block sizes", lambda: picture(PADDED, 5, block_size=(1, 2, 3)), OperandError, r"block_size"),  # type: ignore[arg-type]
     ("no queries", lambda: picture(PADDED, 0), LoweringError, r"q_len .*0"),
     ("no queries in a terminal", lambda: show(PADDED, 0), LoweringError, r"q_len .*0"),
-    ("too long", lambda: picture(fm.causal(), 2**40), LoweringError, r"q_len 1,099,511,627,776 .*at most"),
+    ("too long", lambda: picture(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
     ("length", lambda: picture(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: picture(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
-    ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), LoweringError, r"\.png or \.svg.*mask\.pdf"),
+    ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg.*mask\.pdf"),
 ]
 
 

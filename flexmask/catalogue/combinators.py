@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, as_index, b, h, kv, kv_len, q, q_len
+from flexmask.index import Index, Symbol, as_index, b, h, kv, kv_len, q, q_len
 from flexmask.masks import Mask, PerHead
 from flexmask.naming import named
 from flexmask.tables import Param, as_table
@@ -35,7 +35,8 @@ def dense(table: Data) -> Mask:
         ⬚ ■
 
     Args:
-        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible.
+        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible; B or H
+            of 1 stands for all.
 
     Raises:
         OperandError: the table is not boolean.
@@ -49,7 +50,8 @@ def dense(table: Data) -> Mask:
     axes = {2: (q, kv), 3: (b, q, kv), 4: (b, h, q, kv)}.get(len(cells.shape))
     if axes is None:
         raise ExpressionError(f"dense: table must have the axes [Q, KV], [B, Q, KV] or [B, H, Q, KV], got {list(cells.shape)}")
-    return cells[axes] != 0
+    shared = [size == 1 and isinstance(axis, Symbol) and axis.name in "bh" for axis, size in zip(axes, cells.shape, strict=True)]
+    return cells[tuple(0 if same else axis for axis, same in zip(axes, shared, strict=True))] != 0
 
 
 @named

@@ -97,7 +97,7 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
 
 @named
 def sliding_window(
-    left: Index | int | _Unset | None = _UNSET, right: Index | int | _Unset | None = _UNSET, *, size: int | None = None
+    left: Index | int | _Unset | None = _UNSET, right: Index | int | _Unset | None = _UNSET, *, size: Index | int | None = None
 ) -> Mask:
     """Each query sees the keys within a distance to its left and right.
 
@@ -130,7 +130,7 @@ def sliding_window(
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
             raise ExpressionError(f"sliding_window: give either size or left and right, got size={size} with the others")
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, Index) and (not isinstance(size, int) or size < 1):
             raise ExpressionError(f"sliding_window: size counts the query's own key, so it is at least 1; got {size!r}")
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):

@@ -44,6 +44,8 @@ def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
         OperandError: it is not an int or a pair of ints.
         LoweringError: it is less than 1.
     """
+    if isinstance(block_size, bool):
+        raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}")
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     try:
         q_size, kv_size = (operator.index(cast(Any, size)) for size in pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -36,14 +37,20 @@ def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -
     if form not in ("auto", "interval", "expression"):
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
     if form == "expression":
-        return frame_closure(frame)
+        return _expression_mod(frame)
     rows = rows or analyse(frame)
     if rows.exact and rows.lower.slots <= MAX_INTERVALS:
         return _interval_mod(rows.lower, frame)
     if form == "interval":
         reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
         raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
-    return frame_closure(frame)
+    return _expression_mod(frame)
+
+
+def _expression_mod(frame: Frame) -> MaskMod:
+    """The predicate on copies of the data, so that it stays what it was when the mask was lowered."""
+    copies = {key: data.clone() for key, data in frame.tables.items()}
+    return frame_closure(replace(frame, tables=copies))
 
 
 def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
