@@ -108,3 +108,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module 'flexmask' has no attribute {name!r}")
     return getattr(import_module(_HEAVY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HEAVY})

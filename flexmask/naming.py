@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
-from flexmask.errors import ExpressionError
+from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index
 from flexmask.masks import Mask, Named, Truth
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
@@ -35,7 +35,10 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
 
     @wraps(define)
     def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OperandError(f"{name}: {error}. Its parameters: {', '.join(signature.parameters) or 'none'}") from None
         arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
         body = cast(Callable[..., Mask], define)(**arguments)
         if isinstance(body, Truth):

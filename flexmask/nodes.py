@@ -77,6 +77,8 @@ class Node:
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.
     __array_ufunc__: ClassVar[None] = None
+    #: Looking up by index is no iteration, which would never end.
+    __iter__: ClassVar[None] = None
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Node) and self.key == other.key)

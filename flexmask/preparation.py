@@ -180,7 +180,7 @@ def _sizes(
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
             claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
-            raise LoweringError(f"the mask {mask.brief()} contradicts itself about {keyword}: {claims}")
+            raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}")
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             raise LoweringError(f"the mask {mask.brief()} depends on {axis}: say how many there are with {keyword}=")
@@ -227,6 +227,8 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
         raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
     if ranged.high is None:
         return
-    limit = frame.kv_len if ranged.high.name == "kv_len" else frame.q_end
-    if limit is not None and most > limit:
+    if ranged.high.name == "q_len" and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
+        return  # the queries are a part of a sequence whose length nothing says
+    limit = frame.kv_len if ranged.high.name == "kv_len" else frame.q_len
+    if most > limit:
         raise LoweringError(f"{ranged.what} must be at most {ranged.high} = {limit}, got {most}")

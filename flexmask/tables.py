@@ -246,10 +246,15 @@ def as_table(data: object, what: str) -> Table:
     """As :func:`table`; ``what`` names the data in messages."""
     if isinstance(data, Table):
         return data
+    if isinstance(data, Param):
+        raise OperandError(f"{what}: a parameter is looked up as it is, {data.name}[b, q], without table()")
     if is_tensor(data):
         tensor = cast("Tensor", data)
         if tensor.is_floating_point() or tensor.is_complex():
-            raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}. Convert it: .long() or .bool()")
+            raise OperandError(
+                f"{what} must hold integers or truth values, got {tensor.dtype}. Convert numbers with .long(); of an additive "
+                "mask, whose hidden cells are -inf, take mask == 0"
+            )
         if str(tensor.dtype) == "torch.uint64":
             raise OperandError(f"{what} must hold 64-bit integers or truth values, got torch.uint64. Convert it: .long()")
         if tensor.numel() == 0:

@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "table": table,
     "where": where,
 }
+PARAMETERS = " Another name is a parameter, which stands for a number or for data: ids[b, q] == ids[b, kv]."
 BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -88,15 +89,15 @@ def parse(text: str) -> Mask:
         raise TextError(f"the text has {len(text)} characters; at most {MAX_LENGTH} are read. Bind long data: mask.bind(ids=...)")
     if not text.strip():
         raise TextError("the text is empty; write a mask, e.g. causal & key_padding(lengths=[3, 5, 4])")
-    line = text.strip()
+    line = " ".join(text.split())  # a mask may stand on several lines
     _check_nesting(line)
     try:
         tree = ast.parse(line, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        column, row = getattr(error, "offset", None) or 1, getattr(error, "lineno", None) or 1
-        raise TextError(
-            f"this is not an expression: {getattr(error, 'msg', error)}", line.split("\n")[row - 1], column - 1
-        ) from None
+    except (MemoryError, RecursionError):
+        raise TextError("the expression is too long or too deeply nested to be read", line[:100]) from None
+    except (SyntaxError, ValueError) as error:
+        column = getattr(error, "offset", None) or 1
+        raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
     return _Reader(line).mask(tree.body)
 
 
@@ -117,13 +118,14 @@ class _Reader:
 
     def fail(self, node: ast.AST, reason: str) -> NoReturn:
         column = getattr(node, "col_offset", 0)
-        line = self.line.split("\n")[getattr(node, "lineno", 1) - 1]
-        raise TextError(reason, line, len(line.encode()[:column].decode(errors="ignore")))
+        raise TextError(reason, self.line, len(self.line.encode()[:column].decode(errors="ignore")))
 
     def mask(self, node: ast.expr) -> Mask:
         value = self.value(node)
         if isinstance(value, Param):
-            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES) or PARAMETERS}")
+        if isinstance(value, bool | int) or value is None:
+            self.fail(node, f"{value} is not a mask; everything is `full`, nothing is `empty`")
         if not isinstance(value, Mask):
             self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. ({ast.unparse(node)[:40]}) == 0")
         return value
@@ -193,7 +195,7 @@ class _Reader:
     def operand_of(self, node: ast.expr, sign: ast.operator) -> Any:
         value = self.operand(node)
         if isinstance(value, Param) and isinstance(sign, ast.BitAnd | ast.BitOr | ast.BitXor):
-            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES)}")
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES) or PARAMETERS}")
         return value
 
     def name(self, node: ast.AST, name: str) -> Any:

@@ -87,7 +87,7 @@ def test_a_longer_table_of_queries_is_refused_without_an_offset() -> None:
 
 
 def test_shared_parts_are_visited_once() -> None:
-    index = q
+    index: fm.Index = q
     for _ in range(200):
         index = fm.minimum(index + index, index + 3)
     mask = index <= kv
