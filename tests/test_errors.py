@@ -284,7 +284,7 @@ def test_misuse_of_python_logic_is_a_type_error(attempt: Attempt) -> None:
     ],
 )
 def test_boundary_is_accepted(attempt: Attempt) -> None:
-    attempt()
+    assert attempt() is not None
 
 
 # ---------------------------------------------------------------- text

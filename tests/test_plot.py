@@ -97,6 +97,7 @@ def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) 
 
 def test_titles_are_not_mathematics(tmp_path: Path) -> None:
     save(picture(fm.causal(), 4), tmp_path / "mask.png", title="$\\frac$")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
 
 
 IMPORTS = """

@@ -505,13 +505,15 @@ class TestOperator:
             query, key, value = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
         cells = ragged_noise(0.5, 1, 1, 20, 20) if with_cells else None
         bounds = intervals(causal(20, 20))
-        torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, (query, key, value, bounds, cells, 0.5))
+        checks = torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, (query, key, value, bounds, cells, 0.5))
+        assert set(checks.values()) == {"SUCCESS"}
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
         arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, 0.5)
         operator = torch.ops.flexmask.block_sdpa_backward.default
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        assert set(checks.values()) == {"SUCCESS"}
 
     @pytest.mark.parametrize("cells", [None, past], ids=["operator", "callable"])
     def test_no_second_derivative(self, cells: Callable[..., Tensor] | None) -> None:
