@@ -67,17 +67,35 @@ def _listed(rows: Rows) -> tuple[Tensor, Tensor]:
     count = rows.counts()
     stride = min(width, max(1, int(count.max())))
     storage = torch.zeros(count.numel() * stride + width - stride, dtype=torch.int32, device=count.device)
-    entries = Entries.of(rows)
-    before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
-    within = torch.arange(entries.row.numel(), device=count.device) - before
-    storage[entries.row * stride + within] = entries.column.to(torch.int32)
+    if rows.slots == 1:
+        run = rows.lo + torch.arange(stride, dtype=torch.int32, device=count.device)
+        storage[: run.numel()] = run.clamp_(max=width - 1).flatten()
+    else:
+        entries = Entries.of(rows)
+        before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
+        within = torch.arange(entries.row.numel(), device=count.device) - before
+        storage[entries.row * stride + within] = entries.column.to(torch.int32)
     strides = (shape[1] * shape[2] * stride, shape[2] * stride, stride, 1)
     return count.to(torch.int32), storage.as_strided((*shape, width), strides)
 
 
 def _transposed(rows: Rows) -> Rows:
-    """For each column the rows that hold it."""
+    """For each column the rows that hold it.
+
+    Neighbouring rows differ in few columns. Where a row holds one that the row above does not, an interval of that column
+    starts; where it is the other way round, one stops.
+    """
     batch, heads, height, _ = rows.lo.shape
-    entries = Entries.of(rows)
-    group, row = entries.row // height, entries.row % height
-    return union(group * rows.kv_len + entries.column, row, row + 1, torch.Size((batch, heads, rows.kv_len)), height)
+    width, edge = rows.kv_len, torch.full_like(rows.lo[:, :, :1], rows.kv_len)
+    here = Rows(torch.cat((rows.lo, edge), 2), torch.cat((rows.hi, edge), 2), width)
+    above = Rows(torch.cat((edge, rows.lo), 2), torch.cat((edge, rows.hi), 2), width)
+
+    def in_order(changes: Rows) -> Tensor:
+        """The changes by column and then by row, each as one number."""
+        entries = Entries.of(changes)
+        group, row = entries.row // (height + 1), entries.row % (height + 1)
+        return ((group * width + entries.column) * (height + 1) + row).sort().values
+
+    starts, stops = in_order(here - above), in_order(above - here)
+    shape = torch.Size((batch, heads, width))
+    return union(starts // (height + 1), starts % (height + 1), stops % (height + 1), shape, height)
