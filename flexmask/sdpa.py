@@ -139,10 +139,11 @@ def _backward(
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
     grad_query = torch.empty_like(query) if blind is None else torch.zeros_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    query = query * scale
+    shift = (grad * out).sum(-1, keepdim=True)
     with torch.autocast(query.device.type, enabled=False):
         for tile, bias, emptied in _biased(tiles, bounds, cells, precise):
-            q, k, v = tile.fold(query) * scale, tile.keys_of(key), tile.keys_of(value)
-            grad_out = tile.fold(grad)
+            q, k, v, grad_out = tile.fold(query), tile.keys_of(key), tile.keys_of(value), tile.fold(grad)
             if emptied is not None:
                 grad_out = grad_out.masked_fill(emptied, 0)
             scores = q @ k.mT
@@ -150,11 +151,10 @@ def _backward(
                 scores.add_(bias)
             weights = torch.softmax(scores, -1)
             tile.add_to_keys(grad_value, weights.mT @ grad_out)
-            grad_scores = grad_out @ v.mT
-            grad_scores.sub_((grad_out * tile.fold(out)).sum(-1, keepdim=True)).mul_(weights)
+            grad_scores = (grad_out @ v.mT).sub_(tile.fold(shift)).mul_(weights)
             tile.add_to_keys(grad_key, grad_scores.mT @ q)
-            grad_query[tile.place] = tile.unfold((grad_scores @ k).mul_(scale))
-    return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+            grad_query[tile.place] = tile.unfold(grad_scores @ k)
+    return grad_query.mul_(scale).to(dtype), grad_key.to(dtype), grad_value.to(dtype)
 
 
 def _biased(
@@ -224,7 +224,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("block_sdpa has no second derivative; wanted a loss that differentiates it once")
+    raise LoweringError("block_sdpa has no second derivative; wanted a loss that differentiates it once")
 
 
 _block_sdpa.register_autograd(_differentiate, setup_context=_keep)
