@@ -27,6 +27,8 @@ ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FORWARD_SCORES = 2**26
 BACKWARD_SCORES = 2**25
 BACKWARD_SCORES_PER_THREAD = 2**19
+# How many tiles' masks are kept for tiles to come: a window needs 1, packed documents of n blocks each need n.
+KEPT_PICTURES = 4
 
 
 def block_sdpa(
@@ -160,12 +162,14 @@ def _backward(
 def _biased(
     tiles: list[Tile], bounds: Tensor, cells: Cells, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
-    """Each tile with its bias and blind rows, made anew only where they differ from those before."""
-    bias = blind = None
+    """Each tile with its bias and blind rows, which are not made again for one of the last few pictures."""
+    kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     for tile in tiles:
-        if cells is not None or not tile.again:
-            bias, blind = tile.bias(bounds, cells, dtype)
-        yield tile, bias, blind
+        found = kept.pop(tile.picture, None) if cells is None else None
+        kept[tile.picture] = found or tile.bias(bounds, cells, dtype)
+        if len(kept) > KEPT_PICTURES:
+            kept.pop(next(iter(kept)))
+        yield tile, *kept[tile.picture]
 
 
 def _new_out(query: Tensor, value: Tensor) -> Tensor:

@@ -46,11 +46,11 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     group = heads // len(key_heads)
     blocks = _Blocks.read(bounds, key.size(2), group)
     tiles: list[Tile] = []
-    before = None
+    pictures: dict[tuple[object, ...], int] = {}
     for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
         rows = range(start, min(start + BLOCK_ROWS, q_len))
         if most_scores is None:
-            tiles.append(Tile(elements, key_heads, group, rows, *blocks.runs_of(block, elements, key_heads)))
+            tiles.append(Tile(elements, key_heads, group, rows, *blocks.runs_of(block, elements, key_heads), block))
             continue
         for area in _areas(blocks, block, elements, key_heads):
             runs, whole = blocks.runs_of(block, *area)
@@ -58,8 +58,7 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
                 continue
             for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
                 picture = blocks.picture(block, len(rows), *part, runs)
-                tiles.append(Tile(*part, group, rows, runs, whole, picture == before))
-                before = picture
+                tiles.append(Tile(*part, group, rows, runs, whole, pictures.setdefault(picture, len(pictures))))
     return tiles, min(blocks.fewest) > 0
 
 
@@ -76,7 +75,7 @@ class _Blocks:
         runs: the keys that hold all that the block's rows see, [B' x H' x blocks].
         fewest: how many keys the row sees that sees fewest, [B' x H' x blocks].
         lowest: the first key seen, [blocks].
-        shapes: equal for neighbours that see the same, counted from their first keys, [blocks].
+        shapes: equal for blocks that see the same, counted from their first keys, [blocks].
     """
 
     batch: int
@@ -134,7 +133,7 @@ class _Blocks:
         return _close(aligned), False
 
     def picture(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
-        """Equal for neighbouring tiles whose masks are the same."""
+        """Equal for tiles whose masks are the same."""
         block %= self.count
         lowest = self.lowest[block]
         own = (elements if self.batch > 1 else None, key_heads if self.heads > 1 else None)
@@ -142,12 +141,11 @@ class _Blocks:
 
 
 def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's first key, and a number that changes where a block sees other keys, counted from there."""
+    """Each block's first key, and a number that is the same for blocks that see the same, counted from there."""
     lowest = lo.amin((0, 2))
-    ends = torch.stack((lo, hi)) - lowest[:, None]
-    ends = ends.where(lo < hi, 0)
-    changes = (ends[:, :, 1:] != ends[:, :, :-1]).any(-1).flatten(0, 1).any(0)
-    return lowest, F.pad(changes, (1, 0)).cumsum(0)
+    ends = torch.stack((lo, hi), -1) - lowest[:, None, None]
+    ends = ends.where((lo < hi).unsqueeze(-1), 0)
+    return lowest, torch.unique(ends.transpose(0, 1).flatten(1), dim=0, return_inverse=True)[1]
 
 
 def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:

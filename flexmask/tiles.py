@@ -34,7 +34,7 @@ class Tile:
         rows: the queries.
         runs: the keys, as disjoint intervals [lo, hi) in ascending order.
         whole: whether every row sees all of these keys.
-        again: whether it shows the same picture as the tile before it: its mask is the same.
+        picture: the same number for tiles whose masks are the same.
     """
 
     elements: range
@@ -43,7 +43,7 @@ class Tile:
     rows: range
     runs: Runs
     whole: bool
-    again: bool = False
+    picture: int
 
     @property
     def place(self) -> tuple[slice, slice, slice]:

@@ -110,6 +110,11 @@ def ragged_noise(density: float, *shape: int) -> Tensor:
     return torch.rand(shape) < density
 
 
+def documents(length: int, size: int) -> Tensor:
+    ids = torch.arange(length) // size
+    return (ids[:, None] == ids)[None, None]
+
+
 def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return score
 
@@ -134,6 +139,8 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "causal": lambda: causal(50, 50),
     "window": lambda: window(50, 50, 7, 3),
     "sinks and a window": lambda: sinks(50),
+    "documents of one length": lambda: causal(50, 50) & documents(50, 16),
+    "documents of two lengths": lambda: causal(50, 50) & torch.cat((documents(50, 16), documents(50, 8))),
     "empty rows and empty blocks": lambda: middle_rows_only(50),
     "one row in the middle of nothing": lambda: causal(50, 50) & (torch.arange(50)[:, None] == 20),
     "rows alike": lambda: ragged_noise(0.3, 1, 1, 1, 50),
@@ -425,14 +432,33 @@ class TestCost:
         assert all(tile.whole for tile in tiles)
         assert {tile.runs for tile in tiles} == {((i, i + 512),) for i in range(0, self.LONG, 512)}
 
-    def test_masks_that_repeat_are_made_once(self) -> None:
+    def test_tiles_of_one_picture(self) -> None:
+        """A window's tiles look alike beyond its start, and so do those of documents of one length."""
         row = torch.arange(self.LONG)
-        windows = self.plan(rows_between((row - 255).clamp(min=0), row + 1)[None, None, :, None])
-        assert [tile.again for tile in windows] == [False] * 3 + [True] * (len(windows) - 3)
-        causal_tiles = self.plan(rows_between(row * 0, row + 1)[None, None, :, None], most=2**20)
-        assert sum(not tile.again for tile in causal_tiles) == self.LONG // 128
-        two = torch.stack((rows_between(row * 0, row + 1), rows_between((row - 255).clamp(min=0), row + 1)))[:, None, :, None]
-        assert not any(tile.again for tile in self.plan(two, batch=2)[3:])
+
+        def pictures(*bounds: Tensor, **options: int) -> list[int]:
+            tiles = self.plan(torch.stack(bounds)[:, None, :, None], batch=len(bounds), **options)
+            return [tile.picture for tile in tiles]
+
+        windowed, causal_rows = rows_between((row - 255).clamp(min=0), row + 1), rows_between(row * 0, row + 1)
+        assert pictures(windowed) == [0, 1] + [2] * 126
+        assert pictures(rows_between(row // 512 * 512, row + 1)) == [0, 1, 2, 3] * 32
+        assert pictures(causal_rows) == list(range(128))
+        assert set(pictures(causal_rows, most=2**18)) == set(range(128))
+        assert len(set(pictures(windowed, causal_rows, most=2**26))) >= 128
+
+    def test_masks_are_made_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[int] = []
+        bias = Tile.bias
+
+        def noted(tile: Tile, bounds: Tensor, cells: None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+            made.append(tile.picture)
+            return bias(tile, bounds, cells, dtype)
+
+        monkeypatch.setattr(Tile, "bias", noted)
+        query, key, value = (tensor.detach() for tensor in inputs(q_len=1000, kv_len=1000))
+        block_sdpa(query, key, value, intervals(window(1000, 1000, 127, 0)))
+        assert len(made) == len(set(made)) == 3
 
     def test_backward_saves_what_is_linear(self) -> None:
         tensors = inputs(q_len=300, kv_len=300)
