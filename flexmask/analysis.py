@@ -7,19 +7,25 @@ beyond which nothing is visible.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+from flexmask import devices
 from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
+from flexmask.index import Index, kv, q
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.rows import Rows
-from flexmask.runs import matching_runs, runs, threshold
+from flexmask.runs import MANY, ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate
+from flexmask.tables import Derived, Lookup, TensorTable, is_constant
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
@@ -96,19 +102,23 @@ class _Analysis:
         return self.leaf(mask)
 
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
-        """The rows of ``a & b & ...``. What is one span in each row first becomes one, with the tightest bounds."""
+        """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
         spans = [operand for operand in operands if _is_span(operand)]
         parts = [self.rows(operand) for operand in operands if not _is_span(operand)]
-        if spans:
-            parts.insert(0, RowBounds.of(self.span(spans)))
-        return reduce(lambda a, b: a & b, parts)
+        single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
+        others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
+        if spans or single:
+            others.insert(0, RowBounds.of(self.span(spans, single)))
+        return reduce(lambda a, b: a & b, others)
 
-    def span(self, masks: list[Mask]) -> Rows:
-        """The keys inside all of the spans, and all or none of them by each test of the row."""
-        kv_len, starts, stops = self.frame.kv_len, [], []
+    def span(self, masks: list[Mask], rows: Iterable[Rows] = ()) -> Rows:
+        """The keys inside all of the spans and of the rows of one interval, and all or none of them by each test of the row."""
+        kv_len = self.frame.kv_len
+        starts: list[Any] = [part.lo.squeeze(-1) for part in rows]
+        stops: list[Any] = [part.hi.squeeze(-1) for part in rows]
         for mask in masks:
             if not isinstance(mask, Span):
-                stops.append(self.queries.tensor(mask).int() * kv_len)
+                stops.append(self.queries.tensor(mask) * kv_len)
                 continue
             starts += [self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
             stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
@@ -123,8 +133,8 @@ class _Analysis:
                 return RowBounds.of(make(kv_len, frame.device))
             case _ if _is_span(mask):
                 return RowBounds.of(self.span([mask]))
-            case Matches(column, value):
-                found = matching_runs(self.keys.tensor(column), self.queries.tensor(value), kv_len, MAX_SLOTS)
+            case Matches():
+                found = self.matches(mask)
                 return RowBounds.of(found) if found is not None else self.unknown()
             case Reaches(column, value):
                 found = threshold(self.keys.tensor(column), self.queries.tensor(value), kv_len)
@@ -135,6 +145,37 @@ class _Analysis:
                 return self.unknown()
         raise LoweringError(f"no rows for {type(mask).__name__} {mask}")
 
+    def matches(self, mask: Matches) -> Rows | None:
+        frame, column, value = self.frame, mask.column, mask.value
+        keys = self.keys.tensor(column)
+        if devices.waits(keys) and _rises(column):
+            return rising_runs(keys, self.queries.tensor(value), frame.kv_len)
+        found = self.runs_of(column, keys)
+        if frame.q_len == frame.kv_len and isinstance(frame.q_offset, int) and frame.q_offset == 0 and _is_mirrored(mask):
+            return found.own(MAX_SLOTS)
+        return found.matching(self.queries.tensor(value), MAX_SLOTS)
+
+    def runs_of(self, column: Index, values: Tensor) -> ValueRuns:
+        """The runs of a column. Where they are asked for again and again they are kept, until the data changes."""
+        kv_len, memo = self.frame.kv_len, column.memo
+        on_host = not devices.waits(values)
+        if on_host and self.frame.q_len >= MANY:
+            return ValueRuns.of(values, kv_len)  # a mask of many queries is rarely lowered twice
+        table = column.table if isinstance(column, Lookup) else None
+        if table is not None and is_constant(table):
+            place: Any = kv_len, values.device
+            if memo.get("place") != place:
+                memo["place"], memo["runs"] = place, ValueRuns.of(values, kv_len)
+        elif on_host:
+            if not ("values" in memo and torch.equal(memo["values"], values)):
+                memo["values"], memo["runs"] = values.clone(), ValueRuns.of(values, kv_len)
+        elif isinstance(table, TensorTable) and not table.tensor.is_inference():
+            if memo.get("version") != table.tensor._version:
+                memo["version"], memo["runs"] = table.tensor._version, ValueRuns.of(values, kv_len)
+        else:
+            return ValueRuns.of(values, kv_len)
+        return cast(ValueRuns, memo["runs"])
+
     def unknown(self) -> RowBounds:
         kv_len, device = self.frame.kv_len, self.frame.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
@@ -142,6 +183,20 @@ class _Analysis:
 
 def _is_span(mask: Mask) -> bool:
     return isinstance(mask, Span) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
+
+
+def _is_mirrored(mask: Matches) -> bool:
+    """Whether the queries are compared by what the keys are."""
+    if "mirrored" not in mask.memo:
+        mirrored = mask.value.replace(lambda node: kv if node.key == q.key else None)
+        mask.memo["mirrored"] = mirrored.key == mask.column.key
+    return cast(bool, mask.memo["mirrored"])
+
+
+def _rises(column: Index) -> bool:
+    """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data."""
+    rules = {"lengths", "cu_seqlens", "position_ids", "starts"}
+    return isinstance(column, Lookup) and isinstance(column.table, Derived) and column.table.rule in rules
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

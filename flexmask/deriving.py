@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.errors import LoweringError
 
 __all__ = ["derive"]
@@ -27,7 +29,7 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
         _check_total(ends, positions, "lengths")
         return _ids(ends, positions)
     if rule == "cu_seqlens":
-        if source.device.type == "cpu" and (bool((source[..., 0] != 0).any()) or bool((source.diff() < 0).any())):
+        if not devices.waits(source) and (bool((source[..., 0] != 0).any()) or bool((source.diff() < 0).any())):
             raise LoweringError(f"document: cu_seqlens must start with 0 and never fall, got {source.tolist()}")
         if source.shape[-1] < 2:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
@@ -45,18 +47,21 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
 
 def _ids(ends: Tensor, positions: int) -> Tensor:
     """The number of documents that end at or before each position; -1 behind the last."""
-    at = torch.arange(positions, device=ends.device).expand(*ends.shape[:-1], positions)
-    ids = torch.searchsorted(ends.contiguous(), at.contiguous(), right=True)
-    return ids.masked_fill(ids == ends.shape[-1], -1)
+    ends = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
+    ends[..., -1] = positions
+    document = torch.arange(ends.shape[-1] - 1, device=ends.device)
+    ids = document.masked_fill(document == document.numel() - 1, -1).expand(*ends.shape[:-1], -1)
+    size = ends[..., 0].numel() * positions
+    return ids.flatten().repeat_interleave(ends.diff().flatten(), output_size=size).view(*ends.shape[:-1], positions)
 
 
 def _check_total(ends: Tensor, positions: int, name: str) -> None:
-    if ends.device.type == "cpu" and int(ends[..., -1].max()) > positions:
+    if not devices.waits(ends) and int(ends[..., -1].max()) > positions:
         raise LoweringError(f"document: {name} cover {int(ends[..., -1].max())} tokens, but there are {positions} positions")
 
 
 def _check_runs(ids: Tensor, changes: Tensor) -> None:
-    if ids.device.type != "cpu":
+    if devices.waits(ids):
         return
     for row, starts in zip(ids.reshape(-1, ids.shape[-1]), changes.reshape(-1, ids.shape[-1]), strict=True):
         first = row[starts]

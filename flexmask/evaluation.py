@@ -34,7 +34,7 @@ class Evaluation:
 
     def shaped(self, values: Any) -> Tensor:
         """Values as ``[B, H, n]``, also where they are a number or a tensor without axes."""
-        found = values if isinstance(values, Tensor) else torch.tensor(values, device=self.frame.device)
+        found = values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.frame.device)
         return found.view(1, 1, 1) if found.dim() == 0 else found
 
     def values(self, node: Any) -> Any:

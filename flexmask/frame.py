@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.index import Constant, Symbol
 from flexmask.masks import Mask
 from flexmask.nodes import Node
@@ -71,4 +72,4 @@ def end_of(q_len: int, q_offset: int | Tensor) -> int | None:
     """The position behind the last of ``q_len`` queries from ``q_offset``; None where only the device knows it."""
     if isinstance(q_offset, int):
         return q_len + q_offset
-    return q_len + int(q_offset.max()) if q_offset.device.type == "cpu" else None
+    return None if devices.waits(q_offset) else q_len + int(q_offset.max())

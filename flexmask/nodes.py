@@ -73,7 +73,10 @@ class Node:
         return (type(self).__name__, *map(key_of, self._values()))
 
     def _make_symbols(self) -> frozenset[str]:
-        return frozenset().union(*(child.symbols for child in self.children()))
+        symbols: frozenset[str] = frozenset()
+        for child in self.children():
+            symbols = child.symbols if symbols <= child.symbols else symbols | child.symbols
+        return symbols
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.
     __array_ufunc__: ClassVar[None] = None

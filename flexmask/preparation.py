@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import Frame, end_of
 from flexmask.index import Arithmetic, Symbol
 from flexmask.masks import Mask, PerHead
 from flexmask.ranges import AXES, check_ranges, is_computed
-from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant
 
 __all__ = ["frame_of"]
 
@@ -137,7 +138,7 @@ def _offset(q_offset: Any) -> int | Tensor:
         unfit = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if unfit or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
-        if _on_host(q_offset) and int(q_offset.min()) < 0:
+        if not devices.waits(q_offset) and int(q_offset.min()) < 0:
             raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
         return q_offset.long().reshape(-1)
     try:
@@ -147,10 +148,6 @@ def _offset(q_offset: Any) -> int | Tensor:
     if offset < 0:
         raise LoweringError(f"q_offset must not be negative, got {offset}")
     return offset
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _sizes(
@@ -214,13 +211,19 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
         case Ranged(source):
             return _tensor(source, frame)
         case Derived(rule, source):
-            return derive(rule, _tensor(source, frame), max(frame.kv_len, frame.q_end or 0))
+            positions = max(frame.kv_len, frame.q_end or 0)
+            if not is_constant(source):
+                return derive(rule, _tensor(source, frame), positions)
+            known = table.memo.get("derived", {})
+            if (positions, frame.device) not in known:
+                table.memo["derived"] = {(positions, frame.device): derive(rule, _tensor(source, frame), positions)}
+            return cast(Tensor, table.memo["derived"][positions, frame.device])
     raise AssertionError(f"not a table: {table!r}")
 
 
 def _check_range(ranged: Ranged, frame: Frame) -> None:
     values = _tensor(ranged.source, frame)
-    if not _on_host(values):
+    if devices.waits(values):
         return
     least, most = (int(v) for v in values.aminmax())
     if least < ranged.low:

@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from flexmask import devices
 from flexmask.closures import index_closure
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
@@ -87,7 +88,7 @@ def _extent(index: Index, frame: Frame) -> Extent | None:
             return _symbol_extent(name, frame)
         case Lookup(table):
             values = frame.tables[table.key]
-            if values.device.type != "cpu":
+            if devices.waits(values):
                 return None
             least, most = values.aminmax()
             return int(least), int(most)
@@ -116,7 +117,7 @@ def _symbol_extent(name: str, frame: Frame) -> Extent | None:
             return frame.kv_len, frame.kv_len
     if isinstance(frame.q_offset, int):
         return frame.q_offset, frame.q_offset + frame.q_len - 1
-    if frame.q_offset.device.type != "cpu":
+    if devices.waits(frame.q_offset):
         return None
     least, most = frame.q_offset.aminmax()
     return int(least), int(most) + frame.q_len - 1

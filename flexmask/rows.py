@@ -1,8 +1,8 @@
 """Rows: what each query row may see, as a short list of key intervals, and the algebra of such lists.
 
 The tensors are padded: every row has the same number of interval slots, and a slot that is not used is the empty interval
-``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation, which waits for the device wherever a row may
-have more than one.
+``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation on the CPU. Elsewhere that would wait for the
+device, so there it is done only where a row has more than :data:`FEW`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmask import devices
+
 __all__ = ["Rows"]
+
+#: Slots that are kept rather than counted where counting waits for a device.
+FEW = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +59,10 @@ class Rows:
 
     @classmethod
     def spans(cls, start: Tensor, stop: Tensor, kv_len: int) -> Rows:
-        """One interval a row, from tensors ``[B, H, q_len]`` that broadcast; clipped to the keys there are."""
-        lo, hi = (end.clamp(0, kv_len).to(torch.int32).unsqueeze(-1) for end in (start, stop))
-        shape = torch.broadcast_shapes(lo.shape, hi.shape)
-        return cls(lo.expand(shape), hi.expand(shape), kv_len).compact()
+        """One interval a row, from tensors ``[B, H, q_len]`` that broadcast: ``0 <= start`` and ``stop <= kv_len``."""
+        empty = start >= stop
+        lo, hi = (end.masked_fill(empty, kv_len).to(torch.int32).unsqueeze(-1) for end in (start, stop))
+        return cls(lo, hi, kv_len)
 
     @classmethod
     def where(cls, rows: Tensor, kv_len: int) -> Rows:
@@ -67,11 +72,12 @@ class Rows:
 
     def __and__(self, other: Rows) -> Rows:
         if min(self.slots, other.slots) > 1:
-            return ~(~self | ~other)
+            both = ~(~self | ~other)
+            return both._cut(self.slots + other.slots - 1)
         return Rows(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.kv_len).compact()
 
     def __or__(self, other: Rows) -> Rows:
-        shape = torch.broadcast_shapes(self.lo.shape[:-1], other.lo.shape[:-1])
+        shape = [max(sizes) for sizes in zip(self.lo.shape[:-1], other.lo.shape[:-1], strict=True)]
         lo, hi = (torch.cat([end.expand(*shape, -1) for end in ends], -1) for ends in ((self.lo, other.lo), (self.hi, other.hi)))
         return Rows(lo, hi, self.kv_len)._merge()
 
@@ -133,10 +139,15 @@ class Rows:
         return Rows(torch.stack((lo[0], lo[1].masked_fill(joined, self.kv_len)), -1), ends, self.kv_len)._trimmed()
 
     def _trimmed(self) -> Rows:
-        if self.slots == 1:
+        if self.slots == 1 or (devices.waits(self.lo) and self.slots <= FEW):
             return self
-        used = max(1, int((self.lo < self.hi).sum(-1).max()))
-        return self if used == self.slots else Rows(self.lo[..., :used], self.hi[..., :used], self.kv_len)
+        if not devices.waits(self.lo) and bool((self.lo[..., -1] < self.hi[..., -1]).any()):
+            return self
+        return self._cut(max(1, int((self.lo < self.hi).sum(-1).max())))
+
+    def _cut(self, slots: int) -> Rows:
+        """The same sets without slots that are known to be unused."""
+        return self if slots >= self.slots else Rows(self.lo[..., :slots], self.hi[..., :slots], self.kv_len)
 
 
 def _sorted(ends: Tensor) -> Tensor:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.rows import Rows
 
-__all__ = ["matching_runs", "runs", "threshold"]
+__all__ = ["MANY", "ValueRuns", "rising_runs", "runs", "threshold"]
+
+#: Queries from which on one of each run of equal values is looked up, not each of them.
+MANY = 1024
 
 
 def runs(holds: Tensor, kv_len: int) -> Rows:
@@ -17,19 +24,23 @@ def runs(holds: Tensor, kv_len: int) -> Rows:
     """
     holds = holds.expand(*holds.shape[:2], kv_len)
     edges = torch.nn.functional.pad(holds, (1, 1)).to(torch.int8).diff()
-    starts, stops = (_listed(edges == sign, kv_len) for sign in (1, -1))
+    starts, stops = (_listed(edges == sign, kv_len).unsqueeze(2) for sign in (1, -1))
     return Rows(starts, stops, kv_len)
 
 
 def _listed(marked: Tensor, fill: int) -> Tensor:
-    """The marked positions of each row in order, ``int32[B, H, 1, K]``, filled up with ``fill``."""
+    """The marked positions of each line in order, ``int32[B, H, K]``, filled up with ``fill``."""
+    batch, heads, _ = marked.shape
+    if batch * heads == 1:
+        at = marked.flatten().nonzero().view(1, 1, -1).to(torch.int32)
+        return at if at.numel() else at.new_full((1, 1, 1), fill)
     count = marked.sum(-1)
     slots = max(1, int(count.max()))
-    row, position = marked.flatten(0, 1).nonzero(as_tuple=True)
-    first = (count.flatten().cumsum(0) - count.flatten())[row]
-    found = torch.full((count.numel(), slots), fill, dtype=torch.int32, device=marked.device)
-    found[row, torch.arange(row.numel(), device=row.device) - first] = position.to(torch.int32)
-    return found.view(*count.shape, 1, slots)
+    line, position = marked.flatten(0, 1).nonzero(as_tuple=True)
+    first = (count.flatten().cumsum(0) - count.flatten())[line]
+    found = torch.full((batch * heads, slots), fill, dtype=torch.int32, device=marked.device)
+    found[line, torch.arange(line.numel(), device=line.device) - first] = position.to(torch.int32)
+    return found.view(batch, heads, slots)
 
 
 def threshold(column: Tensor, value: Tensor, kv_len: int) -> Rows | None:
@@ -47,50 +58,113 @@ def threshold(column: Tensor, value: Tensor, kv_len: int) -> Rows | None:
 
 
 def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
-    shape = torch.broadcast_shapes(column.shape[:2], value.shape[:2])
-    column, value = column.expand(*shape, -1).contiguous(), value.expand(*shape, -1).contiguous()
-    return torch.searchsorted(column, value.to(column.dtype), right=right)
+    if column.shape[:2] != value.shape[:2]:
+        shape = [max(sizes) for sizes in zip(column.shape[:2], value.shape[:2], strict=True)]
+        column, value = column.expand(*shape, -1), value.expand(*shape, -1)
+    column, value = column.contiguous(), value.contiguous()  # which it would be made anyway, with a warning
+    return torch.searchsorted(column, value, right=right)
 
 
-def matching_runs(column: Tensor, value: Tensor, kv_len: int, most: int) -> Rows | None:
-    """The keys with ``column[b, h, kv] == value[b, h, q]``, or None where some row needs more than ``most`` intervals.
-
-    Values come in runs on both sides, so only one of each run is looked at. How many runs there are depends on the values,
-    so this waits for the device.
-    """
-    starts, stops, held = _value_runs(column.expand(*column.shape[:2], kv_len))
-    held, order = held.sort(dim=-1, stable=True)
-    starts, stops = starts.gather(-1, order), stops.gather(-1, order)
-    q_starts, q_stops, wanted = _value_runs(value)
-    first, last = _search(held, wanted, right=False), _search(held, wanted, right=True)
-    found = (last - first).masked_fill(q_starts >= q_stops, 0)  # runs that only fill a line up want nothing
-    slots = max(1, int(found.max()))
-    if slots > most:
-        return None
-    slot = torch.arange(slots, device=first.device)
-    at, unused = first.unsqueeze(-1) + slot, slot >= found.unsqueeze(-1)
-    at = at.clamp(max=held.shape[-1] - 1).flatten(2)
-    lo, hi = (
-        end.expand(*at.shape[:2], -1).gather(-1, at).view(unused.shape).masked_fill(unused, kv_len) for end in (starts, stops)
-    )
-    repeats = (q_stops - q_starts).expand(*at.shape[:2], -1).flatten()
-    total = at.shape[0] * at.shape[1] * value.shape[2]
-    lo, hi = (
-        end.flatten(0, 2).repeat_interleave(repeats, 0, output_size=total).view(*at.shape[:2], -1, slots) for end in (lo, hi)
-    )
-    return Rows(lo, hi, kv_len)
-
-
-def _value_runs(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The runs of equal values along ``[B, H, n]``: their starts, stops and values, ``[B, H, runs]``.
+@dataclass(frozen=True, eq=False)
+class ValueRuns:
+    """The runs of equal values along lines ``[B, H, n]``.
 
     Where a line has fewer runs than another it is filled up with empty runs of the greatest integer, which as a value of its
     own is not told from them; no length, id or position is that large.
+
+    Attributes:
+        starts: the first position of each run, ``int32[B, H, R]``, in order.
+        stops: the position behind the last of each.
+        held: the values of the runs in ascending order, ``int64[B, H, R]``.
+        order: the run that each of these is.
+        distinct: whether no value comes back after another, so that each has one run.
+        n: the length of the lines.
     """
-    n = values.shape[-1]
-    changes = torch.ones_like(values, dtype=torch.bool)
-    torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
-    starts = _listed(changes, n).squeeze(2)
-    stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=n)
-    held = values.gather(-1, starts.clamp(max=n - 1).long())
-    return starts, stops, held.masked_fill(starts == n, torch.iinfo(held.dtype).max)
+
+    starts: Tensor
+    stops: Tensor
+    held: Tensor
+    order: Tensor
+    distinct: bool
+    n: int
+
+    @classmethod
+    def of(cls, values: Tensor, n: int) -> Self:
+        """The runs of ``int64[B, H, n]``. How many there are depends on the values, so this waits for the device."""
+        values = values.expand(*values.shape[:2], n)
+        changes = torch.ones(values.shape, dtype=torch.bool, device=values.device)
+        torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
+        starts = _listed(changes, n)
+        stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=n)
+        held = values.gather(-1, starts.clamp(max=n - 1).long()).masked_fill_(starts == n, torch.iinfo(values.dtype).max)
+        held, order = held.sort(dim=-1, stable=True)
+        inside = torch.arange(1, held.shape[-1], device=held.device) < (starts < n).sum(-1, keepdim=True)
+        return cls(starts, stops, held, order, not bool(((held[..., 1:] == held[..., :-1]) & inside).any()), n)
+
+    def matching(self, value: Tensor, most: int) -> Rows | None:
+        """For ``value`` ``int64[B, H, q_len]`` the positions that hold it, or None where that takes over ``most`` intervals.
+
+        Waits for the device where a value comes back after another.
+        """
+        if value.shape[-1] < MANY or devices.waits(value):
+            return self._matching(value, None, most)
+        rows = ValueRuns.of(value, value.shape[-1])
+        found = self._matching(rows._values(), rows.starts < rows.stops, most)
+        return found and rows._spread(found)
+
+    def own(self, most: int) -> Rows | None:
+        """For each position those that hold the same value, or None where that takes over ``most`` intervals."""
+        if self.distinct:
+            return self._spread(Rows(self.starts.unsqueeze(-1), self.stops.unsqueeze(-1), self.n))
+        found = self._matching(self._values(), self.starts < self.stops, most)
+        return found and self._spread(found)
+
+    def _values(self) -> Tensor:
+        """The values of the runs in the order of the runs."""
+        return torch.empty_like(self.held).scatter_(-1, self.order, self.held)
+
+    def _matching(self, value: Tensor, wanted: Tensor | None, most: int) -> Rows | None:
+        """The positions that hold each value; none for those that are not wanted."""
+        first = _search(self.held, value, right=False)
+        if self.distinct:
+            at = first.clamp(max=self.held.shape[-1] - 1).unsqueeze(-1)
+            return self._placed(at, self._picked(self.held, at) == value.unsqueeze(-1))
+        last = _search(self.held, value, right=True)
+        last = last if wanted is None else last.where(wanted, first)
+        slots = max(1, int((last - first).max()))
+        if slots > most:
+            return None
+        at = first.unsqueeze(-1) + torch.arange(slots, device=value.device)
+        return self._placed(at.clamp(max=self.held.shape[-1] - 1), at < last.unsqueeze(-1))
+
+    def _placed(self, at: Tensor, used: Tensor) -> Rows:
+        """The runs at places in the order of values, ``[B, H, q, K]``; none where a place is not used."""
+        at = self._picked(self.order, at)
+        lo, hi = (self._picked(end, at).where(used, self.n) for end in (self.starts, self.stops))
+        return Rows(lo, hi, self.n)
+
+    def _picked(self, of_runs: Tensor, at: Tensor) -> Tensor:
+        return of_runs.expand(*at.shape[:2], -1).gather(-1, at.flatten(2)).view(at.shape)
+
+    def _spread(self, found: Rows) -> Rows:
+        """Rows that say something about each run, as rows for each position."""
+        shape = torch.Size(max(sizes) for sizes in zip(self.starts.shape[:2], found.lo.shape[:2], strict=True))
+        repeats = (self.stops - self.starts).expand(*shape, -1).flatten()
+        lo, hi = (
+            end.expand(*shape, -1, -1)
+            .flatten(0, 2)
+            .repeat_interleave(repeats, 0, output_size=shape.numel() * self.n)
+            .view(*shape, self.n, -1)
+            for end in (found.lo, found.hi)
+        )
+        return Rows(lo, hi, found.kv_len)
+
+
+def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
+    """The keys with ``column[b, h, kv] == value[b, h, q]`` for a column from 0 up that never falls, but for a tail of -1.
+
+    Nothing waits for the device.
+    """
+    behind = torch.iinfo(column.dtype).max
+    column, value = (side.masked_fill(side == -1, behind) for side in (column, value))
+    return Rows.spans(_search(column, value, right=False), _search(column, value, right=True), kv_len)

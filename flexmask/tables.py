@@ -42,6 +42,7 @@ __all__ = [
     "as_table",
     "document_ids",
     "document_starts",
+    "is_constant",
     "is_tensor",
     "param",
     "per_batch",
@@ -208,6 +209,11 @@ class Lookup(Index):
     def write(self, bare: bool) -> tuple[str, int]:
         indices = ", ".join(index.write(bare)[0] for index in self.indices) or "()"
         return f"{self.table.write(bare)[0]}[{indices}]", PRECEDENCE["atom"]
+
+
+def is_constant(data: Table | Param) -> bool:
+    """Whether the data can never change, as that of a tensor can."""
+    return isinstance(data, Literal) or (isinstance(data, Ranged | Derived) and is_constant(data.source))
 
 
 def write_data(data: Table | Param, bare: bool) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flexmask.analysis import analyse
-from flexmask.blocks import Entries, blocks_of, evaluated
+from flexmask.block_sets import block_sets
+from flexmask.blocks import Entries, evaluated
 from flexmask.frame import Frame
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.rows import Rows
@@ -87,7 +88,7 @@ def stats(frame: Frame, block_size: int | tuple[int, int] = 128) -> Stats:
     """The figures of the mask of a frame: see :meth:`flexmask.masks.Mask.stats`."""
     q_size, kv_size = sizes_of(block_size)
     bounds = analyse(frame)
-    found = blocks_of(bounds, frame, q_size, kv_size)
+    found = block_sets(bounds, frame, q_size, kv_size)
     q_blocks, kv_blocks = -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
     partial, full = (part.expand(frame.batch, frame.heads, q_blocks) for part in (found.partial, found.full))
     if bounds.exact:
@@ -113,7 +114,8 @@ def stats(frame: Frame, block_size: int | tuple[int, int] = 128) -> Stats:
 
 def _counted(partial: Rows, full: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
     """Visible keys of each row, ``[B, H, q_len]``, where only the cells of partial blocks can tell."""
-    counts = (full.counts() * kv_size).repeat_interleave(q_size, -1).view(-1, q_size)
-    for row, visible in evaluated(Entries.of(partial), frame, q_size, kv_size):
-        counts.index_add_(0, row, visible.sum(-1))
+    height = min(q_size, frame.q_len)
+    counts = (full.counts() * kv_size).repeat_interleave(height, -1).view(-1, height)
+    for part, visible in evaluated(Entries.of(partial), frame, q_size, kv_size):
+        counts.index_add_(0, part.row, visible.sum(-1))
     return counts.view(frame.batch, frame.heads, -1)[..., : frame.q_len]

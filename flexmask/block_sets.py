@@ -1,0 +1,215 @@
+"""Sets of blocks: which blocks of a mask are empty, partial and full, worked out from its rows.
+
+A block row is a set of key blocks, and sets of blocks are intervals too: everything here is :class:`flexmask.rows.Rows` over
+block indices, with query blocks as rows. No tensor has the size of q_len x kv_len, and none that of a row for every block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmask.analysis import RowBounds
+from flexmask.blocks import Entries, Listed, divided, evaluated
+from flexmask.frame import Frame
+from flexmask.rows import Rows
+
+__all__ = ["BlockSets", "block_sets"]
+
+#: The least distance between the lists of two rows.
+LEAST_PITCH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSets:
+    """The partial and the full blocks of a mask, as sets of key blocks for each query block.
+
+    Attributes:
+        partial: blocks of which some cell is visible, but not all ``q_size * kv_size``.
+        full: blocks of which every cell is visible; a ragged last block never is.
+    """
+
+    partial: Rows
+    full: Rows
+
+    def lists(self, batch: int, *, packed: bool) -> tuple[Listed, Listed, Listed, Listed]:
+        """The lists of a BlockMask: ``kv``, ``full_kv``, ``q`` and ``full_q``.
+
+        Args:
+            batch: B of the BlockMask.
+            packed: whether the lists have room for their members alone, or for all blocks.
+        """
+        shape = batch, self.partial.lo.shape[1], self.partial.lo.shape[2]
+        partial, full = (part.expand(*shape) for part in (self.partial, self.full))
+        return (
+            _listed(partial, packed),
+            _listed(full, packed),
+            _listed(_transposed(partial), packed),
+            _listed(_transposed(full), packed),
+        )
+
+
+def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockSets:
+    """Classifies the blocks of a mask; evaluates cells only in blocks that its rows leave open.
+
+    Args:
+        bounds: the rows of the mask.
+        frame: the frame of its lowering.
+        q_size: queries in a block.
+        kv_size: keys in a block.
+    """
+    touched, full = _touched(bounds.upper, frame, q_size, kv_size), _covered(bounds.lower, frame, q_size, kv_size)
+    if bounds.exact:
+        return BlockSets(touched - full, full)
+    surely_partial = _touched(bounds.lower, frame, q_size, kv_size) - _covered(bounds.upper, frame, q_size, kv_size)
+    open_blocks = (touched - full - surely_partial).expand(frame.batch, frame.heads, touched.lo.shape[2])
+    entries = Entries.of(open_blocks)
+    visible = [entries.row.new_zeros(0), *(block.sum((1, 2)) for _, block in evaluated(entries, frame, q_size, kv_size))]
+    cells = torch.cat(visible)
+    rows, width = torch.Size(open_blocks.lo.shape[:3]), touched.kv_len
+
+    def found(chosen: Tensor) -> Rows:
+        row, column = entries.row[chosen], entries.column[chosen]
+        return _union(row, column, column + 1, rows, width)
+
+    partial, filled = found((cells > 0) & (cells < q_size * kv_size)), found(cells == q_size * kv_size)
+    return BlockSets(surely_partial | partial, full | filled)
+
+
+def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
+    """The key blocks of which some row of each query block sees a key."""
+    stop = -divided(-rows.hi, kv_size)
+    return _united(divided(rows.lo, kv_size), stop.masked_fill(rows.lo >= rows.hi, 0), frame, q_size, kv_size)
+
+
+def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
+    """The key blocks of which every row of each query block sees every key: those that no row fails to cover."""
+    width = -(-frame.kv_len // kv_size)
+    first, last = -divided(-rows.lo, kv_size), divided(rows.hi, kv_size)
+    if rows.slots == 1 and rows.lo.shape[2] > 1:
+        return _common(first.squeeze(-1), last.squeeze(-1), frame, q_size, width)
+    empty = first >= last
+    outside = ~Rows(first.masked_fill(empty, width), last.masked_fill(empty, width), width).compact()
+    missed = _united(outside.lo, outside.hi, frame, q_size, kv_size)
+    q_blocks = missed.lo.shape[2]
+    complete = torch.arange(q_blocks, device=missed.lo.device) < frame.q_len // q_size
+    return ~missed & Rows.where(complete.view(1, 1, -1), width)
+
+
+def _common(first: Tensor, last: Tensor, frame: Frame, q_size: int, width: int) -> Rows:
+    """What all rows of each query block cover where each covers one interval: again one interval, none in a ragged block."""
+    complete, q_blocks = frame.q_len // q_size, -(-frame.q_len // q_size)
+    shape = (*first.shape[:2], complete, q_size)
+    start, stop = (end[:, :, : complete * q_size].reshape(shape) for end in (first, last))
+    none = first.new_zeros(*first.shape[:2], q_blocks - complete)
+    start, stop = torch.cat((start.amax(3), none), 2), torch.cat((stop.amin(3), none), 2)
+    return Rows.spans(start, stop, width)
+
+
+def _united(start: Tensor, stop: Tensor, frame: Frame, q_size: int, kv_size: int) -> Rows:
+    """The union, over the rows of each query block, of intervals of key blocks ``[start, stop)``."""
+    batch, heads, q_len, slots = start.shape
+    width, q_blocks = -(-frame.kv_len // kv_size), -(-frame.q_len // q_size)
+    shape = torch.Size((batch, heads, q_blocks))
+    if q_len == 1:  # every row is the same, so each query block has one
+        start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)
+        q_len, q_size = q_blocks, 1
+    keep = start < stop
+    # Rows repeat their neighbours over long stretches: only those that differ from the row above within a block count.
+    above = (start[:, :, 1:] == start[:, :, :-1]) & (stop[:, :, 1:] == stop[:, :, :-1])
+    if q_size > 1:
+        above[:, :, q_size - 1 :: q_size] = False
+        keep[:, :, 1:] &= ~above
+    at = keep.flatten().nonzero().squeeze(-1)
+    line = at // slots
+    row = line // q_len * q_blocks + line % q_len // q_size
+    return _union(row, start.flatten()[at], stop.flatten()[at], shape, width)
+
+
+def _union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: int) -> Rows:
+    """The union of intervals ``[start, stop)`` with the same ``row``, as rows of the given ``[B, H, q]`` shape."""
+    offset = row.long() * (width + 1)  # puts the rows one behind the other on a line, with a gap of one
+    start, order = (offset + start).sort()
+    reach = (offset + stop)[order].cummax(0).values
+    opens = torch.ones_like(start, dtype=torch.bool)
+    opens[1:] = start[1:] > reach[:-1]
+    closes = torch.ones_like(opens)
+    closes[:-1] = opens[1:]
+    start, stop = start[opens], reach[closes]
+    row = start // (width + 1)
+    count = torch.bincount(row, minlength=shape.numel())
+    slots = max(1, int(count.max()))
+    slot = torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row]
+    ends = []
+    for end in (start, stop):
+        listed = torch.full((shape.numel(), slots), width, dtype=torch.int32, device=row.device)
+        listed[row, slot] = (end - row * (width + 1)).to(torch.int32)
+        ends.append(listed.view(*shape, slots))
+    return Rows(ends[0], ends[1], width)
+
+
+def _listed(rows: Rows, packed: bool) -> Listed:
+    """Sets of blocks as a BlockMask holds them.
+
+    Only the first ``number`` indices of a row mean something, so packed storage has no room for the others: each row's
+    indices start at a fixed distance from those of the row before, and the view reads on into the next rows. Whatever stands
+    there is the index of some block. The distance is a power of two, so that few masks differ in it.
+    """
+    (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
+    count = rows.counts()
+    for pitch in (0, 1) if packed and rows.slots == 1 else ():
+        aligned = _aligned(rows, pitch)
+        if aligned is not None:
+            return count.to(torch.int32), aligned
+    pitch = min(width, max(LEAST_PITCH, 1 << (int(count.max()) - 1).bit_length())) if packed else width
+    storage = torch.zeros(count.numel() * pitch + width - pitch, dtype=torch.int32, device=count.device)
+    if rows.slots == 1:
+        run = storage[: count.numel() * pitch].view(batch, heads, height, pitch)
+        torch.add(rows.lo, torch.arange(pitch, dtype=torch.int32, device=count.device), out=run).clamp_(max=width - 1)
+    else:
+        entries = Entries.of(rows)
+        before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
+        rank = torch.arange(entries.row.numel(), device=count.device) - before
+        storage.scatter_(0, entries.row * pitch + rank, entries.column.to(torch.int32))
+    strides = heads * height * pitch, height * pitch, pitch, 1
+    return count.to(torch.int32), storage.as_strided((batch, heads, height, width), strides)
+
+
+def _aligned(rows: Rows, pitch: int) -> Tensor | None:
+    """The indices where each row is a run that starts ``pitch`` behind that of the row before: all are read off one range.
+
+    So causal masks, whose rows are long, take no memory.
+    """
+    (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
+    row = torch.arange(height, dtype=torch.int32, device=rows.lo.device).unsqueeze(-1)
+    origin, used = rows.lo - row * pitch, rows.lo < rows.hi
+    first = origin.masked_fill(~used, width).amin(2)
+    if bool((origin.masked_fill(~used, -height) > first.unsqueeze(2)).any()):
+        return None
+    size = width + pitch * (height - 1)
+    line = (first + torch.arange(size, dtype=torch.int32, device=row.device)).clamp_(0, width - 1)
+    return line.as_strided((batch, heads, height, width), (heads * size, size, pitch, 1))
+
+
+def _transposed(rows: Rows) -> Rows:
+    """For each column the rows that hold it.
+
+    Neighbouring rows differ in few columns. Where a row holds one that the row above does not, an interval of that column
+    starts; where it is the other way round, one stops.
+    """
+    batch, heads, height, _ = rows.lo.shape
+    width, edge = rows.kv_len, torch.full_like(rows.lo[:, :, :1], rows.kv_len)
+    here = Rows(torch.cat((rows.lo, edge), 2), torch.cat((rows.hi, edge), 2), width)
+    above = Rows(torch.cat((edge, rows.lo), 2), torch.cat((edge, rows.hi), 2), width)
+
+    def in_order(changes: Rows) -> Tensor:
+        """The changes by column and then by row, each as one number."""
+        entries = Entries.of(changes)
+        group, row = entries.row // (height + 1), entries.row % (height + 1)
+        return ((group * width + entries.column) * (height + 1) + row).sort().values
+
+    starts, stops = in_order(here - above), in_order(above - here)
+    shape = torch.Size((batch, heads, width))
+    return _union(starts // (height + 1), starts % (height + 1), stops % (height + 1), shape, height)

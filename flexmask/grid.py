@@ -1,0 +1,129 @@
+"""Grids: which blocks of a mask are empty, partial and full, with one truth value for each block.
+
+All sizes follow from the lengths, so nothing here waits for the device as long as the rows of the mask are exact. A mask
+whose blocks are too many for a grid takes :mod:`flexmask.blocks` instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask import devices
+from flexmask.analysis import RowBounds
+from flexmask.blocks import CHUNK, Entries, Listed, divided, evaluated
+from flexmask.frame import Frame
+from flexmask.rows import Rows
+
+__all__ = ["Grid", "grid_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The partial and the full blocks of a mask, ``bool[B, H, q_blocks, kv_blocks]``.
+
+    Attributes:
+        partial: blocks of which some cell is visible, but not all ``q_size * kv_size``.
+        full: blocks of which every cell is visible; a ragged last block never is. None where there can be no full block.
+    """
+
+    partial: Tensor
+    full: Tensor | None
+
+    def lists(self, batch: int) -> tuple[Listed, Listed, Listed, Listed]:
+        """The lists of a BlockMask: ``kv``, ``full_kv``, ``q`` and ``full_q``."""
+        partial = self.partial.expand(batch, *self.partial.shape[1:])
+        if self.full is None:
+            return _listed(partial), _unlisted(partial), _listed(partial.mT), _unlisted(partial.mT)
+        full = self.full.expand_as(partial)
+        return _listed(partial), _listed(full), _listed(partial.mT), _listed(full.mT)
+
+
+def _listed(grid: Tensor) -> Listed:
+    """The blocks that are marked: each goes to the place of its rank, the others to one place too many."""
+    width = grid.shape[-1]
+    if width == 1:
+        return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
+    rank = grid.cumsum(-1)
+    columns = torch.arange(width, dtype=torch.int32, device=grid.device).expand_as(grid)
+    listed = torch.zeros((*grid.shape[:-1], width + 1), dtype=torch.int32, device=grid.device)
+    listed.scatter_(-1, torch.where(grid, rank - 1, width), columns)
+    return rank[..., -1].to(torch.int32), listed[..., :width].contiguous()
+
+
+def _unlisted(grid: Tensor) -> Listed:
+    """The lists of no blocks."""
+    number = torch.zeros(grid.shape[:-1], dtype=torch.int32, device=grid.device)
+    return number, torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
+
+
+def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
+    """Classifies the blocks of a mask; evaluates cells only in blocks that its rows leave open.
+
+    Args:
+        bounds: the rows of the mask.
+        frame: the frame of its lowering.
+        q_size: queries in a block.
+        kv_size: keys in a block.
+    """
+    sizes = q_size, kv_size
+    touched, full = _touched(bounds.upper, frame, *sizes), _covered(bounds.lower, frame, *sizes)
+    if bounds.exact:
+        return Grid(touched if full is None else touched & ~full, full)
+    shape = frame.batch, frame.heads, -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
+    full = torch.zeros_like(touched) if full is None else full
+    covered = _covered(bounds.upper, frame, *sizes)
+    partial = _touched(bounds.lower, frame, *sizes)
+    partial = partial if covered is None else partial & ~covered
+    partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
+    open_blocks = touched & ~full & ~partial
+    # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
+    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * kv_size <= CHUNK
+    for part, cells in evaluated(Entries.every(partial) if every else Entries.marked(open_blocks), frame, *sizes):
+        count, place = cells.sum((1, 2)), part.row * shape[-1] + part.column
+        partial.view(-1)[place] = (count > 0) & (count < q_size * kv_size)
+        full.view(-1)[place] = count == q_size * kv_size
+    return Grid(partial, full)
+
+
+def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
+    """The blocks of which some row sees a key."""
+    width = -(-frame.kv_len // kv_size)
+    start, stop = divided(rows.lo, kv_size), -divided(-rows.hi, kv_size)
+    if rows.lo.shape[2] == 1:
+        return _between(start, stop.where(rows.lo < rows.hi, 0), width)
+    return _counted(start.masked_fill(rows.lo >= rows.hi, width), stop, q_size, width) > 0
+
+
+def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor | None:
+    """The blocks of which every row sees every key, or None where there are too few queries for any."""
+    complete, width = frame.q_len // q_size, -(-frame.kv_len // kv_size)
+    if not complete:
+        return None
+    start, stop = -divided(-rows.lo, kv_size), divided(rows.hi, kv_size)
+    if rows.lo.shape[2] == 1:
+        all_rows = torch.arange(-(-frame.q_len // q_size), device=start.device) < complete
+        return _between(start, stop, width) & all_rows.unsqueeze(-1)
+    return _counted(start, torch.maximum(start, stop), q_size, width) == q_size
+
+
+def _between(start: Tensor, stop: Tensor, width: int) -> Tensor:
+    """The blocks in some interval ``[start, stop)``, where one row stands for all: ``bool[B, H, 1, width]``."""
+    column = torch.arange(width, dtype=torch.int32, device=start.device)
+    start, stop = start.mT, stop.mT
+    return ((column >= start) & (column < stop)).any(2, keepdim=True)
+
+
+def _counted(start: Tensor, stop: Tensor, q_size: int, width: int) -> Tensor:
+    """How many rows of each query block have an interval ``[start, stop)`` of key blocks that holds a block."""
+    batch, heads, q_len, _ = start.shape
+    edges = torch.zeros((batch, heads, -(-q_len // q_size), width + 1), dtype=torch.int32, device=start.device)
+    for ends, step in ((start, 1), (stop, -1)):
+        if q_len % q_size:
+            ends = F.pad(ends, (0, 0, 0, -q_len % q_size), value=width)
+        at = ends.long().view(*edges.shape[:3], -1)
+        edges.scatter_add_(-1, at, edges.new_full((), step).expand_as(at))
+    return edges[..., :width].cumsum_(-1)
