@@ -20,12 +20,12 @@ from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
-from flexmask.index import Index, kv, q
+from flexmask.index import Index, Symbol, kv, q
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.rows import Rows
 from flexmask.runs import MANY, ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate
-from flexmask.tables import Derived, Lookup, TensorTable, is_constant
+from flexmask.tables import Derived, Lookup, Param, Table, TensorTable, is_constant
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
@@ -161,7 +161,7 @@ class _Analysis:
         on_host = not devices.waits(values)
         if on_host and self.frame.q_len >= MANY:
             return ValueRuns.of(values, kv_len)  # a mask of many queries is rarely lowered twice
-        table = column.table if isinstance(column, Lookup) else None
+        table = _table_of(column)
         if table is not None and is_constant(table):
             place: Any = kv_len, values.device
             if memo.get("place") != place:
@@ -193,10 +193,17 @@ def _is_mirrored(mask: Matches) -> bool:
     return cast(bool, mask.memo["mirrored"])
 
 
+def _table_of(column: Index) -> Table | Param | None:
+    """The table that a column is, looked up at plain indices."""
+    if isinstance(column, Lookup) and all(isinstance(index, Symbol) for index in column.indices):
+        return column.table
+    return None
+
+
 def _rises(column: Index) -> bool:
     """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data."""
-    rules = {"lengths", "cu_seqlens", "position_ids", "starts"}
-    return isinstance(column, Lookup) and isinstance(column.table, Derived) and column.table.rule in rules
+    table = _table_of(column)
+    return isinstance(table, Derived) and table.rule in {"lengths", "cu_seqlens", "position_ids", "starts"}
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

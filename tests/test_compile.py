@@ -1,38 +1,140 @@
-"""A compiled model keeps its graph when the mask changes."""
+"""One compiled kernel serves every mask, and a compiled model every batch."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
+from flexmask import b, kv, q
 
-MASKS = [
+L = 256
+
+COMPOSITIONS: list[fm.Mask] = [
     fm.causal(),
-    fm.causal() & fm.document(lengths=[20, 44]),
-    fm.sliding_window(size=9) & fm.key_padding([60, 33]),
-    fm.prefix_lm([5, 9]),
-    fm.document([[0] * 30 + [1] * 34, [0] * 63 + [-1]]),
+    fm.full(),
+    fm.empty(),
+    fm.transpose(fm.causal()),
+    fm.sliding_window(size=40),
+    fm.sliding_window(left=9, right=9),
+    ~fm.sliding_window(left=9, right=9),
+    fm.causal() & ((q - kv < 40) | (kv < 4)),
+    fm.key_padding([200, 77]),
+    fm.causal() & fm.key_padding([200, 77], side="left"),
+    fm.query_padding([200, 77]) & fm.key_padding([200, 77]),
+    fm.prefix_lm([20, 130]),
+    fm.document([0] * 100 + [1] * 100 + [-1] * 56),
+    fm.causal() & fm.document(lengths=[[100, 156], [255, 1]]) & fm.key_padding([250, 256]),
+    fm.per_document(fm.prefix_lm(10), lengths=[100, 156]),
+    fm.causal() | fm.document(lengths=[[100, 156], [255, 1]]),
+    fm.shift(fm.causal(), q=5),
+    q // 64 == kv // 64,
+    (q // 64 >= kv // 64) & (kv != q),
+    fm.where(b == 0, fm.causal(), fm.full()),
 ]
 
 
+@contextmanager
+def one_graph() -> Iterator[None]:
+    """Fails where more than one graph is compiled within."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
 @pytest.mark.slow
-def test_one_graph_serves_every_mask() -> None:
-    layer = fm.MultiheadFlexAttention(32, 32, 2)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
-    x = torch.randn(2, 64, 32)
-    with torch.no_grad():
-        compiled(x, MASKS[0].block_mask(64, batch=2))
+def test_twenty_compositions_take_one_kernel() -> None:
+    assert len(set(COMPOSITIONS)) == 20
+    query = torch.randn(2, 2, L, 16)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    with torch.no_grad(), one_graph():
+        compiled(query, query, query, block_mask=COMPOSITIONS[0].block_mask(L, batch=2))
         with torch.compiler.set_stance("fail_on_recompile"):
-            for mask in MASKS:
-                torch.testing.assert_close(compiled(x, mask.block_mask(64, batch=2)), layer(x, mask))
+            for mask in COMPOSITIONS:
+                found = compiled(query, query, query, block_mask=mask.block_mask(L, batch=2))
+                torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+
+
+@pytest.mark.slow
+def test_the_library_takes_one_kernel_for_twenty_compositions() -> None:
+    query = torch.randn(2, 2, L, 16)
+    with torch.no_grad(), one_graph():
+        for mask in COMPOSITIONS:
+            found = fm.attention(query, query, query, mask, backend="flex")
+            torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+
+
+class Decoder(nn.Module):
+    """Two layers: one sees what its mask shows of everything, the other a window of it."""
+
+    def __init__(self, vocabulary: int, width: int, n_heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(fm.MultiheadFlexAttention(width, width, n_heads) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.mixers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor, masks: tuple[BlockMask | fm.Mask, BlockMask | fm.Mask]) -> Tensor:
+        x = self.embedding(tokens)
+        for mask, layer, norm, mixer in zip(masks, self.layers, self.norms, self.mixers, strict=True):
+            x = x + layer(norm(x), mask)
+            x = x + mixer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def batches(number: int, sequences: int) -> Iterator[tuple[fm.Mask, fm.Mask]]:
+    """For each batch its documents, its lengths, and other masks over them."""
+    draw = random.Random(0)
+    for step in range(number):
+        cuts = [sorted({0, L, *draw.sample(range(1, L), draw.randint(0, 5))}) for _ in range(sequences)]
+        ids = torch.stack([torch.repeat_interleave(torch.tensor(cut).diff()) for cut in cuts])
+        lengths = torch.tensor([draw.randint(1, L) for _ in range(sequences)])
+        packed = fm.causal() & fm.document(ids) & fm.key_padding(lengths)
+        yield packed, (packed & fm.sliding_window(size=draw.randint(1, 60))) if step % 2 else fm.prefix_lm(lengths)
+
+
+@pytest.mark.slow
+def test_a_model_takes_one_graph_for_twenty_batches() -> None:
+    model = Decoder(50, 32, 2)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    with torch.no_grad(), one_graph():
+        for step, masks in enumerate(batches(20, 3)):
+            tokens = torch.randint(0, 50, (3, L))
+            lowered = tuple(mask.block_mask(L, batch=3) for mask in masks)
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                torch.testing.assert_close(compiled(tokens, lowered), model(tokens, masks))
 
 
 @pytest.mark.slow
 def test_the_check_can_fail() -> None:
-    layer = fm.MultiheadFlexAttention(32, 32, 2)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
+    query = torch.randn(1, 1, L, 16)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
     with torch.no_grad():
-        compiled(torch.randn(2, 64, 32), MASKS[0].block_mask(64, batch=2))
+        compiled(query, query, query, block_mask=fm.causal().block_mask(L))
         with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
-            compiled(torch.randn(2, 65, 32), MASKS[0].block_mask(65, batch=2))
+            compiled(query[:, :, 1:], query, query, block_mask=fm.causal().block_mask(L - 1, L))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_other_lengths_compile_once_more_on_cuda() -> None:
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    torch.compiler.reset()
+    counters.clear()
+    for length in (512, 640, 1024, 1152, 2048, 2176):
+        query = torch.randn(1, 2, length, 64, device="cuda")
+        mask = fm.causal() & fm.document(lengths=[length - 100, 100])
+        found = compiled(query, query, query, block_mask=mask.block_mask(length, device="cuda"))
+        torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"), atol=2e-3, rtol=2e-3)
+    assert counters["stats"]["unique_graphs"] <= 2
