@@ -114,15 +114,17 @@ class _Analysis:
     def span(self, masks: list[Mask], rows: Iterable[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval, and all or none of them by each test of the row."""
         kv_len = self.frame.kv_len
-        starts: list[Any] = [part.lo.squeeze(-1) for part in rows]
-        stops: list[Any] = [part.hi.squeeze(-1) for part in rows]
+        starts: list[Any] = [part.lo.squeeze(-1).long() for part in rows]
+        stops: list[Any] = [part.hi.squeeze(-1).long() for part in rows]
         for mask in masks:
             if not isinstance(mask, Span):
-                stops.append(self.queries.tensor(mask) * kv_len)
+                stops.append(torch.where(self.queries.tensor(mask), kv_len, 0))
                 continue
-            starts += [self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
-            stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
-        start, stop = reduce(greater, starts, 0), reduce(lesser, stops, kv_len)
+            starts += [0, self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
+            stops += [kv_len, self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
+        # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
+        start = reduce(greater, sorted(starts or [0], key=_size))
+        stop = reduce(lesser, sorted(stops or [kv_len], key=_size))
         return Rows.spans(self.queries.shaped(start), self.queries.shaped(stop), kv_len)
 
     def leaf(self, mask: Mask) -> RowBounds:
@@ -179,6 +181,10 @@ class _Analysis:
     def unknown(self) -> RowBounds:
         kv_len, device = self.frame.kv_len, self.frame.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
+
+
+def _size(values: Any) -> int:
+    return values.numel() if isinstance(values, Tensor) else 0
 
 
 def _is_span(mask: Mask) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds
-from flexmask.blocks import Entries, Listed, divided, evaluated
+from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
@@ -80,14 +80,14 @@ def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
 
 def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
     """The key blocks of which some row of each query block sees a key."""
-    stop = -divided(-rows.hi, kv_size)
+    stop = divided_up(rows.hi, kv_size)
     return _united(divided(rows.lo, kv_size), stop.masked_fill(rows.lo >= rows.hi, 0), frame, q_size, kv_size)
 
 
 def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
     """The key blocks of which every row of each query block sees every key: those that no row fails to cover."""
     width = -(-frame.kv_len // kv_size)
-    first, last = -divided(-rows.lo, kv_size), divided(rows.hi, kv_size)
+    first, last = divided_up(rows.lo, kv_size), divided(rows.hi, kv_size)
     if rows.slots == 1 and rows.lo.shape[2] > 1:
         return _common(first.squeeze(-1), last.squeeze(-1), frame, q_size, width)
     empty = first >= last

@@ -13,7 +13,7 @@ from flexmask.closures import frame_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["CHUNK", "Entries", "Listed", "divided", "evaluated"]
+__all__ = ["CHUNK", "Entries", "Listed", "divided", "divided_up", "evaluated"]
 
 #: Cells evaluated at a time, which bounds the memory of intermediate results.
 CHUNK = 2**22
@@ -60,6 +60,11 @@ class Entries:
 def divided(ends: Tensor, size: int) -> Tensor:
     """Rounded down; a shift where the size is a power of two, since integer division is slow."""
     return ends >> (size.bit_length() - 1) if size & (size - 1) == 0 else ends.div(size, rounding_mode="floor")
+
+
+def divided_up(ends: Tensor, size: int) -> Tensor:
+    """Rounded up."""
+    return divided(ends + (size - 1), size)
 
 
 def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iterator[tuple[Entries, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.analysis import RowBounds
-from flexmask.blocks import CHUNK, Entries, Listed, divided, evaluated
+from flexmask.blocks import CHUNK, Entries, Listed, divided, divided_up, evaluated
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
@@ -43,15 +43,32 @@ class Grid:
 
 
 def _listed(grid: Tensor) -> Listed:
-    """The blocks that are marked: each goes to the place of its rank, the others to one place too many."""
+    """The blocks that are marked, in the order of columns."""
     width = grid.shape[-1]
     if width == 1:
         return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
-    rank = grid.cumsum(-1)
+    grid = grid.contiguous()
+    if not devices.waits(grid):
+        marked = grid.flatten().nonzero().squeeze(-1)
+        if marked.numel() < grid.numel() // 8:
+            return _listed_few(marked, grid)
+    rank = grid.cumsum(-1)  # from 1: each marked block goes to the place of its rank, the others to one that is cut off
     columns = torch.arange(width, dtype=torch.int32, device=grid.device).expand_as(grid)
     listed = torch.zeros((*grid.shape[:-1], width + 1), dtype=torch.int32, device=grid.device)
-    listed.scatter_(-1, torch.where(grid, rank - 1, width), columns)
-    return rank[..., -1].to(torch.int32), listed[..., :width].contiguous()
+    listed.scatter_(-1, rank * grid, columns)
+    return rank[..., -1].to(torch.int32), listed[..., 1:].contiguous()
+
+
+def _listed_few(marked: Tensor, grid: Tensor) -> Listed:
+    """The same from the places of the marked blocks, in time that follows their number."""
+    width = grid.shape[-1]
+    row = marked.div(width, rounding_mode="floor")
+    count = torch.bincount(row, minlength=grid.numel() // width)
+    first = count.cumsum(0) - count
+    rank = torch.arange(row.numel(), device=grid.device) - first[row]
+    listed = torch.zeros(grid.numel(), dtype=torch.int32, device=grid.device)
+    listed.scatter_(0, row * width + rank, (marked - row * width).to(torch.int32))
+    return count.to(torch.int32).view(grid.shape[:-1]), listed.view(grid.shape)
 
 
 def _unlisted(grid: Tensor) -> Listed:
@@ -92,7 +109,7 @@ def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
 def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
     """The blocks of which some row sees a key."""
     width = -(-frame.kv_len // kv_size)
-    start, stop = divided(rows.lo, kv_size), -divided(-rows.hi, kv_size)
+    start, stop = divided(rows.lo, kv_size), divided_up(rows.hi, kv_size)
     if rows.lo.shape[2] == 1:
         return _between(start, stop.where(rows.lo < rows.hi, 0), width)
     return _counted(start.masked_fill(rows.lo >= rows.hi, width), stop, q_size, width) > 0
@@ -103,18 +120,23 @@ def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor | No
     complete, width = frame.q_len // q_size, -(-frame.kv_len // kv_size)
     if not complete:
         return None
-    start, stop = -divided(-rows.lo, kv_size), divided(rows.hi, kv_size)
     if rows.lo.shape[2] == 1:
-        all_rows = torch.arange(-(-frame.q_len // q_size), device=start.device) < complete
-        return _between(start, stop, width) & all_rows.unsqueeze(-1)
+        all_rows = torch.arange(-(-frame.q_len // q_size), device=rows.lo.device) < complete
+        return _between(divided_up(rows.lo, kv_size), divided(rows.hi, kv_size), width) & all_rows.unsqueeze(-1)
+    if rows.slots == 1:  # what all rows of a block cover is one interval again
+        lo, hi = (end[:, :, : complete * q_size].unflatten(2, (complete, q_size)) for end in (rows.lo, rows.hi))
+        common = _between(divided_up(lo.amax(3), kv_size), divided(hi.amin(3), kv_size), width)
+        return F.pad(common, (0, 0, 0, -(-frame.q_len // q_size) - complete))
+    start, stop = divided_up(rows.lo, kv_size), divided(rows.hi, kv_size)
     return _counted(start, torch.maximum(start, stop), q_size, width) == q_size
 
 
 def _between(start: Tensor, stop: Tensor, width: int) -> Tensor:
-    """The blocks in some interval ``[start, stop)``, where one row stands for all: ``bool[B, H, 1, width]``."""
+    """The blocks in some interval ``[start, stop)``, given ``[B, H, rows, K]``: ``bool[B, H, rows, width]``."""
     column = torch.arange(width, dtype=torch.int32, device=start.device)
-    start, stop = start.mT, stop.mT
-    return ((column >= start) & (column < stop)).any(2, keepdim=True)
+    if start.shape[-1] == 1:
+        return (column >= start) & (column < stop)
+    return ((column >= start.unsqueeze(-1)) & (column < stop.unsqueeze(-1))).any(3)
 
 
 def _counted(start: Tensor, stop: Tensor, q_size: int, width: int) -> Tensor:

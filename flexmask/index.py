@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
@@ -171,12 +172,17 @@ def as_index(value: object) -> Index:
     if isinstance(value, bool):
         raise OperandError(f"an index is an integer, not the truth value {value}")
     try:
-        return Constant(operator.index(cast(Any, value)))
+        return _constant(operator.index(cast(Any, value)))
     except TypeError:
         raise OperandError(
             f"wanted an index expression or an integer, got {type(value).__name__} {value!r}. "
             "Data is looked up by index: flexmask.table(data)[b, q]."
         ) from None
+
+
+@lru_cache(maxsize=256)
+def _constant(value: int) -> Constant:
+    return Constant(value)
 
 
 def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:

@@ -82,9 +82,15 @@ class _Parts:
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
         parts = _Parts([], [], [], [], [])
-        # What a table may hold depends on its use, so that one table can have several checks.
-        uses = {(node.key, getattr(node, "what", ""), str(getattr(node, "high", ""))): node for node in mask.expand().walk()}
-        for node in uses.values():
+        seen: set[Any] = set()
+        for node in mask.expand().walk():
+            if not isinstance(node, Param | Lookup | Ranged | PerHead | Arithmetic):
+                continue
+            # What a table may hold depends on its use, so that one table can have several checks.
+            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key,)
+            if use in seen:
+                continue
+            seen.add(use)
             match node:
                 case Param():
                     parts.params.append(node)

@@ -150,14 +150,9 @@ class ValueRuns:
         """Rows that say something about each run, as rows for each position."""
         shape = torch.Size(max(sizes) for sizes in zip(self.starts.shape[:2], found.lo.shape[:2], strict=True))
         repeats = (self.stops - self.starts).expand(*shape, -1).flatten()
-        lo, hi = (
-            end.expand(*shape, -1, -1)
-            .flatten(0, 2)
-            .repeat_interleave(repeats, 0, output_size=shape.numel() * self.n)
-            .view(*shape, self.n, -1)
-            for end in (found.lo, found.hi)
-        )
-        return Rows(lo, hi, found.kv_len)
+        bounds = found.bounds.expand(*shape, -1, -1, -1).flatten(0, 2)
+        bounds = bounds.repeat_interleave(repeats, 0, output_size=shape.numel() * self.n).view(*shape, self.n, -1, 2)
+        return Rows(bounds[..., 0], bounds[..., 1], found.kv_len)
 
 
 def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:

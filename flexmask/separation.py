@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 from flexmask.masks import Compare, Mask, Named
 
 __all__ = ["Linear", "Matches", "Reaches", "Span", "separate"]
@@ -98,11 +98,11 @@ class Linear:
 
     def index(self) -> Index:
         """The expression again, positive terms first."""
-        ordered = sorted(self.terms.values(), key=lambda term: term[1] < 0)
-        total: Index = Constant(0)
-        for index, factor in ordered:
-            total = total + index * factor if factor > 0 else total - index * -factor
-        return total + self.constant
+        total: Index | int = 0
+        for index, factor in sorted(self.terms.values(), key=lambda term: term[1] < 0):
+            size = index if abs(factor) == 1 else index * abs(factor)
+            total = total + size if factor > 0 else total - size
+        return as_index(total + self.constant)
 
     def holds(self, symbols: Iterable[str]) -> bool:
         """Whether some single term depends on all of these symbols."""

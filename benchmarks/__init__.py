@@ -1,0 +1,1 @@
+"""Measurements of flexmask side by side with its peers: ``python -m benchmarks``."""

@@ -1,0 +1,54 @@
+"""``python -m benchmarks``: measures flexmask beside its peers and writes the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.report import write
+from benchmarks.sections import Row, sections
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure.")
+@click.option("--quick", is_flag=True, help="A minute's version: fewer and shorter rows, written to OUT only where -o says so.")
+@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the report.")
+def main(device: str, quick: bool, out: Path | None) -> None:
+    """Measure flexmask side by side with its peers, and write tables and plots.
+
+    Without -o a whole run replaces the committed results in benchmarks/results.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("there is no CUDA device; measure with --device cpu")
+    console = Console(stderr=True)
+    torch.manual_seed(0)
+    found = sections(device, quick=quick)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(len(row.candidates) for section in found for row in section.rows))
+        for section in found:
+            for row in section.rows:
+                for name, candidate in row.candidates.items():
+                    progress.update(task, description=f"{section.title}: {row.name}, {row.length:,}: {name}")
+                    row.found[name] = candidate()
+                    progress.advance(task)
+                progress.console.print(_said(row), highlight=False, soft_wrap=True)
+    folder = out or (None if quick else RESULTS)
+    if folder:
+        write(found, device, folder, f"python -m benchmarks --device {device}{' --quick' if quick else ''}")
+        console.print(f"written to {folder}")
+
+
+def _said(row: Row) -> str:
+    times = ", ".join(f"{name} {found.seconds * 1e3:,.3f} ms" for name, found in row.found.items())
+    return f"{row.name}, {row.length:,}: {times}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The results as Markdown and as plots of time and memory over the sequence length."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+import flexmask
+from benchmarks.measuring import Measurement
+from benchmarks.sections import Row, Section
+
+__all__ = ["write"]
+
+COLOURS = {"flexmask": "#0072b2", "create_block_mask": "#d55e00", "compiled create_block_mask": "#009e73"}
+MARKERS = {"flexmask": "o", "create_block_mask": "s", "compiled create_block_mask": "^"}
+
+
+def write(sections: list[Section], device: str, folder: Path, command: str) -> None:
+    """Writes ``<device>.md`` and the plots ``<device>-time.png`` and ``<device>-memory.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = [row for row in sections[0].rows if row.name == sections[0].rows[0].name]
+    for kind in ("time", "memory"):
+        _plot(sweep, kind, folder / f"{device}-{kind}.png")
+    parts = [f"# Measurements on {device.upper()}", _machine(device, command)]
+    parts += [f"![{kind} of a BlockMask over the sequence length]({device}-{kind}.png)" for kind in ("time", "memory")]
+    parts += [_table(section) for section in sections]
+    (folder / f"{device}.md").write_text("\n\n".join(parts) + "\n")
+
+
+def _machine(device: str, command: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return (
+        f"{name}; {versions}. `{command}`: medians; all candidates of a row in one process, one after the other. Memory is the "
+        "most that was held beyond what was there before, the result included. A dash: not measured, since it would take longer "
+        "than a minute or more memory than there is."
+    )
+
+
+def _table(section: Section) -> str:
+    names = list(dict.fromkeys(name for row in section.rows for name in row.found))
+    peers = [name for name in names if name != section.ours]
+    heads = ["", "tokens", *names, *(f"{name} / {section.ours}" for name in peers), *(f"memory, {name}" for name in names)]
+    lines = [f"## {section.title}", "", section.text, "", _line(heads), _line(["---"] + ["---:"] * (len(heads) - 1))]
+    for row in section.rows:
+        found = [row.found.get(name) for name in names]
+        ratios = [_ratio(row, name, section.ours) for name in peers]
+        lines.append(_line([row.name, f"{row.length:,}", *map(_time, found), *ratios, *map(_memory, found)]))
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _time(found: Measurement | None) -> str:
+    if found is None:
+        return "-"
+    value = found.seconds
+    text = f"{value * 1e6:.0f} µs" if value < 1e-3 else f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+    return f"{text}, {found.note}" if found.note else text
+
+
+def _ratio(row: Row, peer: str, ours: str) -> str:
+    if peer not in row.found or ours not in row.found:
+        return "-"
+    ratio = row.found[peer].seconds / row.found[ours].seconds
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
+
+
+def _memory(found: Measurement | None) -> str:
+    return "-" if found is None or found.peak is None else f"{found.peak / 2**20:,.1f} MiB"
+
+
+def _plot(rows: list[Row], kind: str, path: Path) -> None:
+    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for name, colour in COLOURS.items():
+        found = [(row.length, row.found[name]) for row in rows if name in row.found]
+        values = [one.seconds * 1e3 if kind == "time" else (one.peak or 0) / 2**20 for _, one in found]
+        places = [(length, value) for (length, _), value in zip(found, values, strict=True) if value > 0]
+        axes.plot(*zip(*places, strict=True), label=name, color=colour, marker=MARKERS[name]) if places else None
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds" if kind == "time" else "MiB")
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"BlockMask of packed documents: {kind}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Software": None})

@@ -1,0 +1,258 @@
+"""What is measured, in sections: each row of a section sets flexmask beside its peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from benchmarks.measuring import Measurement, measure
+from benchmarks.workloads import MaskMod, Workload, packed, workloads
+from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
+
+__all__ = ["Row", "Section", "sections"]
+
+#: Cells of a mask up to which torch's own create_block_mask is measured, as it is and compiled: beyond, it takes longer than
+#: a minute or more memory than there is.
+MOST_EAGER, MOST_COMPILED = 2**30, 2**34
+
+
+@dataclass
+class Row:
+    """One row: how it is named, and what was measured of each candidate that could be."""
+
+    name: str
+    length: int
+    candidates: dict[str, Callable[[], Measurement]]
+    found: dict[str, Measurement] = field(default_factory=dict)
+
+
+@dataclass
+class Section:
+    """A table of the report.
+
+    Attributes:
+        title: its heading.
+        text: what is measured, and how.
+        ours: the candidate that the others are compared with.
+        rows: what is measured.
+    """
+
+    title: str
+    text: str
+    ours: str
+    rows: list[Row]
+
+
+def sections(device: str, *, quick: bool) -> list[Section]:
+    """All sections for a device; ``quick`` ones take about a minute."""
+    found = [_block_masks(device, quick), _decoding(device), _attention(device, quick)]
+    found += [] if quick else [_kernels(device)]
+    return found + ([_long(device)] if device == "cuda" else [])
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False)
+
+
+# ---------------------------------------------------------------- block masks
+
+
+def _block_masks(device: str, quick: bool) -> Section:
+    rows = [Row(work.name, work.length, _makers(work, device)) for work in workloads(device, quick=quick)]
+    text = (
+        "From the mask with its tensors, made anew for each run, to the finished `BlockMask` with its `q_*` lists. "
+        "`create_block_mask` is torch's, as it is and under `torch.compile` after its compilation."
+    )
+    return Section("BlockMask", text, "flexmask", rows)
+
+
+def _makers(work: Workload, device: str) -> dict[str, Callable[[], Measurement]]:
+    sizes = work.batch, work.heads, work.length, work.length
+    cells = work.length**2 * (work.batch or 1) * (work.heads or 1)
+
+    def peer(create: Callable[..., Any]) -> Measurement:
+        return measure(lambda _: create(work.mask_mod, *sizes, device=device), device=device)
+
+    def ours(mask: Mask) -> object:
+        return mask.block_mask(work.length, batch=work.batch, heads=work.heads, device=device)
+
+    candidates: dict[str, Callable[[], Measurement]] = {"flexmask": lambda: measure(ours, work.mask, device=device)}
+    if cells <= MOST_EAGER:
+        candidates["create_block_mask"] = lambda: peer(create_block_mask)
+    if cells <= MOST_COMPILED:
+        candidates["compiled create_block_mask"] = lambda: peer(_compiled(create_block_mask))
+    return candidates
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def _decoding(device: str) -> Section:
+    length = 2**17
+    offset = torch.tensor([length - 1], device=device)
+    ids = packed(length, device).mask()
+    masks = {
+        "causal": causal(),
+        "window of 256": sliding_window(size=256),
+        "causal & document(lengths=[...])": causal() & document(lengths=[512] * (length // 512)),
+        "causal & document(ids) & key_padding, tensors": ids,
+    }
+    rows = []
+    for name, mask in masks.items():
+        for kind, place in (("an int", length - 1), ("a tensor", offset)):
+            run = partial(_step, mask, length, place, device)
+            rows.append(Row(f"{name}, q_offset {kind}", length, {"flexmask": partial(measure, run, device=device)}))
+    text = "The `BlockMask` of one query behind 131,072 keys, as each step of decoding needs it. The mask stays the same value."
+    return Section("Decoding", text, "flexmask", rows)
+
+
+def _step(mask: Mask, length: int, place: int | Tensor, device: str, _: None) -> object:
+    return mask.block_mask(1, length, q_offset=place, device=device)
+
+
+# ---------------------------------------------------------------- kernels
+
+LENGTH = 1024
+
+
+def _kernels(device: str) -> Section:
+    base = [causal(), sliding_window(size=100), prefix_lm(300), document(lengths=[400, 624]), key_padding([900])]
+    twenty: list[Mask] = [*base, *(base[0] & mask for mask in base[1:]), *(~mask for mask in base)]
+    twenty += [*(mask | (kv < 4) for mask in base), q // 64 == kv // 64]
+    ids = (torch.arange(LENGTH, device=device) >= 400).long()
+    closures: list[MaskMod] = [
+        lambda b, h, q, kv: q >= kv,
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
+        lambda b, h, q, kv: (q >= kv) | (kv < 300),
+        lambda b, h, q, kv: ids[q] == ids[kv],
+        lambda b, h, q, kv: kv < 900,
+    ]
+
+    def ours(masks: list[Mask]) -> Measurement:
+        return _in_turn([mask.block_mask(LENGTH, device=device) for mask in masks], device)
+
+    def by_hand() -> Measurement:
+        return _in_turn([create_block_mask(mod, None, None, LENGTH, LENGTH, device=device) for mod in closures], device)
+
+    rows = [
+        Row("5 masks", LENGTH, {"flexmask": partial(ours, base), "hand-written": by_hand}),
+        Row("20 masks", LENGTH, {"flexmask": partial(ours, twenty)}),
+    ]
+    text = "Masks in turn through one compiled FlexAttention (4 heads of 64), from nothing compiled: all calls together."
+    return Section("Kernels", text, "flexmask", rows)
+
+
+def _in_turn(block_masks: list[BlockMask], device: str) -> Measurement:
+    query = torch.randn(1, 4, LENGTH, 64, device=device)
+    compiled = _compiled(flex_attention)
+    counters.clear()
+    start = time.perf_counter()
+    with torch.no_grad():
+        for block_mask in block_masks:
+            compiled(query, query, query, block_mask=block_mask)
+    graphs = counters["stats"]["unique_graphs"]
+    return Measurement(time.perf_counter() - start, 1, None, f"{graphs} {'graph' if graphs == 1 else 'graphs'}")
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _attention(device: str, quick: bool) -> Section:
+    length = 1024 if quick else 4096
+    query, key, value = (torch.randn(1, 8, length, 64, device=device) for _ in range(3))
+    inputs = query, key, value
+    window, docs = sliding_window(size=256), causal() & document(lengths=[512] * (length // 512))
+    rows = [
+        Row(f"{name}, forward", length, _forward(mask, inputs, device))
+        for name, mask in (("window of 256", window), ("causal documents of 512", docs), ("causal", causal()))
+    ]
+    rows += [
+        Row(f"{name}, forward and backward", length, _backward(mask, inputs, device))
+        for name, mask in (("window of 256", window), ("causal documents of 512", docs))
+    ]
+    text = "8 heads of 64, float32, batch 1. `flex` counts without its BlockMask, as in a model that shares one among its layers."
+    return Section("Attention", text, "flexmask sdpa", rows)
+
+
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+HAND_WRITTEN: dict[str, MaskMod] = {
+    "sliding_window(size=256)": lambda b, h, q, kv: (q >= kv) & (q - kv < 256),
+    "causal": lambda b, h, q, kv: q >= kv,
+}
+
+
+def _forward(mask: Mask, inputs: Inputs, device: str) -> dict[str, Callable[[], Measurement]]:
+    length = inputs[0].shape[2]
+
+    def timed(run: Callable[[], object]) -> Measurement:
+        with torch.no_grad():
+            return measure(lambda _: run(), device=device)
+
+    def dense() -> Measurement:
+        cells = mask.dense(length, device=device)
+        return timed(lambda: F.scaled_dot_product_attention(*inputs, attn_mask=cells))
+
+    def flex(block_mask: BlockMask) -> Measurement:
+        compiled = _compiled(flex_attention)
+        return timed(lambda: compiled(*inputs, block_mask=block_mask))
+
+    def by_hand() -> Measurement:
+        ids = torch.arange(length, device=device) // 512
+        mod = HAND_WRITTEN.get(str(mask), lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]))
+        return flex(create_block_mask(mod, None, None, length, length, device=device))
+
+    candidates: dict[str, Callable[[], Measurement]] = {
+        "flexmask sdpa": lambda: timed(lambda: attention(*inputs, mask, backend="sdpa")),
+        "flexmask flex": lambda: flex(mask.block_mask(length, device=device)),
+        "hand-written flex": by_hand,
+        "dense SDPA": dense,
+    }
+    if str(mask) == "causal":
+        candidates["fused is_causal"] = lambda: timed(lambda: F.scaled_dot_product_attention(*inputs, is_causal=True))
+    return candidates
+
+
+def _backward(mask: Mask, inputs: Inputs, device: str) -> dict[str, Callable[[], Measurement]]:
+    cells = mask.dense(inputs[0].shape[2], device=device)
+
+    def trained(run: Callable[..., Tensor]) -> Measurement:
+        query, key, value = (tensor.clone().requires_grad_() for tensor in inputs)
+        return measure(lambda _: torch.autograd.grad(run(query, key, value).sum(), (query, key, value)), device=device)
+
+    return {
+        "flexmask sdpa": lambda: trained(lambda q, k, v: attention(q, k, v, mask, backend="sdpa")),
+        "dense SDPA": lambda: trained(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)),
+    }
+
+
+# ---------------------------------------------------------------- long sequences on a GPU
+
+
+def _long(device: str) -> Section:
+    """What building the mask costs beside one attention over it."""
+    length = 2**18
+    work = packed(length, device)
+    query, key, value = (torch.randn(1, 16, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    mask = work.mask()
+
+    def forward() -> Measurement:
+        compiled, block_mask = _compiled(flex_attention), mask.block_mask(length, device=device)
+        with torch.no_grad():
+            return measure(lambda _: compiled(query, key, value, block_mask=block_mask), device=device)
+
+    rows = [
+        Row("its BlockMask", length, {"flexmask": lambda: measure(lambda m: m.block_mask(length), work.mask, device=device)}),
+        Row("attention forward, 16 heads of 64, bfloat16", length, {"flexmask": forward}),
+    ]
+    return Section("262,144 packed tokens", "", "flexmask", rows)

@@ -1,0 +1,117 @@
+"""The masks that are measured: as flexmask has them, and as a hand-written ``mask_mod`` for torch's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmask import Mask, causal, dense, document, h, key_padding, kv, prefix_lm, q, sliding_window
+
+__all__ = ["MaskMod", "Workload", "packed", "workloads"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+DOCUMENT = 512
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One mask at one size.
+
+    Attributes:
+        name: what the mask is.
+        length: queries and keys.
+        mask: makes the mask anew, as a training step does for its batch.
+        mask_mod: the same predicate as torch takes it.
+        batch: B, or None where the mask is the same for every sequence.
+        heads: H, or None likewise.
+    """
+
+    name: str
+    length: int
+    mask: Callable[[], Mask]
+    mask_mod: MaskMod
+    batch: int | None = None
+    heads: int | None = None
+
+
+def documents(batch: int, length: int, device: str) -> Tensor:
+    """Ids of documents of 512 tokens on average with random ends, ``int64[batch, length]``."""
+    draw = torch.Generator().manual_seed(length + batch)
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    for row in ids:
+        row[torch.randperm(length - 1, generator=draw)[: max(1, length // DOCUMENT) - 1] + 1] = 1
+    return ids.cumsum(-1).to(device)
+
+
+def packed(length: int, device: str, batch: int = 1) -> Workload:
+    """Causal attention within packed documents, padded at the end."""
+    ids = documents(batch, length, device)
+    draw = torch.Generator().manual_seed(0)
+    shortest = length // 2 if batch > 1 else length - length // 20
+    lengths = torch.randint(shortest, length, (batch,), generator=draw).to(device)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (ids[b, q] == ids[b, kv]) & (kv < lengths[b])
+
+    name = "causal & document & key_padding"
+    return Workload(name, length, lambda: causal() & document(ids) & key_padding(lengths), mask_mod, batch)
+
+
+def _causal(length: int) -> Workload:
+    return Workload("causal", length, causal, lambda b, h, q, kv: q >= kv)
+
+
+def _window(length: int) -> Workload:
+    return Workload("window of 256", length, lambda: sliding_window(size=256), lambda b, h, q, kv: (q >= kv) & (q - kv < 256))
+
+
+def _prefix(length: int, device: str) -> Workload:
+    prefix = torch.tensor([1000], device=device)
+    return Workload("prefix LM", length, lambda: prefix_lm(prefix), lambda b, h, q, kv: (q >= kv) | (kv < prefix[b]), 1)
+
+
+def _heads(length: int, heads: int) -> Workload:
+    return Workload(
+        f"a window for each of {heads} heads",
+        length,
+        lambda: causal() & (q - kv < 64 * (h + 1)),
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 64 * (h + 1)),
+        heads=heads,
+    )
+
+
+def _dilated(length: int) -> Workload:
+    return Workload(
+        "dilated window (does not separate)",
+        length,
+        lambda: (abs(q - kv) <= 256) & ((q - kv) % 4 == 0),
+        lambda b, h, q, kv: ((q - kv).abs() <= 256) & ((q - kv) % 4 == 0),
+    )
+
+
+def _table(length: int, device: str) -> Workload:
+    cells = torch.rand(length, length, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    return Workload(
+        "window of 256 & dense table (does not separate)",
+        length,
+        lambda: sliding_window(size=256) & dense(cells),
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 256) & cells[q, kv],
+    )
+
+
+def workloads(device: str, *, quick: bool) -> list[Workload]:
+    """All that is measured of BlockMasks, the packed documents first."""
+    k = 1024
+    sweep = [256, 8 * k, 32 * k] if quick else [256, 2 * k, 8 * k, 32 * k, 128 * k, 256 * k, k * k]
+    found = [packed(length, device) for length in sweep]
+    if quick:
+        return [*found, _window(8 * k), packed(8 * k, device, batch=4)]
+    found += [_causal(length) for length in (8 * k, 32 * k, 128 * k, k * k)]
+    found += [_window(length) for length in (32 * k, 128 * k, k * k)]
+    found += [_prefix(length, device) for length in (32 * k, 128 * k)]
+    found += [packed(8 * k, device, batch=16), _heads(8 * k, 16)]
+    return [*found, _dilated(8 * k), _dilated(32 * k), _table(8 * k, device)]
