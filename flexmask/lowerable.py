@@ -79,8 +79,8 @@ class Lowerable(Node):
         """A closure ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention; ``q_idx`` counts from 0 also with ``q_offset``.
 
         Args:
-            form: ``"interval"`` tests the key against the row's intervals and is the same code for every mask;
-                ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a row has at most 8.
+            form: ``"interval"`` tests the key against the row's intervals, and is the same code for every mask of up to 2,
+                4 and 8 of them; ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a row has at most 8.
         """
         from flexmask.lowering.mask_mod import mask_mod
 
@@ -99,6 +99,13 @@ class Lowerable(Node):
         form: Form = "auto",
     ) -> BlockMask:
         """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
+
+        Compiled code that took one takes every other of the same lengths, batch and block size without compiling again, as
+        long as both depend on heads or neither does, and both show at most 2 intervals a row (or 4, or 8). Beyond 2**20
+        blocks on the CPU and 2**22 elsewhere, lists are packed; then their strides may differ as well.
+
+        On a GPU nothing waits for the device, but for: ``keep=``, and ids in a tensor (once, until it is changed), whose
+        intervals have to be counted; masks that do not separate, of more than 2**22 cells; and packed lists.
 
         Args:
             block_size: tokens in a block, or the pair (queries, keys).
