@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -149,33 +149,33 @@ class _Analysis:
 
     def matches(self, mask: Matches) -> Rows | None:
         frame, column, value = self.frame, mask.column, mask.value
-        keys = self.keys.tensor(column)
-        if devices.waits(keys) and _rises(column):
-            return rising_runs(keys, self.queries.tensor(value), frame.kv_len)
-        found = self.runs_of(column, keys)
+        if _rises(column) and devices.waits(frame.tables[column.table.key]):
+            return rising_runs(self.keys.tensor(column), self.queries.tensor(value), frame.kv_len)
+        found = self.runs_of(column)
         if frame.q_len == frame.kv_len and isinstance(frame.q_offset, int) and frame.q_offset == 0 and _is_mirrored(mask):
             return found.own(MAX_SLOTS)
         return found.matching(self.queries.tensor(value), MAX_SLOTS)
 
-    def runs_of(self, column: Index, values: Tensor) -> ValueRuns:
+    def runs_of(self, column: Index) -> ValueRuns:
         """The runs of a column. Where they are asked for again and again they are kept, until the data changes."""
-        kv_len, memo = self.frame.kv_len, column.memo
+        frame, memo, table = self.frame, column.memo, _table_of(column)
+        constant = table is not None and is_constant(table)
+        if constant and memo.get("place") == (frame.kv_len, frame.device):
+            return cast(ValueRuns, memo["runs"])
+        values = self.keys.tensor(column)
         on_host = not devices.waits(values)
-        if on_host and self.frame.q_len >= MANY:
-            return ValueRuns.of(values, kv_len)  # a mask of many queries is rarely lowered twice
-        table = _table_of(column)
-        if table is not None and is_constant(table):
-            place: Any = kv_len, values.device
-            if memo.get("place") != place:
-                memo["place"], memo["runs"] = place, ValueRuns.of(values, kv_len)
+        if on_host and frame.q_len >= MANY:
+            return ValueRuns.of(values, frame.kv_len)  # a mask of many queries is rarely lowered twice
+        if constant:
+            memo["place"], memo["runs"] = (frame.kv_len, frame.device), ValueRuns.of(values, frame.kv_len)
         elif on_host:
             if not ("values" in memo and torch.equal(memo["values"], values)):
-                memo["values"], memo["runs"] = values.clone(), ValueRuns.of(values, kv_len)
+                memo["values"], memo["runs"] = values.clone(), ValueRuns.of(values, frame.kv_len)
         elif isinstance(table, TensorTable) and not table.tensor.is_inference():
             if memo.get("version") != table.tensor._version:
-                memo["version"], memo["runs"] = table.tensor._version, ValueRuns.of(values, kv_len)
+                memo["version"], memo["runs"] = table.tensor._version, ValueRuns.of(values, frame.kv_len)
         else:
-            return ValueRuns.of(values, kv_len)
+            return ValueRuns.of(values, frame.kv_len)
         return cast(ValueRuns, memo["runs"])
 
     def unknown(self) -> RowBounds:
@@ -206,10 +206,9 @@ def _table_of(column: Index) -> Table | Param | None:
     return None
 
 
-def _rises(column: Index) -> bool:
-    """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data."""
-    table = _table_of(column)
-    return isinstance(table, Derived) and table.rule in {"lengths", "cu_seqlens", "position_ids", "starts"}
+def _rises(column: Index) -> TypeGuard[Lookup]:
+    """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data: as derived tables do."""
+    return isinstance(_table_of(column), Derived)
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

@@ -9,14 +9,15 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.closures import frame_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["CHUNK", "Entries", "Listed", "divided", "divided_up", "evaluated"]
+__all__ = ["Entries", "Listed", "divided", "divided_up", "evaluated"]
 
-#: Cells evaluated at a time, which bounds the memory of intermediate results.
-CHUNK = 2**22
+#: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
+CHUNK = 2**18, 2**24
 
 #: Sets of blocks as a BlockMask holds them: how many each row has, ``int32[B, H, rows]``, and which, ``[B, H, rows, width]``.
 Listed: TypeAlias = tuple[Tensor, Tensor]
@@ -76,7 +77,8 @@ def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iter
     closure = frame_closure(frame)
     q_blocks = -(-frame.q_len // q_size)
     device, height = entries.row.device, min(q_size, frame.q_len)
-    for part in entries.split(max(1, CHUNK // (height * kv_size))):
+    chunk = CHUNK[devices.waits(entries.row)]
+    for part in entries.split(max(1, chunk // (height * kv_size))):
         group = part.row // q_blocks
         q = (part.row % q_blocks).view(-1, 1, 1) * q_size + torch.arange(height, device=device).view(1, -1, 1)
         kv = part.column.view(-1, 1, 1) * kv_size + torch.arange(kv_size, device=device)

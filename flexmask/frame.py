@@ -8,12 +8,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flexmask import devices
 from flexmask.index import Constant, Symbol
 from flexmask.masks import Mask
 from flexmask.nodes import Node
 
-__all__ = ["Frame", "end_of"]
+__all__ = ["Frame"]
 
 N = TypeVar("N", bound=Node)
 
@@ -30,6 +29,7 @@ class Frame:
         full_batch: sequences, whether or not the mask is the same for all; 1 where nothing says how many there are.
         heads: heads, 1 where the mask is the same for all.
         q_offset: position of the first query: an int, or ``int64[B]`` on the device.
+        q_end: the position behind the last query; None where only the device knows it.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
     """
@@ -41,13 +41,9 @@ class Frame:
     full_batch: int
     heads: int
     q_offset: int | Tensor
+    q_end: int | None
     device: torch.device
     tables: dict[Any, Tensor] = field(repr=False)
-
-    @property
-    def q_end(self) -> int | None:
-        """The position behind the last query; None where only the device knows it."""
-        return end_of(self.q_len, self.q_offset)
 
     def settled(self, node: N) -> N:
         """An expression with the lengths put in, so that what depends on nothing else is a constant."""
@@ -66,10 +62,3 @@ class Frame:
         names = ("b", "h", "q", "kv")
         b, h, q, kv = (self.index(name).view([-1 if i == axis else 1 for i in range(4)]) for axis, name in enumerate(names))
         return b, h, q, kv
-
-
-def end_of(q_len: int, q_offset: int | Tensor) -> int | None:
-    """The position behind the last of ``q_len`` queries from ``q_offset``; None where only the device knows it."""
-    if isinstance(q_offset, int):
-        return q_len + q_offset
-    return None if devices.waits(q_offset) else q_len + int(q_offset.max())

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.analysis import RowBounds
-from flexmask.blocks import CHUNK, Entries, Listed, divided, divided_up, evaluated
+from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
 __all__ = ["Grid", "grid_of"]
+
+#: Blocks of a grid up to which it costs less to rank all of them than to pick out those that are marked.
+SMALL = 2**13
+#: Cells of a mask up to which all are evaluated where it would wait for a device to count the blocks that are open.
+FEW_CELLS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +53,7 @@ def _listed(grid: Tensor) -> Listed:
     if width == 1:
         return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
     grid = grid.contiguous()
-    if not devices.waits(grid):
+    if grid.numel() > SMALL and not devices.waits(grid):
         marked = grid.flatten().nonzero().squeeze(-1)
         if marked.numel() < grid.numel() // 8:
             return _listed_few(marked, grid)
@@ -98,7 +103,7 @@ def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
     partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
     open_blocks = touched & ~full & ~partial
     # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
-    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * kv_size <= CHUNK
+    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * kv_size <= FEW_CELLS
     for part, cells in evaluated(Entries.every(partial) if every else Entries.marked(open_blocks), frame, *sizes):
         count, place = cells.sum((1, 2)), part.row * shape[-1] + part.column
         partial.view(-1)[place] = (count > 0) & (count < q_size * kv_size)

@@ -7,7 +7,6 @@ like all others.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from flexmask import devices
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import Frame, end_of
+from flexmask.frame import Frame
 from flexmask.index import Arithmetic, Symbol
 from flexmask.masks import Mask, PerHead
 from flexmask.ranges import AXES, check_ranges, is_computed
@@ -50,16 +49,17 @@ def frame_of(
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
     q_len = _length("q_len", q_len)
     kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
-    where = _device(parts.lookups, device, q_offset)
+    where = _device(parts.tensors, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
             'use causal(align="upper_left") with q_offset'
         )
     offset = _offset(q_offset)
-    needed = {"kv": kv_len, "q": end_of(q_len, offset)}
+    q_end = _end_of(q_len, offset)
+    needed = {"kv": kv_len, "q": q_end}
     sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
-    frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, where, {})
+    frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
     for lookup in parts.lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
     for ranged in parts.ranged:
@@ -74,6 +74,7 @@ class _Parts:
 
     params: list[Param]
     lookups: list[Lookup]
+    tensors: list[TensorTable]
     ranged: list[Ranged]
     switches: list[PerHead]
     computed: list[Lookup | Arithmetic]
@@ -81,10 +82,10 @@ class _Parts:
 
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [], [])
+        parts = _Parts([], [], [], [], [], [])
         seen: set[Any] = set()
         for node in mask.expand().walk():
-            if not isinstance(node, Param | Lookup | Ranged | PerHead | Arithmetic):
+            if not isinstance(node, Param | Lookup | TensorTable | Ranged | PerHead | Arithmetic):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
             use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key,)
@@ -96,6 +97,8 @@ def _parts(mask: Mask) -> _Parts:
                     parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
+                case TensorTable():
+                    parts.tensors.append(node)
                 case Ranged():
                     parts.ranged.append(node)
                 case PerHead():
@@ -118,25 +121,21 @@ def _length(name: str, value: object) -> int:
     return number
 
 
-def _device(lookups: list[Lookup], device: torch.device | str | None, q_offset: object) -> torch.device:
-    devices: dict[torch.device, str] = {}
-    for tensor in {id(t): t for lookup in lookups for t in _tensors(lookup.table)}.values():
-        devices.setdefault(tensor.tensor.device, f"the mask's tensor {tensor}")
+def _device(tensors: list[TensorTable], device: torch.device | str | None, q_offset: object) -> torch.device:
+    found: dict[torch.device, TensorTable | None] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.tensor.device, tensor)
     if isinstance(q_offset, Tensor):
-        devices.setdefault(q_offset.device, "q_offset")
+        found.setdefault(q_offset.device, None)
     try:  # tensors name the number of their device
-        asked = next(iter(devices), torch.device("cpu")) if device is None else torch.empty(0, device=device).device
+        asked = next(iter(found), torch.device("cpu")) if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
-    strange = {where: text for where, text in devices.items() if where != asked}
-    if strange:
-        where, text = next(iter(strange.items()))
-        raise LoweringError(f"{text} is on {where}, not on {asked}; move it with .to({str(asked)!r})")
+    for where, strange in found.items():
+        if where != asked:
+            text = f"the mask's tensor {strange}" if strange is not None else "q_offset"
+            raise LoweringError(f"{text} is on {where}, not on {asked}; move it with .to({str(asked)!r})")
     return asked
-
-
-def _tensors(table: Table | Param) -> Iterator[TensorTable]:
-    return (node for node in table.walk() if isinstance(node, TensorTable))
 
 
 def _offset(q_offset: Any) -> int | Tensor:
@@ -154,6 +153,12 @@ def _offset(q_offset: Any) -> int | Tensor:
     if offset < 0:
         raise LoweringError(f"q_offset must not be negative, got {offset}")
     return offset
+
+
+def _end_of(q_len: int, q_offset: int | Tensor) -> int | None:
+    if isinstance(q_offset, int):
+        return q_len + q_offset
+    return None if devices.waits(q_offset) else q_len + int(q_offset.max())
 
 
 def _sizes(

@@ -127,24 +127,22 @@ class ValueRuns:
         """The positions that hold each value; none for those that are not wanted."""
         first = _search(self.held, value, right=False)
         if self.distinct:
-            at = first.clamp(max=self.held.shape[-1] - 1).unsqueeze(-1)
-            return self._placed(at, self._picked(self.held, at) == value.unsqueeze(-1))
+            at = first.clamp_(max=self.held.shape[-1] - 1)
+            return self._placed(at, _picked(self.held, at) == value, 1)
         last = _search(self.held, value, right=True)
         last = last if wanted is None else last.where(wanted, first)
         slots = max(1, int((last - first).max()))
         if slots > most:
             return None
         at = first.unsqueeze(-1) + torch.arange(slots, device=value.device)
-        return self._placed(at.clamp(max=self.held.shape[-1] - 1), at < last.unsqueeze(-1))
+        used = at < last.unsqueeze(-1)
+        return self._placed(at.clamp_(max=self.held.shape[-1] - 1).flatten(2), used.flatten(2), slots)
 
-    def _placed(self, at: Tensor, used: Tensor) -> Rows:
-        """The runs at places in the order of values, ``[B, H, q, K]``; none where a place is not used."""
-        at = self._picked(self.order, at)
-        lo, hi = (self._picked(end, at).where(used, self.n) for end in (self.starts, self.stops))
-        return Rows(lo, hi, self.n)
-
-    def _picked(self, of_runs: Tensor, at: Tensor) -> Tensor:
-        return of_runs.expand(*at.shape[:2], -1).gather(-1, at.flatten(2)).view(at.shape)
+    def _placed(self, at: Tensor, used: Tensor, slots: int) -> Rows:
+        """The runs at places ``[B, H, q * slots]`` in the order of values; none where a place is not used."""
+        at = _picked(self.order, at)
+        lo, hi = (_picked(end, at).where(used, self.n) for end in (self.starts, self.stops))
+        return Rows(lo.view(*lo.shape[:2], -1, slots), hi.view(*hi.shape[:2], -1, slots), self.n)
 
     def _spread(self, found: Rows) -> Rows:
         """Rows that say something about each run, as rows for each position."""
@@ -153,6 +151,10 @@ class ValueRuns:
         bounds = found.bounds.expand(*shape, -1, -1, -1).flatten(0, 2)
         bounds = bounds.repeat_interleave(repeats, 0, output_size=shape.numel() * self.n).view(*shape, self.n, -1, 2)
         return Rows(bounds[..., 0], bounds[..., 1], found.kv_len)
+
+
+def _picked(of_runs: Tensor, at: Tensor) -> Tensor:
+    return (of_runs if of_runs.shape[:2] == at.shape[:2] else of_runs.expand(*at.shape[:2], -1)).gather(-1, at)
 
 
 def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:

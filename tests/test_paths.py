@@ -42,7 +42,7 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr(devices, "waits", lambda tensor: True)
             case "without waiting, cell by cell":
                 patch.setattr(devices, "waits", lambda tensor: True)
-                patch.setattr("flexmask.grid.CHUNK", 0)
+                patch.setattr("flexmask.grid.FEW_CELLS", 0)
             case "runs of queries":
                 patch.setattr(runs, "MANY", 1)
                 patch.setattr(analysis, "MANY", 1)
