@@ -57,7 +57,7 @@ def packed(length: int, device: str, batch: int = 1) -> Workload:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (ids[b, q] == ids[b, kv]) & (kv < lengths[b])
 
-    name = "causal & document & key_padding"
+    name = "causal & document & key_padding" + (f", batch {batch}" if batch > 1 else "")
     return Workload(name, length, lambda: causal() & document(ids) & key_padding(lengths), mask_mod, batch)
 
 
