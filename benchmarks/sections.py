@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.measuring import Measurement, measure
-from benchmarks.workloads import MaskMod, Workload, packed, workloads
+from benchmarks.workloads import MaskMod, Workload, packed_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
 
 __all__ = ["Row", "Section", "sections"]
@@ -101,7 +101,7 @@ def _makers(work: Workload, device: str) -> dict[str, Callable[[], Measurement]]
 def _decoding(device: str) -> Section:
     length = 2**17
     offset = torch.tensor([length - 1], device=device)
-    ids = packed(length, device).mask()
+    ids = packed_work(length, device).mask()
     masks = {
         "causal": causal(),
         "window of 256": sliding_window(size=256),
@@ -245,7 +245,7 @@ def _backward(mask: Mask, inputs: Inputs, device: str) -> dict[str, Callable[[],
 def _long(device: str) -> Section:
     """What building the mask costs beside one attention over it."""
     length = 2**18
-    work = packed(length, device)
+    work = packed_work(length, device)
     query, key, value = (torch.randn(1, 16, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     mask = work.mask()
 

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from flexmask import Mask, causal, dense, document, h, key_padding, kv, prefix_lm, q, sliding_window
 
-__all__ = ["MaskMod", "Workload", "packed", "workloads"]
+__all__ = [
+    "MaskMod",
+    "Workload",
+    "causal_work",
+    "dilated_work",
+    "heads_work",
+    "packed_work",
+    "prefix_work",
+    "table_work",
+    "window_work",
+    "workloads",
+]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -47,7 +58,7 @@ def documents(batch: int, length: int, device: str) -> Tensor:
     return ids.cumsum(-1).to(device)
 
 
-def packed(length: int, device: str, batch: int = 1) -> Workload:
+def packed_work(length: int, device: str, batch: int = 1) -> Workload:
     """Causal attention within packed documents, padded at the end."""
     ids = documents(batch, length, device)
     draw = torch.Generator().manual_seed(0)
@@ -61,30 +72,30 @@ def packed(length: int, device: str, batch: int = 1) -> Workload:
     return Workload(name, length, lambda: causal() & document(ids) & key_padding(lengths), mask_mod, batch)
 
 
-def _causal(length: int) -> Workload:
+def causal_work(length: int) -> Workload:
     return Workload("causal", length, causal, lambda b, h, q, kv: q >= kv)
 
 
-def _window(length: int) -> Workload:
+def window_work(length: int) -> Workload:
     return Workload("window of 256", length, lambda: sliding_window(size=256), lambda b, h, q, kv: (q >= kv) & (q - kv < 256))
 
 
-def _prefix(length: int, device: str) -> Workload:
+def prefix_work(length: int, device: str) -> Workload:
     prefix = torch.tensor([1000], device=device)
     return Workload("prefix LM", length, lambda: prefix_lm(prefix), lambda b, h, q, kv: (q >= kv) | (kv < prefix[b]), 1)
 
 
-def _heads(length: int, heads: int) -> Workload:
+def heads_work(length: int, n_heads: int) -> Workload:
     return Workload(
-        f"a window for each of {heads} heads",
+        f"a window for each of {n_heads} heads",
         length,
         lambda: causal() & (q - kv < 64 * (h + 1)),
         lambda b, h, q, kv: (q >= kv) & (q - kv < 64 * (h + 1)),
-        heads=heads,
+        heads=n_heads,
     )
 
 
-def _dilated(length: int) -> Workload:
+def dilated_work(length: int) -> Workload:
     return Workload(
         "dilated window (does not separate)",
         length,
@@ -93,7 +104,7 @@ def _dilated(length: int) -> Workload:
     )
 
 
-def _table(length: int, device: str) -> Workload:
+def table_work(length: int, device: str) -> Workload:
     cells = torch.rand(length, length, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     return Workload(
         "window of 256 & dense table (does not separate)",
@@ -107,11 +118,11 @@ def workloads(device: str, *, quick: bool) -> list[Workload]:
     """All that is measured of BlockMasks, the packed documents first."""
     k = 1024
     sweep = [256, 8 * k, 32 * k] if quick else [256, 2 * k, 8 * k, 32 * k, 128 * k, 256 * k, k * k]
-    found = [packed(length, device) for length in sweep]
+    found = [packed_work(length, device) for length in sweep]
     if quick:
-        return [*found, _window(8 * k), packed(8 * k, device, batch=4)]
-    found += [_causal(length) for length in (8 * k, 32 * k, 128 * k, k * k)]
-    found += [_window(length) for length in (32 * k, 128 * k, k * k)]
-    found += [_prefix(length, device) for length in (32 * k, 128 * k)]
-    found += [packed(8 * k, device, batch=16), _heads(8 * k, 16)]
-    return [*found, _dilated(8 * k), _dilated(32 * k), _table(8 * k, device)]
+        return [*found, window_work(8 * k), packed_work(8 * k, device, batch=4)]
+    found += [causal_work(length) for length in (8 * k, 32 * k, 128 * k, k * k)]
+    found += [window_work(length) for length in (32 * k, 128 * k, k * k)]
+    found += [prefix_work(length, device) for length in (32 * k, 128 * k)]
+    found += [packed_work(8 * k, device, batch=16), heads_work(8 * k, 16)]
+    return [*found, dilated_work(8 * k), dilated_work(32 * k), table_work(8 * k, device)]

@@ -1,0 +1,84 @@
+"""The benchmarks: what they measure is what they say, and the README quotes the results that are committed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+from benchmarks.measuring import CLEAR, Measurement, measure
+from benchmarks.report import write
+from benchmarks.sections import Row, Section
+from benchmarks.workloads import (
+    Workload,
+    causal_work,
+    dilated_work,
+    heads_work,
+    packed_work,
+    prefix_work,
+    table_work,
+    window_work,
+)
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "cpu.md"
+
+
+def test_each_run_gets_what_was_prepared_for_it() -> None:
+    prepared, seen = iter(range(100)), list[int]()
+    found = measure(seen.append, lambda: next(prepared), seconds=0.0)
+    assert seen == list(range(len(seen)))
+    assert found.seconds > 0
+    assert found.runs >= 1
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="the system does not say how much memory a process held at the most")
+def test_memory_that_was_freed_again_counts() -> None:
+    def run(_: None) -> None:
+        torch.ones(2**26)
+
+    found = measure(run, seconds=0.0)
+    assert found.peak is not None
+    assert 0.9 * 2**28 < found.peak < 2**29
+
+
+SHORT = [
+    *(packed_work(300, "cpu", batch) for batch in (1, 3)),
+    *(make(300) for make in (causal_work, window_work, dilated_work)),
+    prefix_work(1200, "cpu"),
+    heads_work(300, 3),
+    table_work(300, "cpu"),
+]
+
+
+@pytest.mark.parametrize("work", SHORT, ids=lambda work: work.name)
+def test_both_sides_of_a_workload_are_one_mask(work: Workload) -> None:
+    sizes = work.batch or 1, work.heads or 1, work.length, work.length
+    cells = create_mask(work.mask_mod, *sizes, device="cpu")
+    assert torch.equal(work.mask().dense(work.length, batch=work.batch, heads=work.heads).expand(sizes), cells)
+
+
+def test_report(tmp_path: Path) -> None:
+    slow, fast = Measurement(1.5, 3, 2**30), Measurement(0.003, 9, None, "1 graph")
+    rows = [
+        Row("packed", 8192, {}, {"flexmask": fast, "create_block_mask": slow}),
+        Row("packed", 32768, {}, {"flexmask": slow}),
+    ]
+    write([Section("BlockMask", "What it says.", "flexmask", rows)], "cpu", tmp_path, "python -m benchmarks")
+    text = (tmp_path / "cpu.md").read_text()
+    assert "| packed | 8,192 | 3.0 ms, 1 graph | 1.5 s | 500x | - | 1,024.0 MiB |" in text
+    assert "| packed | 32,768 | 1.5 s | - | - | 1,024.0 MiB | - |" in text
+    assert "![time" in text
+    assert (tmp_path / "cpu-time.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "cpu-memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_quotes_the_committed_results() -> None:
+    section = (ROOT / "README.md").read_text().split("## Speed")[1].split("\n## ")[0]
+    quoted = re.findall(r"[\d,.]+ (?:µs|ms|s|MiB)\b|[\d,.]+x\b", section)
+    assert len(quoted) > 10
+    results = RESULTS.read_text()
+    assert [figure for figure in quoted if figure not in results] == []
