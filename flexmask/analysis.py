@@ -114,18 +114,20 @@ class _Analysis:
     def span(self, masks: list[Mask], rows: Iterable[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval, and all or none of them by each test of the row."""
         kv_len = self.frame.kv_len
-        starts: list[Any] = [part.lo.squeeze(-1).long() for part in rows]
-        stops: list[Any] = [part.hi.squeeze(-1).long() for part in rows]
+        starts: list[Any] = [0]
+        stops: list[Any] = [kv_len]
         for mask in masks:
             if not isinstance(mask, Span):
                 stops.append(torch.where(self.queries.tensor(mask), kv_len, 0))
                 continue
-            starts += [0, self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
-            stops += [kv_len, self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
+            starts += [self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
+            stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
         # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
-        start = reduce(greater, sorted(starts or [0], key=_size))
-        stop = reduce(lesser, sorted(stops or [kv_len], key=_size))
-        return Rows.spans(self.queries.shaped(start), self.queries.shaped(stop), kv_len)
+        start, stop = reduce(greater, sorted(starts, key=_size)), reduce(lesser, sorted(stops, key=_size))
+        lo, hi = (self.queries.shaped(end).clamp(0, kv_len).to(torch.int32) for end in (start, stop))
+        for part in rows:
+            lo, hi = torch.maximum(lo, part.lo.squeeze(-1)), torch.minimum(hi, part.hi.squeeze(-1))
+        return Rows.spans(lo, hi, kv_len)
 
     def leaf(self, mask: Mask) -> RowBounds:
         frame, kv_len = self.frame, self.frame.kv_len

@@ -59,7 +59,7 @@ class Rows:
 
     @classmethod
     def spans(cls, start: Tensor, stop: Tensor, kv_len: int) -> Rows:
-        """One interval a row, from tensors ``[B, H, q_len]`` that broadcast: ``0 <= start`` and ``stop <= kv_len``."""
+        """One interval a row, from ``int[B, H, q_len]`` that broadcast, where ``0 <= start`` and ``stop <= kv_len``."""
         empty = start >= stop
         lo, hi = (end.masked_fill(empty, kv_len).to(torch.int32).unsqueeze(-1) for end in (start, stop))
         return cls(lo, hi, kv_len)

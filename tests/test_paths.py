@@ -32,6 +32,9 @@ def path(name: str) -> Iterator[None]:
     """Forces one of the ways, whatever the sizes."""
     with pytest.MonkeyPatch.context() as patch:
         match name:
+            case "grid, all ranked" | "grid, few picked":
+                patch.setattr(lowering, "MAX_GRID", (2**30, 2**30))
+                patch.setattr("flexmask.grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
             case "sets with room":
                 patch.setattr(lowering, "MAX_GRID", (0, 0))
             case "packed sets":
@@ -49,7 +52,15 @@ def path(name: str) -> Iterator[None]:
         yield
 
 
-PATHS = ["sets with room", "packed sets", "without waiting", "without waiting, cell by cell", "runs of queries"]
+PATHS = [
+    "grid, all ranked",
+    "grid, few picked",
+    "sets with room",
+    "packed sets",
+    "without waiting",
+    "without waiting, cell by cell",
+    "runs of queries",
+]
 
 
 def is_known(shape: Shape) -> bool:
