@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "measure", "wait"]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -66,16 +66,17 @@ def measure(
 
 
 def _timed(run: Callable[[Any], object], argument: Any, device: str) -> float:
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     result = run(argument)
-    _wait(device)
+    wait(device)
     taken = time.perf_counter() - start
     del result
     return taken
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Waits until a device has done all that it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -86,7 +87,7 @@ def _peak(run: Callable[[Any], object], argument: Any, device: str) -> int | Non
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run(argument)
-        _wait(device)
+        wait(device)
         return torch.cuda.max_memory_allocated() - before
     if not CLEAR.exists():
         return None

@@ -14,8 +14,12 @@ from benchmarks.sections import Row, Section
 
 __all__ = ["write"]
 
-COLOURS = {"flexmask": "#0072b2", "create_block_mask": "#d55e00", "compiled create_block_mask": "#009e73"}
-MARKERS = {"flexmask": "o", "create_block_mask": "s", "compiled create_block_mask": "^"}
+#: The candidates of the plots, with colour and marker.
+CURVES = {
+    "flexmask": ("#0072b2", "o"),
+    "create_block_mask": ("#d55e00", "s"),
+    "compiled create_block_mask": ("#009e73", "^"),
+}
 
 
 def write(sections: list[Section], device: str, folder: Path, command: str) -> None:
@@ -35,8 +39,7 @@ def _machine(device: str, command: str) -> str:
     versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"{name}; {versions}. `{command}`: medians; all candidates of a row in one process, one after the other. Memory is the "
-        "most that was held beyond what was there before, the result included. A dash: not measured, since it would take longer "
-        "than a minute or more memory than there is."
+        "most that was held beyond what was there before, the result included. A dash: not measured."
     )
 
 
@@ -61,7 +64,8 @@ def _time(found: Measurement | None) -> str:
         return "-"
     value = found.seconds
     text = f"{value * 1e6:.0f} µs" if value < 1e-3 else f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
-    return f"{text}, {found.note}" if found.note else text
+    notes = [found.note] * bool(found.note) + ["1 run"] * (found.runs == 1 and not found.note)
+    return ", ".join([text, *notes])
 
 
 def _ratio(row: Row, peer: str, ours: str) -> str:
@@ -78,12 +82,13 @@ def _memory(found: Measurement | None) -> str:
 def _plot(rows: list[Row], kind: str, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for name, colour in COLOURS.items():
+    for name, (colour, marker) in CURVES.items():
         found = [(row.length, row.found[name]) for row in rows if name in row.found]
         values = [one.seconds * 1e3 if kind == "time" else (one.peak or 0) / 2**20 for _, one in found]
         places = [(length, value) for (length, _), value in zip(found, values, strict=True) if value > 0]
-        axes.plot(*zip(*places, strict=True), label=name, color=colour, marker=MARKERS[name]) if places else None
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds" if kind == "time" else "MiB")
+        if places:
+            axes.plot(*zip(*places, strict=True), label=name, color=colour, marker=marker)
+    axes.set(yscale="log", xlabel="tokens", ylabel="milliseconds" if kind == "time" else "MiB")
     axes.set_xscale("log", base=2)
     axes.set_title(f"BlockMask of packed documents: {kind}")
     axes.grid(alpha=0.3)

@@ -15,6 +15,7 @@ __all__ = [
     "Workload",
     "causal_work",
     "dilated_work",
+    "even_work",
     "heads_work",
     "packed_work",
     "prefix_work",
@@ -49,7 +50,7 @@ class Workload:
     heads: int | None = None
 
 
-def documents(batch: int, length: int, device: str) -> Tensor:
+def _documents(batch: int, length: int, device: str) -> Tensor:
     """Ids of documents of 512 tokens on average with random ends, ``int64[batch, length]``."""
     draw = torch.Generator().manual_seed(length + batch)
     ids = torch.zeros(batch, length, dtype=torch.int64)
@@ -60,7 +61,7 @@ def documents(batch: int, length: int, device: str) -> Tensor:
 
 def packed_work(length: int, device: str, batch: int = 1) -> Workload:
     """Causal attention within packed documents, padded at the end."""
-    ids = documents(batch, length, device)
+    ids = _documents(batch, length, device)
     draw = torch.Generator().manual_seed(0)
     shortest = length // 2 if batch > 1 else length - length // 20
     lengths = torch.randint(shortest, length, (batch,), generator=draw).to(device)
@@ -72,20 +73,34 @@ def packed_work(length: int, device: str, batch: int = 1) -> Workload:
     return Workload(name, length, lambda: causal() & document(ids) & key_padding(lengths), mask_mod, batch)
 
 
+def even_work(length: int, device: str) -> Workload:
+    """Causal attention within documents of 512 tokens each."""
+    ids = torch.arange(length, device=device) // DOCUMENT
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (ids[q] == ids[kv])
+
+    return Workload("causal documents of 512", length, lambda: causal() & document(ids), mask_mod)
+
+
 def causal_work(length: int) -> Workload:
+    """``kv <= q``"""
     return Workload("causal", length, causal, lambda b, h, q, kv: q >= kv)
 
 
 def window_work(length: int) -> Workload:
+    """``q - 256 < kv <= q``"""
     return Workload("window of 256", length, lambda: sliding_window(size=256), lambda b, h, q, kv: (q >= kv) & (q - kv < 256))
 
 
 def prefix_work(length: int, device: str) -> Workload:
+    """``(kv < 1000) | (kv <= q)``"""
     prefix = torch.tensor([1000], device=device)
     return Workload("prefix LM", length, lambda: prefix_lm(prefix), lambda b, h, q, kv: (q >= kv) | (kv < prefix[b]), 1)
 
 
 def heads_work(length: int, n_heads: int) -> Workload:
+    """``(kv <= q) & (q - kv < 64 * (h + 1))``"""
     return Workload(
         f"a window for each of {n_heads} heads",
         length,
@@ -96,6 +111,7 @@ def heads_work(length: int, n_heads: int) -> Workload:
 
 
 def dilated_work(length: int) -> Workload:
+    """``(abs(q - kv) <= 256) & ((q - kv) % 4 == 0)``"""
     return Workload(
         "dilated window (does not separate)",
         length,
@@ -105,6 +121,7 @@ def dilated_work(length: int) -> Workload:
 
 
 def table_work(length: int, device: str) -> Workload:
+    """``(q - 256 < kv <= q) & cells[q, kv]`` with random cells"""
     cells = torch.rand(length, length, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     return Workload(
         "window of 256 & dense table (does not separate)",

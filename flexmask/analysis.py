@@ -23,7 +23,7 @@ from flexmask.frame import Frame
 from flexmask.index import Index, Symbol, kv, q
 from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.rows import Rows
-from flexmask.runs import MANY, ValueRuns, rising_runs, runs, threshold
+from flexmask.runs import ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate
 from flexmask.tables import Derived, Lookup, Param, Table, TensorTable, is_constant
 
@@ -31,6 +31,8 @@ __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
 MAX_SLOTS = 64
+#: Queries from which on a mask is hardly lowered twice with the same data: a copy of the data would cost more than it saves.
+DECODING = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,26 +161,27 @@ class _Analysis:
         return found.matching(self.queries.tensor(value), MAX_SLOTS)
 
     def runs_of(self, column: Index) -> ValueRuns:
-        """The runs of a column. Where they are asked for again and again they are kept, until the data changes."""
-        frame, memo, table = self.frame, column.memo, _table_of(column)
-        constant = table is not None and is_constant(table)
-        if constant and memo.get("place") == (frame.kv_len, frame.device):
-            return cast(ValueRuns, memo["runs"])
+        """The runs of a column, which are kept until its data changes."""
+        stamp = self.stamp(column)
+        known, found = column.memo.get("runs", (None, None))
+        if stamp is not None and found is not None and _is_same(known, stamp):
+            return cast(ValueRuns, found)
+        made = ValueRuns.of(self.keys.tensor(column), self.frame.kv_len)
+        if stamp is not None:
+            column.memo["runs"] = (stamp.clone() if isinstance(stamp, Tensor) else stamp), made
+        return made
+
+    def stamp(self, column: Index) -> Any:
+        """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
+        table = _table_of(column)
+        if table is not None and is_constant(table):
+            return self.frame.kv_len, self.frame.device
         values = self.keys.tensor(column)
-        on_host = not devices.waits(values)
-        if on_host and frame.q_len >= MANY:
-            return ValueRuns.of(values, frame.kv_len)  # a mask of many queries is rarely lowered twice
-        if constant:
-            memo["place"], memo["runs"] = (frame.kv_len, frame.device), ValueRuns.of(values, frame.kv_len)
-        elif on_host:
-            if not ("values" in memo and torch.equal(memo["values"], values)):
-                memo["values"], memo["runs"] = values.clone(), ValueRuns.of(values, frame.kv_len)
-        elif isinstance(table, TensorTable) and not table.tensor.is_inference():
-            if memo.get("version") != table.tensor._version:
-                memo["version"], memo["runs"] = table.tensor._version, ValueRuns.of(values, frame.kv_len)
-        else:
-            return ValueRuns.of(values, frame.kv_len)
-        return cast(ValueRuns, memo["runs"])
+        if not devices.waits(values):
+            return values if self.frame.q_len < DECODING else None
+        if isinstance(table, TensorTable) and not table.tensor.is_inference():
+            return table.tensor.data_ptr(), table.tensor._version
+        return None
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.frame.kv_len, self.frame.device
@@ -191,6 +194,12 @@ def _size(values: Any) -> int:
 
 def _is_span(mask: Mask) -> bool:
     return isinstance(mask, Span) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
+
+
+def _is_same(known: Any, stamp: Any) -> bool:
+    if isinstance(stamp, Tensor) and isinstance(known, Tensor):
+        return torch.equal(known, stamp)
+    return isinstance(stamp, tuple) and isinstance(known, tuple) and known == stamp
 
 
 def _is_mirrored(mask: Matches) -> bool:

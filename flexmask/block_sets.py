@@ -1,7 +1,8 @@
 """Sets of blocks: which blocks of a mask are empty, partial and full, worked out from its rows.
 
 A block row is a set of key blocks, and sets of blocks are intervals too: everything here is :class:`flexmask.rows.Rows` over
-block indices, with query blocks as rows. No tensor has the size of q_len x kv_len, and none that of a row for every block.
+block indices, with query blocks as rows. No tensor has the size of q_len x kv_len, and only lists with room for all blocks have
+that of q_blocks x kv_blocks.
 """
 
 from __future__ import annotations

@@ -17,15 +17,21 @@ from flexmask.rows import Rows
 __all__ = ["Entries", "Listed", "divided", "divided_up", "evaluated"]
 
 #: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
-CHUNK = 2**18, 2**24
+CHUNK = devices.Limit(cpu=2**18, elsewhere=2**24)
 
-#: Sets of blocks as a BlockMask holds them: how many each row has, ``int32[B, H, rows]``, and which, ``[B, H, rows, width]``.
+#: Sets of blocks as a BlockMask holds them: how many each row has, ``int32[B, H, rows]``, and which, first in
+#: ``int32[B, H, rows, width]``.
 Listed: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Single members of the sets of some rows, in order: ``row`` counts over ``[B, H, q]`` flattened."""
+    """Single members of the sets of some rows, in order.
+
+    Attributes:
+        row: counted over ``[B, H, q]`` flattened, ``int64[n]``.
+        column: the member, ``int[n]``.
+    """
 
     row: Tensor
     column: Tensor
@@ -71,17 +77,22 @@ def divided_up(ends: Tensor, size: int) -> Tensor:
 def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iterator[tuple[Entries, Tensor]]:
     """Evaluates single blocks of a mask, a bounded number of cells at a time.
 
+    Args:
+        entries: query blocks as rows, key blocks as columns.
+        frame: the frame of the mask's lowering.
+        q_size: queries in a block.
+        kv_size: keys in a block.
+
     Yields:
-        Some blocks, and their cells ``bool[n, min(q_size, q_len), kv_size]``, False beyond the ends of the mask.
+        Some blocks, and their cells ``bool[n, min(q_size, q_len), min(kv_size, kv_len)]``, False beyond the ends of the mask.
     """
     closure = frame_closure(frame)
     q_blocks = -(-frame.q_len // q_size)
-    device, height = entries.row.device, min(q_size, frame.q_len)
-    chunk = CHUNK[devices.waits(entries.row)]
-    for part in entries.split(max(1, chunk // (height * kv_size))):
+    device, height, width = entries.row.device, min(q_size, frame.q_len), min(kv_size, frame.kv_len)
+    for part in entries.split(max(1, CHUNK.on(entries.row) // (height * width))):
         group = part.row // q_blocks
         q = (part.row % q_blocks).view(-1, 1, 1) * q_size + torch.arange(height, device=device).view(1, -1, 1)
-        kv = part.column.view(-1, 1, 1) * kv_size + torch.arange(kv_size, device=device)
+        kv = part.column.view(-1, 1, 1) * kv_size + torch.arange(width, device=device)
         b, h = (group // frame.heads).view(-1, 1, 1), (group % frame.heads).view(-1, 1, 1)
         inside = (q < frame.q_len) & (kv < frame.kv_len)
         yield part, closure(b, h, q.clamp(max=frame.q_len - 1), kv.clamp(max=frame.kv_len - 1)) & inside

@@ -47,12 +47,12 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
 
 def _ids(ends: Tensor, positions: int) -> Tensor:
     """The number of documents that end at or before each position; -1 behind the last."""
-    ends = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
-    ends[..., -1] = positions
-    document = torch.arange(ends.shape[-1] - 1, device=ends.device)
-    ids = document.masked_fill(document == document.numel() - 1, -1).expand(*ends.shape[:-1], -1)
-    size = ends[..., 0].numel() * positions
-    return ids.flatten().repeat_interleave(ends.diff().flatten(), output_size=size).view(*ends.shape[:-1], positions)
+    edges = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
+    edges[..., -1] = positions
+    ids = torch.arange(edges.shape[-1] - 1, device=edges.device)
+    ids[-1] = -1
+    ids, size = ids.expand(*edges.shape[:-1], -1), edges[..., 0].numel() * positions
+    return ids.flatten().repeat_interleave(edges.diff().flatten(), output_size=size).view(*edges.shape[:-1], positions)
 
 
 def _check_total(ends: Tensor, positions: int, name: str) -> None:

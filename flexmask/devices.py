@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-__all__ = ["waits"]
+__all__ = ["Limit", "waits"]
 
 
 def waits(tensor: Tensor) -> bool:
@@ -13,3 +15,14 @@ def waits(tensor: Tensor) -> bool:
     Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
     """
     return tensor.device.type != "cpu"
+
+
+class Limit(NamedTuple):
+    """A number that is one on the CPU and another elsewhere."""
+
+    cpu: int
+    elsewhere: int
+
+    def on(self, tensor: Tensor) -> int:
+        """The number for the device of a tensor."""
+        return self.elsewhere if waits(tensor) else self.cpu

@@ -12,7 +12,10 @@ from flexmask.index import Constant, Symbol
 from flexmask.masks import Mask
 from flexmask.nodes import Node
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "MAX_LENGTH"]
+
+#: The greatest length, batch, number of heads or block size; rows hold positions as 32-bit integers.
+MAX_LENGTH = 2**30
 
 N = TypeVar("N", bound=Node)
 

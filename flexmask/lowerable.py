@@ -100,12 +100,20 @@ class Lowerable(Node):
     ) -> BlockMask:
         """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
 
-        Compiled code that took one takes every other of the same lengths, batch and block size without compiling again, as
-        long as both depend on heads or neither does, and both show at most 2 intervals a row (or 4, or 8). Beyond 2**20
-        blocks on the CPU and 2**22 elsewhere, lists are packed; then their strides may differ as well.
+        B is ``batch``; H is 1 unless the mask depends on the head. It is a snapshot of the mask's data, and cannot be pickled
+        (its ``mask_mod`` is a closure): send the mask to other processes.
 
-        On a GPU nothing waits for the device, but for: ``keep=``, and ids in a tensor (once, until it is changed), whose
-        intervals have to be counted; masks that do not separate, of more than 2**22 cells; and packed lists.
+        Compiled code that took one takes every other of the same lengths, batch and block size without compiling again, as
+        long as both depend on heads or neither does, and both have at most 2 intervals a row (or 4, or 8). On the CPU these
+        are counted; elsewhere their number follows from how the mask is composed: ``a & b`` has at most as many as ``a`` and
+        ``b`` less 1, ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22
+        elsewhere lists are packed; then their strides may differ as well.
+
+        On a GPU nothing waits for the device while a mask is made of spans (``start <= kv < stop``, as causal masks, windows,
+        prefixes and lengths are) and of documents from ``lengths=``, ``cu_seqlens=`` or ``position_ids=``. What shows keys in
+        an unknown number of pieces has to be counted: ids and ``keep=`` (ids in a tensor only once, until torch changes it;
+        writes through ``.data`` are not seen there), other conditions on the key, more than 8 intervals a row, masks of more
+        than 2**22 cells that do not separate, and packed lists.
 
         Args:
             block_size: tokens in a block, or the pair (queries, keys).

@@ -16,16 +16,17 @@ from torch import Tensor
 from flexmask import devices
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import Frame
+from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
-from flexmask.masks import Mask, PerHead
+from flexmask.masks import Compare, Mask, PerHead
+from flexmask.nodes import Node
 from flexmask.ranges import AXES, check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant
 
 __all__ = ["frame_of"]
 
-#: The greatest length, batch or number of heads; rows hold positions as 32-bit integers.
-MAX_LENGTH = 2**30
+#: How far from 0 data may lie that is computed with: sums of several such numbers are 64-bit integers still.
+MAX_VALUE = 2**60
 
 
 def frame_of(
@@ -64,6 +65,8 @@ def frame_of(
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
     for ranged in parts.ranged:
         _check_range(ranged, frame)
+    for lookup in parts.operands:
+        _check_value(lookup, frame)
     check_ranges(parts.computed, frame)
     return frame
 
@@ -77,14 +80,16 @@ class _Parts:
     tensors: list[TensorTable]
     ranged: list[Ranged]
     switches: list[PerHead]
+    operands: list[Lookup]
     computed: list[Lookup | Arithmetic]
 
 
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [], [], [])
+        parts = _Parts([], [], [], [], [], [], [])
         seen: set[Any] = set()
         for node in mask.expand().walk():
+            parts.operands.extend(_operands(node))
             if not isinstance(node, Param | Lookup | TensorTable | Ranged | PerHead | Arithmetic):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
@@ -109,12 +114,26 @@ def _parts(mask: Mask) -> _Parts:
     return cast(_Parts, mask.memo["parts"])
 
 
+def _operands(node: Node) -> list[Lookup]:
+    """The data that a node computes with, or that a comparison with the key is solved for, which adds to it."""
+    match node:
+        case Arithmetic(_, left, right):
+            pair = [left, right]
+        case Compare(sign, left, right) if sign not in {"==", "!="} and "kv" in node.symbols:
+            pair = [left, right]
+        case _:
+            return []
+    return [side for side in pair if isinstance(side, Lookup) and not isinstance(side.table, Derived)]
+
+
 def _length(name: str, value: object) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(cast(Any, value))
     except TypeError:
         raise OperandError(f"{name} must be an integer, got {value!r}") from None
-    if number < 1 or isinstance(value, bool):
+    if number < 1:
         raise LoweringError(f"{name} must be at least 1, got {value!r}")
     if number > MAX_LENGTH:
         raise LoweringError(f"{name} must be at most {MAX_LENGTH}, got {number}")
@@ -147,6 +166,8 @@ def _offset(q_offset: Any) -> int | Tensor:
             raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
         return q_offset.long().reshape(-1)
     try:
+        if isinstance(q_offset, bool):
+            raise TypeError
         offset = operator.index(q_offset)
     except TypeError:
         raise OperandError(f"q_offset must be an int or an integer tensor [B], got {q_offset!r}") from None
@@ -225,11 +246,24 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
             positions = max(frame.kv_len, frame.q_end or 0)
             if not is_constant(source):
                 return derive(rule, _tensor(source, frame), positions)
-            known = table.memo.get("derived", {})
-            if (positions, frame.device) not in known:
-                table.memo["derived"] = {(positions, frame.device): derive(rule, _tensor(source, frame), positions)}
-            return cast(Tensor, table.memo["derived"][positions, frame.device])
+            place, made = table.memo.get("derived", (None, None))
+            if place != (positions, frame.device):
+                made = derive(rule, _tensor(source, frame), positions)
+                table.memo["derived"] = (positions, frame.device), made
+            return cast(Tensor, made)
     raise AssertionError(f"not a table: {table!r}")
+
+
+def _check_value(lookup: Lookup, frame: Frame) -> None:
+    values = frame.tables[lookup.table.key]
+    if values.dtype == torch.bool or devices.waits(values):
+        return
+    least, most = (int(v) for v in values.aminmax())
+    if least < -MAX_VALUE or most > MAX_VALUE:
+        raise LoweringError(
+            f"{lookup.brief()} has values from {least} to {most}; what is computed with must lie between -2**60 and 2**60 "
+            "(where it means that there is no limit, give the length)"
+        )
 
 
 def _check_range(ranged: Ranged, frame: Frame) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask import devices
 from flexmask.rows import Rows
 
-__all__ = ["MANY", "ValueRuns", "rising_runs", "runs", "threshold"]
+__all__ = ["ValueRuns", "rising_runs", "runs", "threshold"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -24,11 +24,11 @@ def runs(holds: Tensor, kv_len: int) -> Rows:
     """
     holds = holds.expand(*holds.shape[:2], kv_len)
     edges = torch.nn.functional.pad(holds, (1, 1)).to(torch.int8).diff()
-    starts, stops = (_listed(edges == sign, kv_len).unsqueeze(2) for sign in (1, -1))
+    starts, stops = (_positions(edges == sign, kv_len).unsqueeze(2) for sign in (1, -1))
     return Rows(starts, stops, kv_len)
 
 
-def _listed(marked: Tensor, fill: int) -> Tensor:
+def _positions(marked: Tensor, fill: int) -> Tensor:
     """The marked positions of each line in order, ``int32[B, H, K]``, filled up with ``fill``."""
     batch, heads, _ = marked.shape
     if batch * heads == 1:
@@ -76,7 +76,7 @@ class ValueRuns:
         starts: the first position of each run, ``int32[B, H, R]``, in order.
         stops: the position behind the last of each.
         held: the values of the runs in ascending order, ``int64[B, H, R]``.
-        order: the run that each of these is.
+        order: which run each of these is the value of, ``int64[B, H, R]``.
         distinct: whether no value comes back after another, so that each has one run.
         n: the length of the lines.
     """
@@ -94,7 +94,7 @@ class ValueRuns:
         values = values.expand(*values.shape[:2], n)
         changes = torch.ones(values.shape, dtype=torch.bool, device=values.device)
         torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
-        starts = _listed(changes, n)
+        starts = _positions(changes, n)
         stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=n)
         held = values.gather(-1, starts.clamp(max=n - 1).long()).masked_fill_(starts == n, torch.iinfo(values.dtype).max)
         held, order = held.sort(dim=-1, stable=True)
@@ -158,9 +158,9 @@ def _picked(of_runs: Tensor, at: Tensor) -> Tensor:
 
 
 def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
-    """The keys with ``column[b, h, kv] == value[b, h, q]`` for a column from 0 up that never falls, but for a tail of -1.
+    """The keys with ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without waiting for the device.
 
-    Nothing waits for the device.
+    The column must never fall, from 0 up, but for a tail of -1; of any other the result means nothing.
     """
     behind = torch.iinfo(column.dtype).max
     column, value = (side.masked_fill(side == -1, behind) for side in (column, value))

@@ -6,6 +6,7 @@ Time follows what is visible and memory is linear in the lengths, forward and ba
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
@@ -27,7 +28,7 @@ ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FORWARD_SCORES = 2**26
 BACKWARD_SCORES = 2**25
 BACKWARD_SCORES_PER_THREAD = 2**19
-# How many tiles' masks are kept for tiles to come: a window needs 1, packed documents of n blocks each need n.
+# How many masks are kept for tiles to come: a window needs 1, packed documents of n blocks each need n.
 KEPT_PICTURES = 4
 
 
@@ -162,14 +163,17 @@ def _backward(
 def _biased(
     tiles: list[Tile], bounds: Tensor, cells: Cells, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
-    """Each tile with its bias and blind rows, which are not made again for one of the last few pictures."""
+    """Each tile with its bias and blind rows, which are kept for tiles to come that show the same."""
+    to_come = Counter(tile.picture for tile in tiles if cells is None)
     kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     for tile in tiles:
-        found = kept.pop(tile.picture, None) if cells is None else None
-        kept[tile.picture] = found or tile.bias(bounds, cells, dtype)
+        found = kept.pop(tile.picture, None) or tile.bias(bounds, cells, dtype)
+        to_come[tile.picture] -= 1
+        if to_come[tile.picture] > 0:
+            kept[tile.picture] = found
         if len(kept) > KEPT_PICTURES:
             kept.pop(next(iter(kept)))
-        yield tile, *kept[tile.picture]
+        yield tile, *found
 
 
 def _new_out(query: Tensor, value: Tensor) -> Tensor:

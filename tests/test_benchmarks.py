@@ -16,6 +16,7 @@ from benchmarks.workloads import (
     Workload,
     causal_work,
     dilated_work,
+    even_work,
     heads_work,
     packed_work,
     prefix_work,
@@ -48,6 +49,7 @@ def test_memory_that_was_freed_again_counts() -> None:
 SHORT = [
     *(packed_work(300, "cpu", batch) for batch in (1, 3)),
     *(make(300) for make in (causal_work, window_work, dilated_work)),
+    even_work(600, "cpu"),
     prefix_work(1200, "cpu"),
     heads_work(300, 3),
     table_work(300, "cpu"),
@@ -76,9 +78,29 @@ def test_report(tmp_path: Path) -> None:
     assert (tmp_path / "cpu-memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+ROWS = {"": "causal & document & key_padding", "BlockMask": "causal & document & key_padding"}
+ROWS |= {"batch 16": "causal & document & key_padding, batch 16", "dilated window": "dilated window (does not separate)"}
+ROWS |= {"a decoding step, causal": "causal, q_offset an int"}
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
 def test_readme_quotes_the_committed_results() -> None:
+    """Each figure stands in the same row and column of the report."""
+    lines = RESULTS.read_text().splitlines()
+    report = {tuple(cells_of(line)[:2]): cells_of(line) for line in lines if line.startswith("| ")}
     section = (ROOT / "README.md").read_text().split("## Speed")[1].split("\n## ")[0]
-    quoted = re.findall(r"[\d,.]+ (?:µs|ms|s|MiB)\b|[\d,.]+x\b", section)
-    assert len(quoted) > 10
-    results = RESULTS.read_text()
-    assert [figure for figure in quoted if figure not in results] == []
+    quoted = [cells_of(line) for line in section.splitlines() if re.match(r"\|[^|]*\| [\d,]+ \|", line)]
+    assert len(quoted) >= 7
+    for name, tokens, *figures in quoted:
+        row = report[ROWS[name], tokens]
+        for column, figure in enumerate(figures):
+            time, _, memory = figure.partition(", ")
+            assert not time or time == row[2 + column].removesuffix(", 1 run")
+            assert not memory or memory == row[7 + column]
+    in_text = re.findall(r"[\d,.]+x\b|[\d,.]+ (?:µs|ms)\b", "\n".join(line for line in section.splitlines() if "|" not in line))
+    assert len(in_text) >= 5
+    found = {cell for row in report.values() for cell in row}
+    assert [figure for figure in in_text if figure not in found] == []

@@ -138,3 +138,17 @@ def test_other_lengths_compile_once_more_on_cuda() -> None:
         found = compiled(query, query, query, block_mask=mask.block_mask(length, device="cuda"))
         torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"), atol=2e-3, rtol=2e-3)
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+def test_more_intervals_take_other_kernels() -> None:
+    """Sizes do not change with the number of intervals: torch's CPU kernels do not build once a size is dynamic."""
+    query = torch.randn(1, 1, L, 16)
+    compiled = torch.compile(flex_attention)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad():
+        for mask, graphs in ((fm.causal(), 1), (fm.causal() | (kv == 200) | (kv == 100), 2), (kv % 40 == 3, 3), (fm.full(), 3)):
+            found = compiled(query, query, query, block_mask=mask.block_mask(L))
+            torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+            assert counters["stats"]["unique_graphs"] == graphs

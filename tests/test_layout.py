@@ -23,7 +23,7 @@ LAYERS = """\
 errors nodes index tables lowerable masks naming
 catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue text
 devices deriving frame rows runs closures ranges preparation evaluation separation analysis
-lowering lowering.dense lowering.mask_mod blocks block_sets grid lowering.block_mask lowering.stats
+lowering lowering.dense lowering.mask_mod blocks block_sets block_grid lowering.block_mask lowering.stats
 tiles tile_plan sdpa functional nn
 render.caption render.area render.picture render.plot render.terminal render
 cli.messages cli.group cli.lengths cli.inputs cli.render cli __main__

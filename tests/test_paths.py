@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import io
+import operator
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -33,22 +36,27 @@ def path(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "grid, all ranked" | "grid, few picked":
-                patch.setattr(lowering, "MAX_GRID", (2**30, 2**30))
-                patch.setattr("flexmask.grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
+                patch.setattr(lowering, "MAX_GRID", devices.Limit(2**30, 2**30))
+                patch.setattr("flexmask.block_grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
             case "sets with room":
-                patch.setattr(lowering, "MAX_GRID", (0, 0))
+                patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
             case "packed sets":
-                patch.setattr(lowering, "MAX_GRID", (0, 0))
-                patch.setattr(lowering, "MAX_ROOM", (0, 0))
+                patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
+                patch.setattr(lowering, "MAX_ROOM", devices.Limit(0, 0))
                 patch.setattr("flexmask.block_sets.LEAST_PITCH", 1)
             case "without waiting":
                 patch.setattr(devices, "waits", lambda tensor: True)
             case "without waiting, cell by cell":
                 patch.setattr(devices, "waits", lambda tensor: True)
-                patch.setattr("flexmask.grid.FEW_CELLS", 0)
+                patch.setattr("flexmask.block_grid.FEW_CELLS", 0)
             case "runs of queries":
                 patch.setattr(runs, "MANY", 1)
-                patch.setattr(analysis, "MANY", 1)
+                patch.setattr(analysis, "DECODING", 1)
+            case "single queries":
+                patch.setattr(runs, "MANY", 2**30)
+                patch.setattr(analysis, "DECODING", 2**30)
+            case _:
+                raise ValueError(name)
         yield
 
 
@@ -60,6 +68,7 @@ PATHS = [
     "without waiting",
     "without waiting, cell by cell",
     "runs of queries",
+    "single queries",
 ]
 
 
@@ -105,16 +114,27 @@ LONG: list[fm.Mask] = [
 ]
 
 
+SIZE = 2020
+
+
+@cache
+def lists_of_cells(mask: fm.Mask) -> dict[str, list[list[int]]]:
+    """The lists of blocks of 4, counted from the cells."""
+    cells = mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE)
+    visible = cells.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).sum((3, 5))
+    kinds = {"kv": (visible > 0) & (visible < 16), "full_kv": visible == 16}
+    kinds |= {"q": kinds["kv"].mT, "full_q": kinds["full_kv"].mT}
+    return {name: [row.nonzero().flatten().tolist() for row in kind.flatten(0, 2)] for name, kind in kinds.items()}
+
+
 @pytest.mark.parametrize("mask", LONG, ids=lambda mask: mask.brief())
 @pytest.mark.parametrize("name", PATHS)
 def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
     """Blocks of 4 in 2,020 tokens: 255,025 in all, more than the grid has on the CPU."""
-    shape = Shape(2020, 2020, batch=2, heads=2)
-    small = mask.block_mask(2020, block_size=4)
     with path(name):
-        other = mask.block_mask(2020, block_size=4)
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        assert list(blocks_of(small, kind, shape)) == list(blocks_of(other, kind, shape)), kind
+        found = mask.block_mask(SIZE, block_size=4)
+    for kind, wanted in lists_of_cells(mask).items():
+        assert list(blocks_of(found, kind, Shape(SIZE, SIZE, batch=2, heads=2))) == wanted, kind
 
 
 # ---------------------------------------------------------------- values that rise
@@ -226,6 +246,10 @@ def test_nothing_waits_for_data_along_queries() -> None:
 WAITING = {
     "kept keys": fm.key_padding(keep=torch.ones(4000, dtype=torch.bool, device="meta")),
     "ids": fm.document(torch.zeros(4000, dtype=torch.long, device="meta")),
+    "a list of ids": fm.document([0] * 4000),
+    "a condition on keys": fm.kv % 4 == 0,
+    "keys that match": fm.q % 7 == fm.kv % 7,
+    "nine pieces": reduce(operator.or_, (fm.kv == 100 * i for i in range(9))),
     "many dilated": fm.sliding_window(9, 9) & ((fm.q - fm.kv) % 4 == 0),
 }
 
@@ -249,7 +273,7 @@ PACKED = [fm.causal(), fm.causal() & fm.document(lengths=[700, 324]), fm.sliding
 
 
 def same_lists(found: BlockMask, wanted: BlockMask) -> bool:
-    shape = Shape(found.seq_lengths[0], found.seq_lengths[1])
+    shape = Shape(found.seq_lengths[0], found.seq_lengths[1], *found.kv_num_blocks.shape[:2])
     kinds = ("kv", "full_kv", "q", "full_q")
     return all(list(blocks_of(found, kind, shape)) == list(blocks_of(wanted, kind, shape)) for kind in kinds)
 
@@ -309,14 +333,33 @@ def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", unwaiting("meta"))
+@pytest.mark.parametrize("name", [*unwaiting("meta"), "ids"])
 def test_nothing_waits_on_cuda(name: str) -> None:
-    """torch itself watches for what waits."""
-    mask, offset = unwaiting("cuda")[name], torch.tensor([3, 5], device="cuda")
-    mask.block_mask(1000, device="cuda")  # lists become tensors once
+    """torch itself watches for what waits. Lists become tensors, and ids are counted, once."""
+    ids = fm.document(torch.arange(1000, device="cuda") // 300)
+    mask, offset = {**unwaiting("cuda"), "ids": ids}[name], torch.tensor([3, 5], device="cuda")
+    mask.block_mask(1000, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        mask.block_mask(1000, device="cuda")
-        mask.block_mask(1, 1000, q_offset=offset)
+        found = mask.block_mask(1000, device="cuda")
+        step = mask.block_mask(1, 1000, q_offset=offset)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    on_host = mask.to("cpu")
+    assert same_lists(found.to("cpu"), on_host.block_mask(1000))
+    assert same_lists(step.to("cpu"), on_host.block_mask(1, 1000, q_offset=offset.cpu()))
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_threads_share_a_mask() -> None:
+    """What is kept of one lowering must not get into another."""
+    mask = fm.causal() & fm.document(lengths=[300, 200])
+    wanted = {length: mask.rows(1, length, q_offset=400).lower.bounds.tolist() for length in (500, 600, 700)}
+
+    def lower(length: int) -> bool:
+        return all(mask.rows(1, length, q_offset=400).lower.bounds.tolist() == wanted[length] for _ in range(200))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lower, wanted))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask import LoweringError, attention, kv, q
+from flexmask import LoweringError, attention, b, kv, q
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,43 @@ def test_unknown_devices_are_refused(device: str) -> None:
 def test_an_empty_offset_is_refused() -> None:
     with pytest.raises(LoweringError, match="q_offset"):
         fm.causal().dense(4, q_offset=torch.zeros(0, dtype=torch.long))
+
+
+NO_LIMIT = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        kv <= fm.table([NO_LIMIT])[b],
+        kv > fm.table([NO_LIMIT])[b],
+        fm.causal(offset=fm.table(torch.tensor([NO_LIMIT]))[b]),
+        abs(q - kv) <= fm.table([NO_LIMIT])[b],
+        fm.table([-NO_LIMIT] * 4)[kv] < q,
+    ],
+    ids=str,
+)
+def test_data_that_would_overflow_is_refused(mask: fm.Mask) -> None:
+    for lower in (mask.dense, mask.block_mask, mask.rows):
+        with pytest.raises(LoweringError, match="between -2"):
+            lower(4)
+
+
+def test_data_that_is_only_compared_may_be_large() -> None:
+    assert fm.document([NO_LIMIT, NO_LIMIT, 0, 0]).dense(4).sum() == 8
+    assert fm.document([NO_LIMIT, NO_LIMIT, 0, 0]).block_mask(4, block_size=1).to_dense().sum() == 8
+    assert (kv <= fm.table([2**60])[b]).block_mask(4, block_size=1).to_dense().sum() == 16
+
+
+def test_a_block_may_be_larger_than_the_mask() -> None:
+    assert fm.causal().block_mask(16, block_size=2**29).kv_num_blocks.tolist() == [[[1]]]
+    assert (fm.causal() & ((q - kv) % 3 == 0)).block_mask(16, block_size=2**29).kv_num_blocks.tolist() == [[[1]]]
+    with pytest.raises(LoweringError, match="block_size"):
+        fm.causal().block_mask(16, block_size=2**40)
+
+
+def test_truth_values_are_no_lengths() -> None:
+    with pytest.raises(fm.OperandError, match="q_len must be an integer"):
+        fm.causal().dense(True)
+    with pytest.raises(fm.OperandError, match="q_offset"):
+        fm.causal().dense(4, q_offset=True)

@@ -9,20 +9,20 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
 from flexmask.analysis import analyse
+from flexmask.block_grid import block_grid
 from flexmask.block_sets import block_sets
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import Frame
-from flexmask.grid import grid_of
+from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.lowering.mask_mod import Form, mask_mod
 
 __all__ = ["block_mask", "sizes_of"]
 
 #: Blocks of a mask up to which each list of its BlockMask has room for all of them, on the CPU and elsewhere. Then the lists'
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
-MAX_ROOM = 2**20, 2**22
+MAX_ROOM = devices.Limit(cpu=2**20, elsewhere=2**22)
 #: Blocks up to which a grid of them is better than sets: on the CPU while it is faster; elsewhere wherever there is room, since
 #: the sizes of a grid depend on no data, so that nothing waits for the device.
-MAX_GRID = 2**16, 2**22
+MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
 
 
 def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto") -> BlockMask:
@@ -30,11 +30,10 @@ def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form
     sizes = sizes_of(block_size)
     rows = analyse(frame)
     blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])
-    elsewhere = devices.waits(rows.upper.lo)
-    if blocks <= MAX_GRID[elsewhere]:
-        lists = grid_of(rows, frame, *sizes).lists(frame.full_batch)
+    if blocks <= MAX_GRID.on(rows.upper.lo):
+        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch)
     else:
-        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, packed=blocks > MAX_ROOM[elsewhere])
+        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, packed=blocks > MAX_ROOM.on(rows.upper.lo))
     kv, full_kv, q, full_q = lists
     mod = mask_mod(frame, form, rows)
     return BlockMask((frame.q_len, frame.kv_len), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=sizes, mask_mod=mod)
@@ -45,7 +44,7 @@ def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
     Raises:
         OperandError: it is not an int or a pair of ints.
-        LoweringError: it is less than 1.
+        LoweringError: it is less than 1, or more than a length can be.
     """
     if isinstance(block_size, bool):
         raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}")
@@ -54,6 +53,6 @@ def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
         q_size, kv_size = (operator.index(cast(Any, size)) for size in pair)
     except (TypeError, ValueError):
         raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}") from None
-    if min(q_size, kv_size) < 1:
-        raise LoweringError(f"block_size must be at least 1, got {block_size!r}")
+    if min(q_size, kv_size) < 1 or max(q_size, kv_size) > MAX_LENGTH:
+        raise LoweringError(f"block_size must lie between 1 and {MAX_LENGTH}, got {block_size!r}")
     return q_size, kv_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds, analyse
@@ -58,21 +58,27 @@ def _expression_mod(frame: Frame) -> MaskMod:
 
 
 def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
-    """``OR over i of lo[b, h, q, i] <= kv < hi[b, h, q, i]``.
+    """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
 
     The tensors have the size of the whole batch, so that the code of the closure is the same whatever the mask depends on.
+    Each slot has its own, so that no size changes with their number: torch would take the size for dynamic from then on, which
+    its CPU kernels cannot.
     """
     slots = next(number for number in INTERVALS if number >= rows.slots)
-    full = rows.expand(frame.full_batch, frame.heads, frame.q_len)
-    lo, hi = (F.pad(end, (0, slots - rows.slots), value=rows.kv_len).contiguous() for end in (full.lo, full.hi))
+    shape = frame.full_batch, frame.heads, frame.q_len
+    full = rows.expand(*shape)
+    pairs = [(full.lo[..., slot].contiguous(), full.hi[..., slot].contiguous()) for slot in range(rows.slots)]
+    while len(pairs) < slots:  # each tensor is one of its own, as those that are used are: torch looks at that, too
+        pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
+    (lo, hi), *more = pairs
     # An axis of size 1 may stand for more: it is read at 0.
     b_step, h_step = int(frame.full_batch > 1), int(frame.heads > 1)
 
     def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         b, h = b * b_step, h * h_step
-        visible = (kv_idx >= lo[b, h, q_idx, 0]) & (kv_idx < hi[b, h, q_idx, 0])
-        for slot in range(1, slots):
-            visible = visible | ((kv_idx >= lo[b, h, q_idx, slot]) & (kv_idx < hi[b, h, q_idx, slot]))
+        visible = (kv_idx >= lo[b, h, q_idx]) & (kv_idx < hi[b, h, q_idx])
+        for next_lo, next_hi in more:
+            visible = visible | ((kv_idx >= next_lo[b, h, q_idx]) & (kv_idx < next_hi[b, h, q_idx]))
         return visible
 
     return interval_mod

@@ -1,7 +1,7 @@
-"""Grids: which blocks of a mask are empty, partial and full, with one truth value for each block.
+"""Grids of blocks: which blocks of a mask are empty, partial and full, with one truth value for each block.
 
 All sizes follow from the lengths, so nothing here waits for the device as long as the rows of the mask are exact. A mask
-whose blocks are too many for a grid takes :mod:`flexmask.blocks` instead.
+whose blocks are too many for a grid takes :mod:`flexmask.block_sets` instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["Grid", "grid_of"]
+__all__ = ["BlockGrid", "block_grid"]
 
 #: Blocks of a grid up to which it costs less to rank all of them than to pick out those that are marked.
 SMALL = 2**13
@@ -27,12 +27,13 @@ FEW_CELLS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class BlockGrid:
     """The partial and the full blocks of a mask, ``bool[B, H, q_blocks, kv_blocks]``.
 
     Attributes:
         partial: blocks of which some cell is visible, but not all ``q_size * kv_size``.
-        full: blocks of which every cell is visible; a ragged last block never is. None where there can be no full block.
+        full: blocks of which every cell is visible; a ragged last block never is. None where there are fewer queries than a
+            block has, as in decoding, whose steps would spend a fifth of their time on lists of nothing.
     """
 
     partial: Tensor
@@ -82,7 +83,7 @@ def _unlisted(grid: Tensor) -> Listed:
     return number, torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
 
 
-def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
+def block_grid(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockGrid:
     """Classifies the blocks of a mask; evaluates cells only in blocks that its rows leave open.
 
     Args:
@@ -94,7 +95,7 @@ def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
     sizes = q_size, kv_size
     touched, full = _touched(bounds.upper, frame, *sizes), _covered(bounds.lower, frame, *sizes)
     if bounds.exact:
-        return Grid(touched if full is None else touched & ~full, full)
+        return BlockGrid(touched if full is None else touched & ~full, full)
     shape = frame.batch, frame.heads, -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
     full = torch.zeros_like(touched) if full is None else full
     covered = _covered(bounds.upper, frame, *sizes)
@@ -103,12 +104,12 @@ def grid_of(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Grid:
     partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
     open_blocks = touched & ~full & ~partial
     # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
-    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * kv_size <= FEW_CELLS
+    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS
     for part, cells in evaluated(Entries.every(partial) if every else Entries.marked(open_blocks), frame, *sizes):
         count, place = cells.sum((1, 2)), part.row * shape[-1] + part.column
         partial.view(-1)[place] = (count > 0) & (count < q_size * kv_size)
         full.view(-1)[place] = count == q_size * kv_size
-    return Grid(partial, full)
+    return BlockGrid(partial, full)
 
 
 def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
@@ -147,6 +148,7 @@ def _between(start: Tensor, stop: Tensor, width: int) -> Tensor:
 def _counted(start: Tensor, stop: Tensor, q_size: int, width: int) -> Tensor:
     """How many rows of each query block have an interval ``[start, stop)`` of key blocks that holds a block."""
     batch, heads, q_len, _ = start.shape
+    q_size = min(q_size, q_len)
     edges = torch.zeros((batch, heads, -(-q_len // q_size), width + 1), dtype=torch.int32, device=start.device)
     for ends, step in ((start, 1), (stop, -1)):
         if q_len % q_size:
