@@ -134,10 +134,10 @@ def table_work(length: int, device: str) -> Workload:
 def workloads(device: str, *, quick: bool) -> list[Workload]:
     """All that is measured of BlockMasks, the packed documents first."""
     k = 1024
-    sweep = [256, 8 * k, 32 * k] if quick else [256, 2 * k, 8 * k, 32 * k, 128 * k, 256 * k, k * k]
+    sweep = [256, 2 * k, 8 * k] if quick else [256, 2 * k, 8 * k, 32 * k, 128 * k, 256 * k, k * k]
     found = [packed_work(length, device) for length in sweep]
     if quick:
-        return [*found, window_work(8 * k), packed_work(8 * k, device, batch=4)]
+        return [*found, window_work(8 * k), packed_work(2 * k, device, batch=4)]
     found += [causal_work(length) for length in (8 * k, 32 * k, 128 * k, k * k)]
     found += [window_work(length) for length in (32 * k, 128 * k, k * k)]
     found += [prefix_work(length, device) for length in (32 * k, 128 * k)]

@@ -209,7 +209,8 @@ def _sizes(
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
             claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
-            raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}")
+            mend = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in said[axis] else ""
+            raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}{mend}")
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             raise LoweringError(f"the mask {mask.brief()} depends on {axis}: say how many there are with {keyword}=")
