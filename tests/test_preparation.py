@@ -176,6 +176,6 @@ def test_truth_values_are_no_lengths() -> None:
 
 
 def test_one_sequence_is_not_every_sequence() -> None:
-    with pytest.raises(LoweringError, match="two sizes of batch.*has no batch axis"):
+    with pytest.raises(LoweringError, match=r"two sizes of batch.*has no batch axis"):
         fm.document(lengths=[[2, 2]]).dense(4, batch=3)
     assert fm.document(lengths=[2, 2]).dense(4, batch=3).shape == (1, 1, 4, 4)
