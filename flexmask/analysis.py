@@ -126,10 +126,10 @@ class _Analysis:
             stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
         # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
         start, stop = reduce(greater, sorted(starts, key=_size)), reduce(lesser, sorted(stops, key=_size))
-        lo, hi = (self.queries.shaped(end).clamp(0, kv_len).to(torch.int32) for end in (start, stop))
+        lo, hi = (_clamped(end, kv_len) for end in (start, stop))
         for part in rows:
-            lo, hi = torch.maximum(lo, part.lo.squeeze(-1)), torch.minimum(hi, part.hi.squeeze(-1))
-        return Rows.spans(lo, hi, kv_len)
+            lo, hi = greater(lo, part.lo.squeeze(-1)), lesser(hi, part.hi.squeeze(-1))
+        return Rows.spans(self.queries.shaped(lo), self.queries.shaped(hi), kv_len)
 
     def leaf(self, mask: Mask) -> RowBounds:
         frame, kv_len = self.frame, self.frame.kv_len
@@ -190,6 +190,11 @@ class _Analysis:
 
 def _size(values: Any) -> int:
     return values.numel() if isinstance(values, Tensor) else 0
+
+
+def _clamped(end: Any, kv_len: int) -> Any:
+    """An end of spans as a 32-bit position, or as a number where all have the same."""
+    return end.clamp(0, kv_len).to(torch.int32) if isinstance(end, Tensor) else min(max(end, 0), kv_len)
 
 
 def _is_span(mask: Mask) -> bool:

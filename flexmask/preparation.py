@@ -271,7 +271,12 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
     values = _tensor(ranged.source, frame)
     if devices.waits(values):
         return
-    least, most = (int(v) for v in values.aminmax())
+    extent = ranged.memo.get("extent")
+    if extent is None:
+        extent = tuple(int(v) for v in values.aminmax())
+        if is_constant(ranged.source):
+            ranged.memo["extent"] = extent
+    least, most = extent
     if least < ranged.low:
         raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
     if ranged.high is None:
