@@ -9,6 +9,7 @@ Expressions import without torch; what needs torch is imported when it is first 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flexmask.algebra import Mask, where
 from flexmask.catalogue import (
     causal,
     cross_length,
@@ -27,7 +28,6 @@ from flexmask.catalogue import (
 )
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError, RenderError, TextError
 from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
-from flexmask.masks import Mask, where
 from flexmask.naming import named
 from flexmask.tables import Table, document_ids, document_starts, param, table
 from flexmask.text import parse

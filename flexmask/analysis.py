@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
+from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
 from flexmask.index import Index, Symbol, kv, q
-from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.rows import Rows
 from flexmask.runs import ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Matches, Reaches, Span, separate

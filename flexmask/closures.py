@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
 from flexmask.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
-from flexmask.masks import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.tables import Lookup
 
 __all__ = ["ARITHMETIC", "COMPARISON", "frame_closure", "greater", "index_closure", "lesser", "mask_closure"]

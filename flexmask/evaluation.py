@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.algebra import Compare, Mask
 from flexmask.closures import ARITHMETIC, COMPARISON, index_closure, mask_closure
 from flexmask.frame import Frame
 from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
-from flexmask.masks import Compare, Mask
 from flexmask.tables import Lookup
 
 __all__ = ["Evaluation"]

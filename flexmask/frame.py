@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from flexmask.algebra import Mask
 from flexmask.index import Constant, Symbol
-from flexmask.masks import Mask
 from flexmask.nodes import Node
 
 __all__ = ["Frame", "MAX_LENGTH"]

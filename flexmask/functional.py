@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from flexmask.algebra import Mask, Truth
 from flexmask.analysis import analyse
 from flexmask.closures import frame_closure
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.index import Constant, q
-from flexmask.masks import Mask, Truth
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa
 from flexmask.separation import Span, separate

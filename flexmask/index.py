@@ -17,7 +17,7 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.nodes import Node
 
 if TYPE_CHECKING:
-    from flexmask.masks import Mask
+    from flexmask.algebra import Mask
 
 __all__ = [
     "Absolute",
@@ -190,7 +190,7 @@ def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
 
 
 def _compare(sign: str, left: object, right: object) -> Mask:
-    from flexmask.masks import Compare, Mask  # masks are built on index expressions; this is the one way back
+    from flexmask.algebra import Compare, Mask  # masks are built on index expressions; this is the one way back
 
     if isinstance(right, Mask):
         raise OperandError(
@@ -295,7 +295,7 @@ class Choice(Index):
 
     @classmethod
     def make(cls, *values: Any) -> Index:
-        from flexmask.masks import Truth  # as in _compare
+        from flexmask.algebra import Truth  # as in _compare
 
         condition, then, otherwise = values
         if isinstance(condition, Truth):

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.attention.flex_attention import BlockMask
 
+    from flexmask.algebra import Mask
     from flexmask.analysis import RowBounds
     from flexmask.frame import Frame
     from flexmask.lowering.mask_mod import Form, MaskMod
     from flexmask.lowering.stats import Stats
-    from flexmask.masks import Mask
 
 __all__ = ["Lowerable"]
 

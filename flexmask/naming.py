@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
+from flexmask.algebra import Mask, Named, Truth
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index
-from flexmask.masks import Mask, Named, Truth
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
 __all__ = ["NAMES", "named", "nearest", "write_arguments"]

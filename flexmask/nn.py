@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.algebra import Mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.functional import Backend, attention, check_backend
-from flexmask.masks import Mask
 
 __all__ = ["MultiheadFlexAttention"]
 

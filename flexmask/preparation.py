@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
+from flexmask.algebra import Compare, Mask, PerHead
 from flexmask.deriving import derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
-from flexmask.masks import Compare, Mask, PerHead
 from flexmask.nodes import Node
 from flexmask.ranges import AXES, check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from flexmask.algebra import Compare, Mask, Named
 from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
-from flexmask.masks import Compare, Mask, Named
 
 __all__ = ["Linear", "Matches", "Reaches", "Span", "separate"]
 

@@ -8,10 +8,10 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from flexmask.algebra import Mask, where
 from flexmask.catalogue import __all__ as _built_in
 from flexmask.errors import FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
-from flexmask.masks import Mask, where
 from flexmask.naming import NAMES, nearest
 from flexmask.tables import Param, Table, document_ids, document_starts, param, table
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexmask.algebra import Mask, PerHead
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, Symbol, as_index, b, h, kv, kv_len, q, q_len
-from flexmask.masks import Mask, PerHead
 from flexmask.naming import named
 from flexmask.tables import Param, as_table
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from flexmask.algebra import Compare, Mask
 from flexmask.errors import OperandError
 from flexmask.index import Arithmetic, kv, kv_len, q
-from flexmask.masks import Compare, Mask
 from flexmask.naming import named
 from flexmask.nodes import Node
 from flexmask.tables import Lookup, along, document_ids, document_starts, per_batch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
+from flexmask.algebra import Mask
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, Symbol, kv, kv_len, q, q_len
-from flexmask.masks import Mask
 from flexmask.naming import named, nearest
 from flexmask.tables import Param, along, as_table, per_batch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
+from flexmask.algebra import Mask, Truth
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, kv, kv_len, q, q_len
-from flexmask.masks import Mask, Truth
 from flexmask.naming import named, nearest
 
 __all__ = ["causal", "empty", "full", "sliding_window"]

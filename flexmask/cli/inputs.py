@@ -13,7 +13,7 @@ import click
 from flexmask.cli.messages import Refused
 
 if TYPE_CHECKING:
-    from flexmask.masks import Mask
+    from flexmask.algebra import Mask
 
 __all__ = ["BlockSize", "lengths_of", "mask_options", "read_mask"]
 

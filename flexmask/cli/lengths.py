@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flexmask.algebra import Mask
 from flexmask.index import Symbol
-from flexmask.masks import Mask
 from flexmask.tables import Derived, Literal, Lookup, Ranged, Table
 
 __all__ = ["said_lengths"]

@@ -26,7 +26,7 @@ MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
 
 
 def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto") -> BlockMask:
-    """The mask of a frame as a BlockMask: see :meth:`flexmask.masks.Mask.block_mask`."""
+    """The mask of a frame as a BlockMask: see :meth:`flexmask.algebra.Mask.block_mask`."""
     sizes = sizes_of(block_size)
     rows = analyse(frame)
     blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])

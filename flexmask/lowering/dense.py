@@ -23,7 +23,7 @@ Cells = Callable[[int, int, int, int], Tensor]
 
 
 def dense(frame: Frame) -> Tensor:
-    """The mask of a frame as a tensor: see :meth:`flexmask.masks.Mask.dense`."""
+    """The mask of a frame as a tensor: see :meth:`flexmask.algebra.Mask.dense`."""
     shape = (frame.batch, frame.heads, frame.q_len, frame.kv_len)
     size = torch.Size(shape).numel()
     if size > MAX_BYTES:

@@ -28,7 +28,7 @@ MAX_INTERVALS = INTERVALS[-1]
 
 
 def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
-    """The mask of a frame as a closure: see :meth:`flexmask.masks.Mask.mask_mod`.
+    """The mask of a frame as a closure: see :meth:`flexmask.algebra.Mask.mask_mod`.
 
     Args:
         frame: the frame of the lowering.

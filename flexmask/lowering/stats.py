@@ -85,7 +85,7 @@ class Stats:
 
 
 def stats(frame: Frame, block_size: int | tuple[int, int] = 128) -> Stats:
-    """The figures of the mask of a frame: see :meth:`flexmask.masks.Mask.stats`."""
+    """The figures of the mask of a frame: see :meth:`flexmask.algebra.Mask.stats`."""
     q_size, kv_size = sizes_of(block_size)
     bounds = analyse(frame)
     found = block_sets(bounds, frame, q_size, kv_size)

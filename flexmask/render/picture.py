@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flexmask.algebra import Mask, PerHead
 from flexmask.analysis import analyse
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.index import Symbol
-from flexmask.masks import Mask, PerHead
 from flexmask.preparation import frame_of
 from flexmask.render.area import Area
 from flexmask.render.caption import shortened

@@ -27,7 +27,7 @@ from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, pict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.masks import Mask
+    from flexmask.algebra import Mask
 
 __all__ = ["ENDINGS", "draw", "plot", "save"]
 

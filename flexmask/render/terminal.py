@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from flexmask.masks import Mask
+    from flexmask.algebra import Mask
 
 __all__ = ["show"]
 
