@@ -6,6 +6,7 @@ of a mask lowered with ``q_offset=n`` is ``q = n + i``. Data is an int, a list, 
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import ceil, prod
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -146,7 +147,280 @@ def dense(table: Sequence[Any]) -> Predicate:
     return allowed
 
 
+# ---------------------------------------------------------------- named masks by family
+
+
+def dilated_window(left: int | None, right: int | None, dilation: int) -> Predicate:
+    return both(sliding_window(left, right), lambda b, h, q, kv, q_len, kv_len: abs(q - kv) % dilation == 0)
+
+
+def sink_window(sinks: int, left: int | None) -> Predicate:
+    return both(causal(), either(sliding_window(left, 0), lambda b, h, q, kv, q_len, kv_len: kv < sinks))
+
+
+def global_window(is_global: Ids, left: int | None, right: int | None) -> Predicate:
+    return either(either(query_keep(is_global), key_keep(is_global)), sliding_window(left, right))
+
+
+def bidirectional_spans(ids: Ids) -> Predicate:
+    return either(causal(), document(ids))
+
+
+def shared_prefix(ids: Ids, prefix_of: Ids) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        mine, theirs = row_of(ids, b)[q], row_of(ids, b)[kv]
+        if mine < 0 or theirs < 0:
+            return False
+        return kv <= q if mine == theirs else theirs == row_of(prefix_of, b)[mine]
+
+    return allowed
+
+
+def in_context(ids: Ids, test_start: PerBatch) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        mine, theirs = row_of(ids, b)[q], row_of(ids, b)[kv]
+        return kv <= q and min(mine, theirs) >= 0 and (mine == theirs or q >= of_batch(test_start, b))
+
+    return allowed
+
+
+def multi_item(prefix_length: PerBatch, positions: Ids) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        prefix = of_batch(prefix_length, b)
+        if q < prefix or kv < prefix or kv > q:
+            return kv <= q
+        return q - kv < row_of(positions, b)[q - prefix]
+
+    return allowed
+
+
+def chunked(size: int, start: PerBatch = 0) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: (q - of_batch(start, b)) // size == (kv - of_batch(start, b)) // size
+
+
+def per_chunk(inner: Predicate, size: int) -> Predicate:
+    return both(chunked(size), lambda b, h, q, kv, q_len, kv_len: inner(b, h, q % size, kv % size, q_len, kv_len))
+
+
+def block_causal(size: int) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: q // size >= kv // size
+
+
+def chunk_window(size: int, left: int) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: 0 <= q // size - kv // size <= left
+
+
+def block_diffusion(length: int, size: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        own, other = q % length // size, kv % length // size
+        if kv < length:
+            return q < length and own == other
+        return own > other if q < length else own >= other
+
+    return allowed
+
+
+def cross_document(inner: Predicate, q_lengths: Ids, kv_lengths: Ids, align: str = "upper_left") -> Predicate:
+    def place(lengths: Sequence[int], position: int) -> tuple[int, int]:
+        number = 0
+        while number < len(lengths) and position >= lengths[number]:
+            position, number = position - lengths[number], number + 1
+        return number, position
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        rows, columns = row_of(q_lengths, b), row_of(kv_lengths, b)
+        (mine, row), (theirs, column) = place(rows, q), place(columns, kv)
+        if mine != theirs or mine == len(rows):
+            return False
+        return inner(b, h, row + (columns[mine] - rows[mine] if align == "lower_right" else 0), column, q_len, kv_len)
+
+    return allowed
+
+
+def coordinates(position: int, canvas: Sequence[int], tile: Sequence[int] | None = None) -> list[int]:
+    """Where a position lies on a canvas, the last axis fastest; with a tile, positions run through the tiles in turn."""
+    if tile is not None:
+        whole, within = divmod(position, prod(tile))
+        outer = coordinates(whole, [size // step for size, step in zip(canvas, tile, strict=True)])
+        return [o * step + i for o, step, i in zip(outer, tile, coordinates(within, tile), strict=True)]
+    found: list[int] = []
+    for size in reversed(canvas):
+        position, at = divmod(position, size)
+        found.insert(0, at)
+    return found
+
+
+def seen_from(at: int, size: int, window: int) -> range:
+    """The coordinates that a window around one of them covers, moved inwards at the edges."""
+    first = at - window // 2
+    return range(size)[max(0, min(first, size - window)) :][:window]
+
+
+def neighborhood(canvas: Sequence[int], kernel: Sequence[int], tile: Sequence[int] | None = None) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        axes = zip(coordinates(q, canvas, tile), coordinates(kv, canvas, tile), canvas, kernel, strict=True)
+        return kv < prod(canvas) and all(y in seen_from(x, size, window) for x, y, size, window in axes)
+
+    return allowed
+
+
+def sliding_tile(canvas: Sequence[int], kernel: Sequence[int], tile: Sequence[int], text: int = 0) -> Predicate:
+    grid, reach = ([n // step for n, step in zip(sizes, tile, strict=True)] for sizes in (canvas, kernel))
+    near = neighborhood(grid, reach)
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        if kv >= prod(canvas) + text:
+            return False
+        return max(q, kv) >= prod(canvas) or near(b, h, q // prod(tile), kv // prod(tile), q_len, kv_len)
+
+    return allowed
+
+
+def svg_spatial(frame_length: int, width: float, prompt: int = 0, sinks: int = 0, round_to: int = 1) -> Predicate:
+    reach = width * frame_length // round_to * round_to
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        return abs(q - kv) < reach or q < prompt or kv < prompt + sinks * frame_length
+
+    return allowed
+
+
+def svg_temporal(frame_length: int, frames: int, width: int, prompt: int = 0) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        if q < prompt or kv < prompt:
+            return True
+        distance = abs((q - prompt) % frame_length - (kv - prompt) % frame_length)
+        return distance < width * frame_length // frames and kv < prompt + frames * frame_length
+
+    return allowed
+
+
+def image_cross(spans: Sequence[Any], image_length: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        rows = spans if isinstance(spans[0][0], int) else spans[b]
+        start, stop = rows[kv // image_length]
+        return bool(start <= q < stop)
+
+    return allowed
+
+
+def tile_topk(topk: Sequence[Any], size: int, sizes: Ids | None = None) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        rows: Any = topk
+        for place in (b, h):
+            if not isinstance(rows[0][0], int):
+                rows = rows[place]
+        return kv // size in rows[q // size] and (sizes is None or kv % size < row_of(sizes, b)[kv // size])
+
+    return allowed
+
+
+def tree(parents: Ids, prefix: PerBatch = 0) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        wanted, node = kv - of_batch(prefix, b), q
+        if wanted < 0:
+            return True
+        while node > wanted:
+            node = row_of(parents, b)[node]
+        return node == wanted
+
+    return allowed
+
+
+def tree_of_ancestors(ancestors: Sequence[Any], prefix: PerBatch) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        table = ancestors if isinstance(ancestors[0][0], bool) else ancestors[b]
+        node = kv - of_batch(prefix, b)
+        return node < 0 or (node < len(table) and bool(table[q][node]))
+
+    return allowed
+
+
+def draft_blocks(prefix: PerBatch, size: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        own = kv - of_batch(prefix, b)
+        return own < 0 or (own // size == q // size and own % size <= q % size)
+
+    return allowed
+
+
+def draft_anchors(anchors: Ids, size: int, context: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        anchor = row_of(anchors, b)[q // size]
+        if kv < context:
+            return kv < anchor
+        return anchor >= 0 and (kv - context) // size == q // size
+
+    return allowed
+
+
+def training_time_test(length: int, steps: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        if kv < length:
+            return kv <= q
+        return kv in [q + step * length for step in range(1, steps + 1)]
+
+    return allowed
+
+
+def eviction(steps: Sequence[Any]) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        row: Any = steps
+        for place in (b, h):
+            if not isinstance(row[0], int):
+                row = row[place]
+        return bool(q < row[kv])
+
+    return allowed
+
+
+def qk_sparse(starts: Ids, lengths: Ids) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        ranges = zip(row_of(starts, b), row_of(lengths, b), strict=True)
+        return not any(start <= kv < start + length and q < start + length for start, length in ranges)
+
+    return allowed
+
+
+def random_cells(p: float, seed: int = 0) -> Predicate:
+    prime = 2**31 - 1
+    numbers = (1517746329, 1865811235, 1183186591, 2034287659, 1640531527)
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        row = pow(seed * numbers[0] + numbers[1], 2, prime) + q * numbers[2]
+        cell = pow(row, 2, prime) + kv * numbers[3]
+        return pow(pow(cell, 2, prime) + numbers[4], 2, prime) < p * prime
+
+    return allowed
+
+
 # ---------------------------------------------------------------- masks made of masks
+
+
+def coarse(inner: Predicate, size: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        return inner(b, h, q // size, kv // size, ceil(q_len / size), ceil(kv_len / size))
+
+    return allowed
+
+
+def reorder(inner: Predicate, q: Ids | None = None, kv: Ids | None = None) -> Predicate:
+    queries, keys = q, kv
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        row = q if queries is None else row_of(queries, b)[q]
+        return inner(b, h, row, kv if keys is None else row_of(keys, b)[kv], q_len, kv_len)
+
+    return allowed
+
+
+def paged(inner: Predicate, pages: Ids, page_size: int) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        page, within = divmod(kv, page_size)
+        held = row_of(pages, b)[page]
+        return held >= 0 and inner(b, h, q, held * page_size + within, q_len, kv_len)
+
+    return allowed
 
 
 def per_document(inner: Predicate, ids: Ids) -> Predicate:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexmask.algebra import Mask, PerHead
+from flexmask.catalogue.arguments import lookup, mask_of, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, Symbol, as_index, b, h, kv, kv_len, q, q_len
+from flexmask.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
 from flexmask.naming import named
-from flexmask.tables import Param, as_table
 
 if TYPE_CHECKING:
     from flexmask.tables import Data
 
-__all__ = ["dense", "per_head", "shift", "transpose"]
+__all__ = ["coarse", "dense", "paged", "per_head", "reorder", "shift", "transpose"]
 
 
 @named
@@ -42,16 +42,8 @@ def dense(table: Data) -> Mask:
         OperandError: the table is not boolean.
         ExpressionError: another number of axes.
     """
-    if isinstance(table, Param):
-        return table[q, kv] != 0
-    cells = as_table(table, "dense: table")
-    if not cells.boolean:
-        raise OperandError("dense: table must be boolean, True for visible; compare it first, e.g. table == 0")
-    axes = {2: (q, kv), 3: (b, q, kv), 4: (b, h, q, kv)}.get(len(cells.shape))
-    if axes is None:
-        raise ExpressionError(f"dense: table must have the axes [Q, KV], [B, Q, KV] or [B, H, Q, KV], got {list(cells.shape)}")
-    shared = [size == 1 and isinstance(axis, Symbol) and axis.name in "bh" for axis, size in zip(axes, cells.shape, strict=True)]
-    return cells[tuple(0 if same else axis for axis, same in zip(axes, shared, strict=True))] != 0
+    places = ((q, kv), (b, q, kv), (b, h, q, kv))
+    return lookup(table, "dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth=True) != 0
 
 
 @named
@@ -98,7 +90,7 @@ def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
         q: rows, an integer or an index expression.
         kv: columns, likewise.
     """
-    return _checked(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
+    return mask_of(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
 
 
 @named
@@ -117,13 +109,108 @@ def transpose(mask: Mask) -> Mask:
     Args:
         mask: the mask to mirror at its diagonal.
     """
-    return _checked(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
+    return mask_of(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
 
 
-def _checked(mask: object, name: str) -> Mask:
-    if not isinstance(mask, Mask):
-        raise OperandError(f"{name}: wanted a mask first, got {type(mask).__name__} {mask!r}")
-    return mask
+@named
+def coarse(mask: Mask, size: Index | int) -> Mask:
+    """A mask on blocks of tokens: all tokens of a block see what the mask lets the block see.
+
+    Predicate: ``mask(b, h, q // size, kv // size)``
+
+    ``coarse(sliding_window(left=1, right=0), size=2)`` at 6 x 6 and 4 x 8::
+
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■ ⬚ ⬚     ■ ■ ■ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■ ⬚ ⬚     ■ ■ ■ ■ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ■ ■ ■ ■
+        ⬚ ⬚ ■ ■ ■ ■
+
+    Args:
+        mask: the mask on block indices; ``q_len`` and ``kv_len`` are numbers of blocks there.
+        size: tokens in a block.
+
+    Raises:
+        ExpressionError: a size below 1.
+    """
+    n = whole(size, "coarse: size", 1)
+    blocks = {"q": q // n, "kv": kv // n, "q_len": (q_len + n - 1) // n, "kv_len": (kv_len + n - 1) // n}
+    return mask_of(mask, "coarse").substitute(**blocks)
+
+
+@named
+def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mask:
+    """A mask for tokens that stand in another order than the positions that the mask is about.
+
+    Predicate: ``mask(b, h, positions[b, q], positions[b, kv])`` for ``reorder(mask, q=positions, kv=positions)``
+
+    ``reorder(causal, q=[0, 3, 1, 2])`` at 4 x 4 and 3 x 4::
+
+        ■ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚
+
+    ``reorder(causal, q=[0, 3, 1, 2], kv=[0, 3, 1, 2])`` at 4 x 4 and 3 x 4::
+
+        ■ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■
+        ■ ⬚ ■ ⬚     ■ ⬚ ■ ⬚
+        ■ ⬚ ■ ■
+
+    Args:
+        mask: the mask on the original positions.
+        q: the original position of each query, ``[S]`` or ``[B, S]``; None where the queries stand in order.
+        kv: the original position of each key, likewise. Keys in order keep rows of few intervals: a rank of context
+            parallelism, for one, has all keys in order and some of the queries.
+
+    Raises:
+        ExpressionError: neither ``q`` nor ``kv``.
+
+    Source: the permutations of ``generate_morton_natten`` of attention-gym, and of context parallelism.
+    """
+    given = {"q": q, "kv": kv}
+    if q is None and kv is None:
+        raise ExpressionError("reorder: give the original positions of the queries as q=, of the keys as kv=, or both")
+    moved = {
+        name: lookup(data, f"reorder: {name}", "[S] or [B, S]", (at,), (b, at))
+        for (name, data), at in zip(given.items(), (_q, _kv), strict=True)
+        if data is not None
+    }
+    return mask_of(mask, "reorder").substitute(**moved)
+
+
+@named
+def paged(mask: Mask, pages: Data, *, page_size: Index | int) -> Mask:
+    """A mask for keys that lie in the pages of a cache.
+
+    Predicate: ``(pages[b, kv // page_size] >= 0) & mask(b, h, q, pages[b, kv // page_size] * page_size + kv % page_size)``
+
+    ``paged(causal, pages=[1, -1, 0], page_size=2)`` at 4 x 6 and 2 x 6::
+
+        ⬚ ⬚ ⬚ ⬚ ■ ⬚     ⬚ ⬚ ⬚ ⬚ ■ ⬚
+        ⬚ ⬚ ⬚ ⬚ ■ ■     ⬚ ⬚ ⬚ ⬚ ■ ■
+        ■ ⬚ ⬚ ⬚ ■ ■
+        ■ ■ ⬚ ⬚ ■ ■
+
+    Args:
+        mask: the mask on the positions of the sequence; it may not look at ``kv_len``, which is the size of the cache.
+        pages: the part of the sequence that each page of the cache holds, ``[n]`` or ``[B, n]``, counted in pages; below 0
+            for a page of another sequence. (It is the inverse of a block table, which has the page of each part.)
+        page_size: tokens in a page.
+
+    Raises:
+        ExpressionError: a page size below 1.
+        OperandError: a mask that looks at ``kv_len``.
+
+    Source: PagedAttention, https://arxiv.org/abs/2309.06180; ``convert_logical_block_mask`` of attention-gym.
+    """
+    n = whole(page_size, "paged: page_size", 1)
+    if "kv_len" in mask_of(mask, "paged").symbols:
+        raise OperandError(f"paged: {mask} looks at kv_len, which is the size of the cache and not of the sequence")
+    page = lookup(pages, "paged: pages", "[n] or [B, n]", (kv // n,), (b, kv // n))
+    return (page >= 0) & mask.substitute(kv=maximum(page, 0) * n + kv % n)
 
 
 _q, _kv = q, kv

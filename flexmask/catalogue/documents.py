@@ -1,20 +1,23 @@
-"""Masks for documents packed into one sequence, and for prefixes."""
+"""Masks for documents packed into one sequence."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, cast
 
-from flexmask.algebra import Compare, Mask
-from flexmask.errors import OperandError
-from flexmask.index import Arithmetic, kv, kv_len, q
+from flexmask import tables
+from flexmask.algebra import Mask
+from flexmask.catalogue.arguments import mask_of
+from flexmask.catalogue.local import local
+from flexmask.errors import ExpressionError
+from flexmask.index import Index, kv, maximum, q
 from flexmask.naming import named
-from flexmask.nodes import Node
-from flexmask.tables import Lookup, along, document_ids, document_starts, per_batch
+from flexmask.tables import along, as_table, document_ids, document_starts
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.tables import Data, Param, Table
 
-__all__ = ["document", "per_document", "prefix_lm"]
+__all__ = ["cross_document", "document", "per_document"]
 
 
 @named
@@ -93,46 +96,97 @@ def per_document(
 
     Source: ``generate_doc_mask_mod`` of attention-gym.
     """
-    if not isinstance(mask, Mask):
-        raise OperandError(f"per_document: wanted a mask first, got {type(mask).__name__} {mask!r}")
-    if mask.symbols & {"q_len", "kv_len"}:
-        raise OperandError(f"per_document: {mask} looks at q_len or kv_len, which are not those of a document")
+    inner = mask_of(mask, "per_document")
     table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
     starts = document_starts(table)
-    own = along(table, q)
-
-    def local(node: Node) -> Node | None:
-        if not isinstance(node, Compare):
-            return None
-        # Both starts are the same within a document. The query's lets differences of positions cancel; the key's keeps the
-        # indices of tables inside them, and what depends on the key alone so.
-        start = along(starts, kv if any(_is_of_key(below) for below in node.walk()) else q)
-        return node.substitute(q=q - along(starts, q), kv=kv - start)
-
-    return (own == along(table, kv)) & (own >= 0) & cast(Mask, mask.expand().replace(local))
-
-
-def _is_of_key(node: Node) -> bool:
-    steps = isinstance(node, Lookup) or (isinstance(node, Arithmetic) and node.sign == "%")
-    return steps and "kv" in node.symbols
+    own, start = along(table, q), along(starts, q)
+    return (own == along(table, kv)) & (own >= 0) & local("per_document", inner, start, start, along(starts, kv))
 
 
 @named
-def prefix_lm(prefix_lengths: Data) -> Mask:
-    """Causal, with a prefix that every query sees: prefix language modelling.
+def cross_document(
+    mask: Mask | None = None,
+    *,
+    q_lengths: Data | None = None,
+    kv_lengths: Data | None = None,
+    q_cu_seqlens: Data | None = None,
+    kv_cu_seqlens: Data | None = None,
+    align: Literal["upper_left", "lower_right"] | None = None,
+) -> Mask:
+    """Packed documents whose queries and keys have other lengths: queries see the keys of their own document.
 
-    Predicate: ``(kv < prefix_lengths[b]) | (kv <= q)``
+    Predicate: ``(q_ids[b, q] == kv_ids[b, kv]) & (q_ids[b, q] >= 0)``, and ``mask`` at the positions within the document
 
-    ``prefix_lm(prefix_lengths=2)`` at 4 x 4 and 3 x 5::
+    ``cross_document(causal, q_lengths=[2, 1], kv_lengths=[3, 2], align='lower_right')`` at 3 x 5::
 
-        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
-        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
-        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
-        ■ ■ ■ ■
+        ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■ ■
+
+    ``cross_document(causal, q_lengths=[2, 1], kv_lengths=[3, 2], align='upper_left')`` at 3 x 5::
+
+        ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■ ⬚
 
     Args:
-        prefix_lengths: tokens in the prefix of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
+        mask: the mask within each document, which may not look at the lengths; by default everything.
+        q_lengths: queries of each document, ``[n]`` or ``[B, n]``.
+        kv_lengths: keys of each document, likewise.
+        q_cu_seqlens: instead of lengths, cumulative lengths that start with 0, ``[n + 1]`` or ``[B, n + 1]``. With tensors
+            these give rows of few intervals, where lengths need each cell evaluated.
+        kv_cu_seqlens: likewise for the keys.
+        align: where the queries of a document stand, to be said wherever there is a mask. ``"upper_left"``: the first at
+            the first key. ``"lower_right"``: the last at the last key.
 
-    Source: T5, https://arxiv.org/abs/1910.10683
+    Raises:
+        ExpressionError: not one source for the queries and one for the keys, another ``align``, or none with a mask.
+
+    Source: ``BlockDiagonalMask.from_seqlens`` of xFormers, ``cu_seq_q`` and ``cu_seq_k`` of variable-length kernels.
     """
-    return (kv < per_batch(prefix_lengths, "prefix_lm: prefix_lengths", kv_len)) | (kv <= q)
+    if align not in ("upper_left", "lower_right", None) or (align is None and mask is not None):
+        raise ExpressionError(f"cross_document: align must be 'upper_left' or 'lower_right', got {align!r}")
+    queries, keys = _Packed("q", q_lengths, q_cu_seqlens), _Packed("kv", kv_lengths, kv_cu_seqlens)
+    own, first, last = along(queries.ids, q), along(queries.starts, q), along(keys.starts, kv)
+    same = (own == along(keys.ids, kv)) & (own >= 0)
+    if mask is None:
+        return same
+    document = maximum(own, 0)
+    near = last if keys.ends is None else along(keys.ends, document)
+    offset = keys.length(document) - queries.length(document) if align == "lower_right" else 0
+    return same & local("cross_document", mask_of(mask, "cross_document"), first - offset, near, last)
+
+
+class _Packed:
+    """The documents on one side of a packed rectangle.
+
+    Attributes:
+        ids: the document of each position.
+        starts: the first position of the document of each position.
+        lengths: the length of each document, or None where its ends are given.
+        ends: cumulative lengths, or None where they are known only when a mask is lowered.
+    """
+
+    def __init__(self, side: str, lengths: Data | None, cu_seqlens: Data | None) -> None:
+        if (lengths is None) == (cu_seqlens is None):
+            got = "neither" if lengths is None else "both"
+            raise ExpressionError(f"cross_document: give exactly one of {side}_lengths and {side}_cu_seqlens; got {got}")
+        self.ids = document_ids(lengths=lengths, cu_seqlens=cu_seqlens)
+        self.starts = document_starts(self.ids)
+        self.lengths = cast("Table | Param | None", lengths)
+        self.ends = cast("Table | Param | None", _cumulated(lengths) if cu_seqlens is None else cu_seqlens)
+
+    def length(self, document: Index) -> Index:
+        if self.lengths is not None:
+            return along(self.lengths, document)
+        ends = cast("Table | Param", self.ends)
+        return along(ends, document + 1) - along(ends, document)
+
+
+def _cumulated(lengths: object) -> tables.Literal | None:
+    """The cumulative lengths of lists."""
+    if not isinstance(lengths, tables.Literal):
+        return None
+    rows = lengths.tolist() if len(lengths.size) == 2 else [lengths.tolist()]
+    ends = [list(accumulate(row, initial=0)) for row in rows]
+    return cast(tables.Literal, as_table(ends if len(lengths.size) == 2 else ends[0], "cross_document"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from flexmask.algebra import Mask, Truth
+from flexmask.catalogue.arguments import lookup, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, kv, kv_len, q, q_len
+from flexmask.index import Index, b, kv, kv_len, q, q_len
 from flexmask.naming import named, nearest
 
-__all__ = ["causal", "empty", "full", "sliding_window"]
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
+__all__ = ["causal", "dilated_window", "empty", "full", "global_window", "sink_window", "sliding_window"]
 
 
 class _Unset(Enum):
@@ -127,22 +131,115 @@ def sliding_window(
 
     Source: Longformer, https://arxiv.org/abs/2004.05150; ``window_size=(left, right)`` of variable-length kernels.
     """
+    return _window("sliding_window", left, right, size)
+
+
+@named
+def dilated_window(left: Index | int | None, right: Index | int | None, *, dilation: Index | int) -> Mask:
+    """Each query sees every ``dilation``-th key of a window, counted from its own.
+
+    Predicate: ``(kv >= q - left) & (kv <= q + right) & ((q - kv) % dilation == 0)``
+
+    ``dilated_window(left=4, right=2, dilation=2)`` at 6 x 6 and 4 x 8::
+
+        ■ ⬚ ■ ⬚ ⬚ ⬚     ■ ⬚ ■ ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ■ ⬚ ■ ⬚ ⬚     ⬚ ■ ⬚ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ⬚ ■ ⬚ ■ ⬚     ■ ⬚ ■ ⬚ ■ ⬚ ⬚ ⬚
+        ⬚ ■ ⬚ ■ ⬚ ■     ⬚ ■ ⬚ ■ ⬚ ■ ⬚ ⬚
+        ■ ⬚ ■ ⬚ ■ ⬚
+        ⬚ ■ ⬚ ■ ⬚ ■
+
+    Args:
+        left: tokens to the left that the window reaches; None for no limit.
+        right: tokens to the right, likewise.
+        dilation: the distance from one visible key to the next, at least 1.
+
+    Raises:
+        ExpressionError: a negative distance, or a dilation below 1.
+
+    Source: Longformer, https://arxiv.org/abs/2004.05150; ``generate_dilated_sliding_window`` of attention-gym.
+    """
+    step = whole(dilation, "dilated_window: dilation", 1)
+    return _window("dilated_window", left, right, None) & ((q - kv) % step == 0)
+
+
+@named
+def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSET, size: Index | int | None = None) -> Mask:
+    """A causal window, and the first tokens of the sequence besides: attention sinks.
+
+    Predicate: ``(kv <= q) & ((kv >= q - left) | (kv < sinks))``
+
+    ``sink_window(sinks=1, size=2)`` at 5 x 5 and 4 x 6::
+
+        ■ ⬚ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚     ■ ■ ■ ⬚ ⬚ ⬚
+        ■ ⬚ ■ ■ ⬚     ■ ⬚ ■ ■ ⬚ ⬚
+        ■ ⬚ ⬚ ■ ■
+
+    Args:
+        sinks: tokens at the start of the sequence that every later query sees.
+        left: tokens to the left that a query sees besides its own position.
+        size: the other convention, keys in the window with the query's own: ``size=w`` is ``left=w - 1``.
+
+    Raises:
+        ExpressionError: not exactly one of ``left`` and ``size``, or a negative number of tokens.
+
+    Source: StreamingLLM, https://arxiv.org/abs/2309.17453
+    """
+    first = kv < whole(sinks, "sink_window: sinks")
+    return (kv <= q) & (_window("sink_window", left, _UNSET if size is not None else None, size) | first)
+
+
+@named
+def global_window(is_global: Data, *, left: Index | int | None, right: Index | int | None) -> Mask:
+    """A window, and global tokens that see everything and are seen by everything.
+
+    Predicate: ``is_global[b, q] | is_global[b, kv] | ((kv >= q - left) & (kv <= q + right))``
+
+    ``global_window(is_global=[True, False, False, False, False], left=1, right=1)`` at 5 x 5 and 4 x 5::
+
+        ■ ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ■ ■ ■ ⬚ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■ ⬚     ■ ■ ■ ■ ⬚
+        ■ ⬚ ■ ■ ■     ■ ⬚ ■ ■ ■
+        ■ ⬚ ⬚ ■ ■
+
+    Args:
+        is_global: ``bool[S]`` or ``bool[B, S]``, True for a global token.
+        left: tokens to the left that the others see besides their own position; None for no limit.
+        right: tokens to the right, likewise.
+
+    Raises:
+        ExpressionError: a negative distance.
+        OperandError: ``is_global`` is not boolean.
+
+    Source: Longformer, https://arxiv.org/abs/2004.05150; ``generate_global_sliding_window`` of attention-gym.
+    """
+    queries, keys = (
+        lookup(is_global, "global_window: is_global", "[S] or [B, S]", (at,), (b, at), truth=True) != 0 for at in (q, kv)
+    )
+    return queries | keys | _window("global_window", left, right, None)
+
+
+def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _Unset | None, size: Index | int | None) -> Mask:
+    """The window of a mask from its distances or its size, checked."""
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
-            raise ExpressionError(f"sliding_window: give either size or left and right, got size={size} with the others")
-        if not isinstance(size, Index) and (not isinstance(size, int) or size < 1):
-            raise ExpressionError(f"sliding_window: size counts the query's own key, so it is at least 1; got {size!r}")
+            raise ExpressionError(f"{name}: give either size or left and right, got size={size} with the others")
+        if not isinstance(size, Index) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ExpressionError(f"{name}: size counts the query's own key, so it is at least 1; got {size!r}")
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):
         raise ExpressionError(
-            "sliding_window: a bare number could mean two windows. Give left= and right= (tokens besides the query's own, "
+            f"{name}: a bare number could mean two windows. Give left= and right= (tokens besides the query's own, "
             "None for no limit), or size= (keys with the query's own)"
         )
     for side, distance in (("left", left), ("right", right)):
         if isinstance(distance, bool) or not isinstance(distance, int | Index | None):
-            raise OperandError(f"sliding_window: {side} must be a number of tokens or None, got {distance!r}")
+            raise OperandError(f"{name}: {side} must be a number of tokens or None, got {distance!r}")
         if isinstance(distance, int) and distance < 0:
-            raise ExpressionError(f"sliding_window: {side} must be at least 0, got {distance}; use flexmask.shift to move it")
+            raise ExpressionError(f"{name}: {side} must be at least 0, got {distance}; use flexmask.shift to move it")
     mask: Mask = Truth(True)
     if left is not None:
         mask &= kv >= q - left

@@ -1,0 +1,94 @@
+"""Checks of what named masks are given: numbers, sizes of axes, masks, and tables with several possible axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from flexmask.algebra import Mask
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import Index, Symbol
+from flexmask.tables import Literal, Lookup, Param, Table, as_table, per_batch
+
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
+__all__ = ["known", "known_each", "lookup", "mask_of", "per_sequence", "whole"]
+
+
+def whole(value: Any, what: str, least: int = 0) -> Index | int:
+    """An integer from ``least`` up, or an index expression, which is not checked."""
+    return value if isinstance(value, Index) else known(value, what, least)
+
+
+def known(value: Any, what: str, least: int = 0) -> int:
+    """An integer from ``least`` up that shapes the mask itself, so that it cannot be left open."""
+    if isinstance(value, Index):
+        raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OperandError(f"{what} must be an integer, got {_brief(value)}")
+    if value < least:
+        raise ExpressionError(f"{what} must be at least {least}, got {value}")
+    return value
+
+
+def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
+    """A list of integers from ``least`` up, as long as one of ``axes``, that shapes the mask itself."""
+    if isinstance(values, Index):
+        raise ExpressionError(f"{what} shapes the mask and must be a list from the start, got {values}: put the numbers there")
+    if not isinstance(values, Literal) or values.truth or len(values.size) != 1:
+        raise OperandError(f"{what} must be a list of integers, one for each axis, got {_brief(values)}")
+    sizes = cast("list[int]", values.tolist())
+    if len(sizes) not in axes:
+        raise ExpressionError(f"{what} must have {' or '.join(map(str, axes))} axes, got {sizes}")
+    if min(sizes) < least:
+        raise ExpressionError(f"{what} must be at least {least} along each axis, got {sizes}")
+    return sizes
+
+
+def per_sequence(value: Data, what: str, high: Symbol | None = None) -> Index | int:
+    """One integer from 0 up for all sequences, or one for each."""
+    return known(value, what) if isinstance(value, int) else per_batch(value, what, high)
+
+
+def mask_of(value: object, name: str) -> Mask:
+    """The mask that a mask is made of."""
+    if not isinstance(value, Mask):
+        raise OperandError(f"{name}: wanted a mask first, got {type(value).__name__} {value!r}")
+    return value
+
+
+def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], truth: bool = False) -> Lookup:
+    """Data at the first of ``places`` that has as many indices as the data has axes.
+
+    An axis of size 1 that ``b`` or ``h`` would index stands for all. A parameter is looked up at the first place.
+
+    Args:
+        data: the data.
+        what: its name, for messages.
+        axes: the axes that it may have, for messages.
+        places: indices, fewest first.
+        truth: whether the data must be boolean; otherwise it must not.
+
+    Raises:
+        OperandError: integers for truth values, or the other way round.
+        ExpressionError: another number of axes.
+    """
+    if isinstance(data, Param):
+        return data[places[0]]
+    table = as_table(data, what)
+    if table.boolean != truth:
+        wanted, mend = ("boolean", "; compare it first, e.g. table == 0") if truth else ("integers, not truth values", "")
+        raise OperandError(f"{what} must be {wanted}{mend}")
+    indices = next((place for place in places if len(place) == len(table.shape)), None)
+    if indices is None:
+        raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(table.shape)}")
+    return table[tuple(0 if _stands_for_all(index, size) else index for index, size in zip(indices, table.shape, strict=True))]
+
+
+def _stands_for_all(index: Index | int, size: int | None) -> bool:
+    return size == 1 and isinstance(index, Symbol) and index.name in "bh"
+
+
+def _brief(value: object) -> str:
+    return f"a table of shape {list(value.shape)}" if isinstance(value, Table) else repr(value)

@@ -1,0 +1,169 @@
+"""Masks over blocks of equal size: chunks, block-causal masks, block diffusion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexmask.algebra import Mask
+from flexmask.catalogue.arguments import mask_of, per_sequence, whole
+from flexmask.catalogue.local import local
+from flexmask.index import Index, kv, kv_len, q
+from flexmask.naming import named
+
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
+__all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_chunk"]
+
+
+@named
+def chunked(size: Index | int, *, start: Data = 0) -> Mask:
+    """Queries see the keys of their own chunk only. Most use it with :func:`flexmask.causal`.
+
+    Predicate: ``(q - start[b]) // size == (kv - start[b]) // size``
+
+    ``chunked(size=2)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ⬚ ⬚ ■ ■     ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ■ ■
+
+    ``chunked(size=2, start=1)`` at 4 x 4 and 3 x 5::
+
+        ■ ⬚ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ⬚
+        ⬚ ■ ■ ⬚     ⬚ ■ ■ ⬚ ⬚
+        ⬚ ■ ■ ⬚     ⬚ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■
+
+    Args:
+        size: tokens in a chunk.
+        start: where the first chunk starts, an int or ``int[B]``: the tokens of padding on the left.
+
+    Raises:
+        ExpressionError: a size below 1, or a negative start.
+
+    Source: Llama 4; ``ChunkedCausalMask`` of Splash attention.
+    """
+    n, first = whole(size, "chunked: size", 1), per_sequence(start, "chunked: start", kv_len)
+    return (q - first) // n == (kv - first) // n
+
+
+@named
+def per_chunk(mask: Mask, size: Index | int) -> Mask:
+    """A mask within each chunk, whose positions restart at 0 there.
+
+    Predicate: ``(q // size == kv // size) & mask(b, h, q % size, kv % size)``
+
+    ``per_chunk(prefix_lm(prefix_lengths=2), size=3)`` at 6 x 6 and 4 x 8::
+
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚ ⬚     ■ ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ⬚     ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ⬚ ■ ■ ■
+
+    Args:
+        mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``.
+        size: tokens in a chunk.
+
+    Raises:
+        ExpressionError: a size below 1.
+
+    Source: ``batchify_mask_mod`` of attention-gym.
+    """
+    n = whole(size, "per_chunk: size", 1)
+    own, other = q // n, kv // n
+    return (own == other) & local("per_chunk", mask_of(mask, "per_chunk"), own * n, own * n, other * n)
+
+
+@named
+def block_causal(size: Index | int) -> Mask:
+    """Queries see their own block whole, and all blocks before it.
+
+    Predicate: ``kv // size <= q // size``
+
+    ``block_causal(size=2)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■ ⬚
+        ■ ■ ■ ■
+
+    Args:
+        size: tokens in a block.
+
+    Raises:
+        ExpressionError: a size below 1.
+
+    Source: the clean half of block diffusion, https://arxiv.org/abs/2503.09573; frame by frame in video models.
+    """
+    n = whole(size, "block_causal: size", 1)
+    return kv // n <= q // n
+
+
+@named
+def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
+    """Queries see their own chunk whole, and a number of chunks before it: streaming.
+
+    Predicate: ``(kv // size <= q // size) & (kv // size >= q // size - left)``
+
+    ``chunk_window(size=2, left=1)`` at 6 x 6 and 4 x 8::
+
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■ ⬚ ⬚     ■ ■ ■ ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■ ⬚ ⬚     ■ ■ ■ ■ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ■ ■ ■ ■
+        ⬚ ⬚ ■ ■ ■ ■
+
+    Args:
+        size: tokens in a chunk.
+        left: chunks to the left that a query sees besides its own.
+
+    Raises:
+        ExpressionError: a size below 1, or a negative number of chunks.
+
+    Source: chunked-limited attention of streaming speech recognition, as in NVIDIA NeMo.
+    """
+    n, before = whole(size, "chunk_window: size", 1), whole(left, "chunk_window: left")
+    return (kv // n <= q // n) & (kv // n >= q // n - before)
+
+
+@named
+def block_diffusion(length: Index | int, size: Index | int) -> Mask:
+    """Training of block diffusion, on the noised sequence followed by the clean one.
+
+    Noised tokens see their own noised block and the clean blocks before it, clean tokens the clean blocks up to their own.
+
+    Predicate: ``(q < length) & (kv < length) & (block(kv) == block(q))``, or
+    ``(q < length) & (kv >= length) & (block(kv) < block(q))``, or
+    ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``
+
+    ``block_diffusion(length=4, size=2)`` at 8 x 8 and 4 x 8::
+
+        ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ■ ■ ■ ■ ⬚ ⬚     ⬚ ⬚ ■ ■ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ■ ■ ■ ■ ⬚ ⬚     ⬚ ⬚ ■ ■ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚
+        ⬚ ⬚ ⬚ ⬚ ■ ■ ■ ■
+        ⬚ ⬚ ⬚ ⬚ ■ ■ ■ ■
+
+    Args:
+        length: tokens of the sequence; the mask is for twice as many.
+        size: tokens in a block.
+
+    Raises:
+        ExpressionError: a length or size below 1.
+
+    Source: BD3-LM, https://arxiv.org/abs/2503.09573; ``generate_block_diffusion_mask`` of attention-gym.
+    """
+    total, n = whole(length, "block_diffusion: length", 1), whole(size, "block_diffusion: size", 1)
+    noised, clean = kv // n, (kv - total) // n
+    own = (q < total) & (kv < total) & (noised == q // n)
+    before = (q < total) & (clean < q // n)
+    upto = (q >= total) & (clean <= (q - total) // n)
+    return own | ((kv >= total) & (before | upto))

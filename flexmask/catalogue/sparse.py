@@ -1,0 +1,129 @@
+"""Masks of sparse attention that data or chance decide: dropped and evicted keys, random cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexmask.algebra import And, Mask, Truth
+from flexmask.catalogue.arguments import lookup, whole
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import Index, as_index, b, h, kv, q
+from flexmask.naming import named
+from flexmask.tables import Param, as_table
+
+if TYPE_CHECKING:
+    from flexmask.tables import Data
+
+__all__ = ["eviction", "qk_sparse", "random_cells"]
+
+
+@named
+def eviction(steps: Data) -> Mask:
+    """Hides each key from the query on at which it is evicted from the cache. Most use it with :func:`flexmask.causal`.
+
+    Predicate: ``q < steps[b, h, kv]``
+
+    ``eviction(steps=[4, 2, 4, 3])`` at 4 x 4 and 3 x 4::
+
+        ■ ■ ■ ■     ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■
+        ■ ⬚ ■ ■     ■ ⬚ ■ ■
+        ■ ⬚ ■ ⬚
+
+    Args:
+        steps: the first query that does not see each key, ``int[kv_len]``, ``int[B, kv_len]`` or ``int[B, H, kv_len]``; B or
+            H of 1 stands for all.
+
+    Raises:
+        ExpressionError: another number of axes.
+
+    Source: the random eviction mask of FlashMask, https://arxiv.org/abs/2410.01359
+    """
+    places = ((kv,), (b, kv), (b, h, kv))
+    return q < lookup(steps, "eviction: steps", "[KV], [B, KV] or [B, H, KV]", *places)
+
+
+@named
+def qk_sparse(starts: Data, lengths: Data) -> Mask:
+    """Hides ranges of keys from the queries up to the end of each range. Most use it with :func:`flexmask.causal`.
+
+    Predicate: ``(kv < starts[b, i]) | (kv >= end) | (q >= end)`` with ``end = starts[b, i] + lengths[b, i]``, for every ``i``
+
+    ``qk_sparse(starts=[1], lengths=[2])`` at 4 x 4 and 3 x 5::
+
+        ■ ⬚ ⬚ ■     ■ ⬚ ⬚ ■ ■
+        ■ ⬚ ⬚ ■     ■ ⬚ ⬚ ■ ■
+        ■ ⬚ ⬚ ■     ■ ⬚ ⬚ ■ ■
+        ■ ■ ■ ■
+
+    Args:
+        starts: the first key of each range, ``[n]`` or ``[B, n]``.
+        lengths: the keys in each range, likewise.
+
+    Raises:
+        ExpressionError: parameters, or tables of other shapes: the number of ranges shapes the mask.
+
+    Source: the QK-sparse mask of FlashMask, https://arxiv.org/abs/2410.01359
+    """
+    counts = []
+    for data, what in ((starts, "starts"), (lengths, "lengths")):
+        if isinstance(data, Param):
+            raise ExpressionError(f"qk_sparse: the number of ranges shapes the mask; bind {data} to {what} before")
+        counts.append(as_table(data, f"qk_sparse: {what}").shape[-1:])
+    if counts[0] != counts[1]:
+        raise ExpressionError(f"qk_sparse: {counts[0]} starts with {counts[1]} lengths; give as many of each")
+    seen: list[Mask] = []
+    for i in range((counts[0] and counts[0][0]) or 0):
+        start, length = (
+            lookup(data, f"qk_sparse: {what}", "[n] or [B, n]", (i,), (b, i))
+            for data, what in ((starts, "starts"), (lengths, "lengths"))
+        )
+        seen.append((kv < start) | (kv >= start + length) | (q >= start + length))
+    return And.make(tuple(seen))
+
+
+#: A prime: products of two numbers below it stay within 64 bits.
+PRIME = 2**31 - 1
+#: Large factors and summands without a pattern.
+MIX = (1_517_746_329, 1_865_811_235, 1_183_186_591, 2_034_287_659, 1_640_531_527)
+
+
+@named
+def random_cells(p: float, *, seed: Index | int = 0) -> Mask:
+    """Each cell is visible by chance, and the same for the same seed on every device.
+
+    Predicate: ``hash(seed, q, kv) < p * (2**31 - 1)``
+
+    ``random_cells(p=0.5, seed=1)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ■ ■     ■ ■ ■ ■ ■
+        ■ ⬚ ■ ⬚     ■ ⬚ ■ ⬚ ■
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚
+        ⬚ ⬚ ⬚ ■
+
+    Args:
+        p: the share of visible cells, from 0 to 1.
+        seed: an integer from 0 up. An index expression gives each sequence or head cells of its own, e.g. ``seed=8 * b + h``.
+
+    Raises:
+        ExpressionError: a share outside 0 to 1, or a negative seed.
+        OperandError: a share that is not a number.
+
+    Source: ``RandomMask`` in the tests of Splash attention.
+    """
+    if isinstance(p, bool) or not isinstance(p, int | float):
+        raise OperandError(f"random_cells: p must be a number from 0 to 1, got {p!r}")
+    if not 0 <= p <= 1:
+        raise ExpressionError(f"random_cells: p must be between 0 and 1, got {p}")
+    start = whole(seed, "random_cells: seed")
+    if p in (0, 1):
+        return Truth(p == 1)
+    row = _squared(start * MIX[0] + MIX[1]) + q * MIX[2]
+    cell = _squared(row) + kv * MIX[3]
+    return as_index(_squared(_squared(cell) + MIX[4])) < round(p * PRIME)
+
+
+def _squared(state: Any) -> Any:
+    """A round of mixing, of an index expression or an integer. (Each use of a state evaluates it once more.)"""
+    reduced = state % PRIME
+    return reduced * reduced % PRIME

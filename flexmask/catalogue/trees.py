@@ -1,0 +1,166 @@
+"""Masks of speculative decoding: trees of drafts, and the training of draft models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexmask.algebra import Mask, Or
+from flexmask.catalogue.arguments import known, lookup, per_sequence, whole
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.index import Index, b, kv, maximum, minimum, q
+from flexmask.naming import named
+from flexmask.tables import Literal, Param, as_table
+
+if TYPE_CHECKING:
+    from flexmask.tables import Data, Table
+
+__all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
+
+
+@named
+def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: Data = 0) -> Mask:
+    """The nodes of a tree of drafts see the prefix, their ancestors and themselves.
+
+    Predicate: ``(kv < prefix[b]) | ancestors[b, q, kv - prefix[b]]``
+
+    ``tree(parents=[-1, 0, 0, 1], prefix=2)`` at 4 x 6::
+
+        ■ ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚ ■ ⬚
+        ■ ■ ■ ■ ⬚ ■
+
+    ``tree(ancestors=[[True, False], [True, True]])`` at 2 x 2::
+
+        ■ ⬚
+        ■ ■
+
+    Args:
+        ancestors: ``bool[N, N]`` or ``bool[B, N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself. The
+            queries are the ``N`` nodes; the keys are the prefix and then the nodes.
+        parents: instead of ancestors, the parent of each node as a list ``[N]`` or ``[B, N]``, below 0 for a root. A parent
+            stands before its children.
+        prefix: tokens before the tree, an int or ``int[B]``.
+
+    Raises:
+        ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent that does not stand before its child.
+        OperandError: ``parents`` is no list, or ``ancestors`` is not boolean.
+
+    Source: SpecInfer, https://arxiv.org/abs/2305.09781; ``generate_jetspec_tree_causal_mask_mod`` of attention-gym.
+    """
+    if (ancestors is None) == (parents is None):
+        got = "neither" if parents is None else "both"
+        raise ExpressionError(f"tree: give exactly one of ancestors and parents; got {got}")
+    table = _ancestors(parents) if ancestors is None else ancestors
+    start = per_sequence(prefix, "tree: prefix")
+    node: Index = kv - start
+    if isinstance(table, Param):
+        return (kv < start) | (table[q, maximum(node, 0)] != 0)
+    nodes = as_table(table, "tree: ancestors").shape[-1:]
+    count = (nodes and nodes[0]) or 1
+    at = maximum(minimum(node, count - 1), 0)
+    seen = lookup(table, "tree: ancestors", "[N, N] or [B, N, N]", (q, at), (b, q, at), truth=True) != 0
+    return (kv < start) | (seen & (node >= 0) & (node < count))
+
+
+def _ancestors(parents: Any) -> Table | Param:
+    if isinstance(parents, Param):
+        return parents
+    if not isinstance(parents, Literal) or parents.truth or len(parents.size) not in (1, 2):
+        raise OperandError("tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=")
+    rows = [_paths(row) for row in (parents.tolist() if len(parents.size) == 2 else [parents.tolist()])]
+    return as_table(rows if len(parents.size) == 2 else rows[0], "tree: parents")
+
+
+def _paths(parents: list[int]) -> list[list[bool]]:
+    paths: list[list[bool]] = []
+    for node, parent in enumerate(parents):
+        if parent >= node:
+            raise ExpressionError(f"tree: a parent stands before its children, but node {node} has the parent {parent}")
+        path = list(paths[parent]) if parent >= 0 else [False] * len(parents)
+        path[node] = True
+        paths.append(path)
+    return paths
+
+
+@named
+def draft_blocks(prefix: Data, size: Index | int) -> Mask:
+    """Training of a draft head: the tokens of each block see the prefix, and their own block causally.
+
+    Predicate: ``(kv < prefix[b]) | (((kv - prefix[b]) // size == q // size) & (kv - prefix[b] <= q))``
+
+    ``draft_blocks(prefix=2, size=2)`` at 4 x 6 and 2 x 4::
+
+        ■ ■ ■ ⬚ ⬚ ⬚     ■ ■ ■ ⬚
+        ■ ■ ■ ■ ⬚ ⬚     ■ ■ ■ ■
+        ■ ■ ⬚ ⬚ ■ ⬚
+        ■ ■ ⬚ ⬚ ■ ■
+
+    Args:
+        prefix: tokens before the blocks among the keys, an int or ``int[B]``. The queries are the blocks alone.
+        size: tokens in a block.
+
+    Raises:
+        ExpressionError: a size below 1, or a negative prefix.
+
+    Source: JetSpec, https://arxiv.org/abs/2606.18394; ``generate_jetspec_training_mask_mod`` of attention-gym.
+    """
+    start, n = per_sequence(prefix, "draft_blocks: prefix"), whole(size, "draft_blocks: size", 1)
+    own: Index = kv - start
+    return (kv < start) | ((own // n == q // n) & (own <= q))
+
+
+@named
+def draft_anchors(anchors: Data, size: Index | int, *, context: Index | int) -> Mask:
+    """Training of block drafts: each block sees the context before its anchor, and itself whole.
+
+    Predicate: ``(anchor >= 0) & (((kv < context) & (kv < anchor)) | ((kv - context) // size == q // size))`` with
+    ``anchor = anchors[b, q // size]``
+
+    ``draft_anchors(anchors=[1, 3], size=2, context=4)`` at 4 x 8 and 2 x 8::
+
+        ■ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚
+        ■ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚     ■ ⬚ ⬚ ⬚ ■ ■ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚ ⬚ ■ ■
+        ■ ■ ■ ⬚ ⬚ ⬚ ■ ■
+
+    Args:
+        anchors: the position in the context that each block continues, ``[n]`` or ``[B, n]``; below 0 for a block that is not
+            used, which sees nothing.
+        size: tokens in a block.
+        context: tokens of the context among the keys, before the blocks. The queries are the blocks alone.
+
+    Raises:
+        ExpressionError: a size below 1, or a negative context.
+
+    Source: DFlash, https://arxiv.org/abs/2602.06036
+    """
+    n, total = whole(size, "draft_anchors: size", 1), whole(context, "draft_anchors: context")
+    anchor = lookup(anchors, "draft_anchors: anchors", "[n] or [B, n]", (q // n,), (b, q // n))
+    return (anchor >= 0) & (((kv < total) & (kv < anchor)) | ((kv - total) // n == q // n))
+
+
+@named
+def training_time_test(length: Index | int, steps: int) -> Mask:
+    """Training on a draft model's own predictions: causal over the sequence, and a query's own token in each later step.
+
+    Predicate: ``((kv < length) & (kv <= q)) | (kv == q + length) | ... | (kv == q + steps * length)``
+
+    ``training_time_test(length=3, steps=1)`` at 3 x 6 and 3 x 3::
+
+        ■ ⬚ ⬚ ■ ⬚ ⬚     ■ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ■ ⬚     ■ ■ ⬚
+        ■ ■ ■ ⬚ ⬚ ■     ■ ■ ■
+
+    Args:
+        length: tokens of the sequence.
+        steps: steps after the first, each of which adds ``length`` keys behind those before.
+
+    Raises:
+        ExpressionError: a length below 1 or a negative number of steps.
+
+    Source: EAGLE-3, https://arxiv.org/abs/2503.01840
+    """
+    n = whole(length, "training_time_test: length", 1)
+    later = [kv == q + n * step for step in range(1, known(steps, "training_time_test: steps") + 1)]
+    return Or.make((((kv < n) & (kv <= q)), *later))
