@@ -2,13 +2,26 @@
 
 FlexmaskError
 ├── ExpressionError (ValueError)      an expression that has no meaning, or data that does not fit it
+│   ├── DuplicateNameError            two packages that define a mask of one name
 │   └── TextError                     text that is not a mask: shows the text and a caret under the column
 ├── OperandError (TypeError)          an operand or argument of the wrong type
 ├── LoweringError (ValueError)        a mask that cannot be lowered at the lengths, sizes or device asked for
+├── TraceError (ValueError)           a function that cannot be traced as asked
 └── RenderError (ValueError)          a picture that cannot be drawn or written
+
+PluginWarning (UserWarning)           an installed plugin that cannot be used; everything else works
 """
 
-__all__ = ["ExpressionError", "FlexmaskError", "LoweringError", "OperandError", "RenderError", "TextError"]
+__all__ = [
+    "DuplicateNameError",
+    "ExpressionError",
+    "FlexmaskError",
+    "LoweringError",
+    "OperandError",
+    "PluginWarning",
+    "RenderError",
+    "TextError",
+]
 
 
 class FlexmaskError(Exception):
@@ -25,6 +38,10 @@ class OperandError(FlexmaskError, TypeError):
 
 class LoweringError(FlexmaskError, ValueError):
     """A mask that cannot be lowered at the lengths, sizes or device asked for."""
+
+
+class TraceError(FlexmaskError, ValueError):
+    """A function that cannot be traced as asked: with ``strict``, by an operation that no expression has."""
 
 
 class RenderError(FlexmaskError, ValueError):
@@ -49,3 +66,31 @@ class TextError(ExpressionError):
 
     def __reduce__(self) -> tuple[type["TextError"], tuple[str, str, int | None]]:
         return type(self), (self.reason, self.text, self.column)
+
+
+class DuplicateNameError(ExpressionError):
+    """Two packages that define a mask of one name.
+
+    Args:
+        name: the name.
+        packages: the package that had the name, and the one that wants it as well. They are the same where one package
+            defines two masks of one name; ``__main__`` is the running script.
+    """
+
+    def __init__(self, name: str, *packages: str) -> None:
+        self.name, self.packages = name, packages
+        first, second = ("the running script (__main__)" if package == "__main__" else package for package in packages)
+        if first == second:
+            reason = f"{first} defines two masks named {name}. Give one another name; to define it anew, start Python again"
+        else:
+            reason = f"two packages define a mask named {name}: {first} and {second}. Give one of them another name"
+            for package in packages[::-1]:
+                reason += "" if package in {"flexmask", "__main__"} else f", or run `pip uninstall {package}`"
+        super().__init__(reason)
+
+    def __reduce__(self) -> tuple[type["DuplicateNameError"], tuple[str, ...]]:
+        return type(self), (self.name, *self.packages)
+
+
+class PluginWarning(UserWarning):
+    """An installed plugin that cannot be used: it cannot be imported, or it registers no mask."""

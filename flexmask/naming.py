@@ -10,15 +10,15 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
 from flexmask.algebra import Mask, Named, Truth
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import DuplicateNameError, ExpressionError, OperandError
 from flexmask.index import Index
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
-__all__ = ["NAMES", "named", "nearest", "write_arguments"]
+__all__ = ["NAMES", "named", "nearest", "signature_of", "withdraw", "write_arguments"]
 
 P = ParamSpec("P")
 
-#: Every named mask by its name: what text, ``flexmask list`` and the tests know.
+#: Every named mask by its name, as far as its module is imported. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
 
 
@@ -27,11 +27,21 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
 
     The result prints as the function's name with the arguments that differ from their defaults, can be called in text, and
     is defined anew when one of its parameters is bound. Arguments that hold data arrive as tables, lists of masks as tuples.
+
+    Raises:
+        DuplicateNameError: there is a mask of that name.
+        ExpressionError: the name means something else in text, or cannot stand there.
     """
     signature = inspect.signature(define)
     name = define.__name__
     if name in NAMES:
-        raise ExpressionError(f"there is a named mask {name} already, from {NAMES[name].__module__}")
+        from flexmask.registry import package_of  # only the registry knows which package a module belongs to
+
+        raise DuplicateNameError(name, package_of(NAMES[name].__module__), package_of(define.__module__))
+    if name in RESERVED:
+        raise ExpressionError(f"{name} is the name of a symbol or function; a named mask needs another name")
+    if not name.isidentifier() or name.startswith("_"):
+        raise ExpressionError(f"a named mask's name must be an identifier without a leading underscore, got {name!r}")
 
     @wraps(define)
     def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
@@ -51,11 +61,26 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     return build
 
 
+def withdraw(names: Iterable[str]) -> None:
+    """Takes names back, so that text no longer knows them."""
+    for name in list(names):
+        NAMES.pop(name, None)
+        RESERVED.discard(name)
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """The parameters of a function with their defaults, in parentheses, without annotations."""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
 def _argument(value: Any, what: str) -> Any:
     if value is None or isinstance(value, Mask | Index | Table | str | int):
         return value
     if isinstance(value, numbers.Integral):  # NumPy's integers are arrays as well
         return int(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, list | tuple) and any(isinstance(item, Mask) for item in value):
         return tuple(value)
     if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):

@@ -8,11 +8,12 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from flexmask import registry
 from flexmask.algebra import Mask, where
 from flexmask.catalogue import __all__ as _built_in
-from flexmask.errors import FlexmaskError, OperandError, TextError
+from flexmask.errors import DuplicateNameError, FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
-from flexmask.naming import NAMES, nearest
+from flexmask.naming import NAMES, nearest, signature_of
 from flexmask.tables import Param, Table, document_ids, document_starts, param, table
 
 __all__ = ["parse"]
@@ -76,10 +77,12 @@ def parse(text: str) -> Mask:
 
     The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
     expressions, the symbols ``b h q kv q_len kv_len``, the named masks (without parentheses where they have no arguments),
-    ``abs minimum maximum where table document_ids document_starts``, integers, lists, strings, ``None``, ``True`` and
+    ``abs minimum maximum where table document_ids document_starts``, numbers, lists, strings, ``None``, ``True`` and
     ``False``. Any other name is a parameter, to be bound with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``.
+    Plugins are loaded when a name stands there that flexmask itself does not have.
 
     Raises:
+        DuplicateNameError: two packages define a mask of one name.
         TextError: text that is not a mask; shows the column and the nearest known name.
         OperandError: ``text`` is not a string.
     """
@@ -123,8 +126,8 @@ class _Reader:
     def mask(self, node: ast.expr) -> Mask:
         value = self.value(node)
         if isinstance(value, Param):
-            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES) or PARAMETERS}")
-        if isinstance(value, bool | int) or value is None:
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, registry.names()) or PARAMETERS}")
+        if isinstance(value, bool | int | float) or value is None:
             self.fail(node, f"{value} is not a mask; everything is `full`, nothing is `empty`")
         if not isinstance(value, Mask):
             self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. ({ast.unparse(node)[:40]}) == 0")
@@ -136,7 +139,7 @@ class _Reader:
             self.fail(node, f"the expression is nested more than {MAX_DEPTH} deep")
         try:
             return self.read(node)
-        except TextError:
+        except (TextError, DuplicateNameError):
             raise
         except (FlexmaskError, TypeError, ValueError) as error:
             self.fail(node, str(error))
@@ -145,7 +148,7 @@ class _Reader:
 
     def read(self, node: ast.expr) -> Any:
         match node:
-            case ast.Constant(value) if value is None or isinstance(value, int | str):
+            case ast.Constant(value) if value is None or isinstance(value, int | float | str):
                 return value
             case ast.Name(name):
                 return self.name(node, name)
@@ -195,23 +198,24 @@ class _Reader:
     def operand_of(self, node: ast.expr, sign: ast.operator) -> Any:
         value = self.operand(node)
         if isinstance(value, Param) and isinstance(sign, ast.BitAnd | ast.BitOr | ast.BitXor):
-            self.fail(node, f"{value} is not a named mask.{nearest(value.name, NAMES) or PARAMETERS}")
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, registry.names()) or PARAMETERS}")
         return value
 
     def name(self, node: ast.AST, name: str) -> Any:
         if name in SYMBOLS:
             return SYMBOLS[name]
-        if name in NAMES:
-            try:
-                inspect.signature(NAMES[name]).bind()
-            except TypeError as error:
-                self.fail(node, f"{name} needs arguments: {error}; write {name}{inspect.signature(NAMES[name])}")
-            return NAMES[name]()
         if name in FUNCTIONS:
             self.fail(node, f"{name} is a function; write {name}(...)")
         if name.startswith("_"):
             self.fail(node, f"a name cannot start with an underscore: {name}")
-        return Param(name)
+        define = registry.find(name)
+        if define is None:
+            return Param(name)
+        try:
+            inspect.signature(define).bind()
+        except TypeError as error:
+            self.fail(node, f"{name} needs arguments: {error}; write {name}{signature_of(define)}")
+        return define()
 
     def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
         data = self.value(source)
@@ -225,9 +229,10 @@ class _Reader:
     def call(self, node: ast.expr, function: ast.expr, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Any:
         if not isinstance(function, ast.Name):
             self.fail(function, f"`{ast.unparse(function)[:60]}` cannot be called; only named masks and functions can")
-        target = NAMES.get(function.id) or FUNCTIONS.get(function.id)
+        target = FUNCTIONS.get(function.id) or registry.find(function.id)
         if target is None:
-            self.fail(function, f"there is no mask or function {function.id}.{nearest(function.id, [*NAMES, *FUNCTIONS])}")
+            hint = nearest(function.id, [*registry.names(), *FUNCTIONS])
+            self.fail(function, f"there is no mask or function {function.id}.{hint}")
         values = [self.value(argument) for argument in arguments]
         named = {}
         for keyword in keywords:
@@ -239,13 +244,8 @@ class _Reader:
         except TypeError as error:
             wrong = next((word for word in named if f"'{word}'" in str(error)), "")
             hint = nearest(wrong, inspect.signature(target).parameters) if wrong else ""
-            self.fail(node, f"{function.id}: {error}.{hint} Its signature is {function.id}{_signature(target)}")
+            self.fail(node, f"{function.id}: {error}.{hint} Its signature is {function.id}{signature_of(target)}")
         return target(*values, **named)
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
-    return str(inspect.Signature(parameters))
 
 
 def _kind(value: object) -> str:

@@ -267,6 +267,8 @@ except SystemExit as done:
         (["--help"], "0"),
         (["--version"], "0"),
         (["render", "--help"], "0"),
+        (["list"], "0 rich"),
+        (["list", "causal"], "0"),
         (["render", "causal", "-o", "mask.pdf"], "2"),
         (["render", "causal", "--seq-len", "2"], "0 torch rich numpy"),
     ],
@@ -285,6 +287,7 @@ def test_help_tells_all() -> None:
         assert option in text
     assert "Examples:" in text
     assert "render" in run("--help").stdout
+    assert "flexmask list" in run("list", "-h").stdout
     assert run("-h").stdout == run("--help").stdout
     assert run("--version").stdout == f"flexmask {fm.__version__}\n"
 

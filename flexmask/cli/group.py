@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 import flexmask
 from flexmask.cli.messages import Refused, message_of
-from flexmask.errors import FlexmaskError
+from flexmask.errors import FlexmaskError, PluginWarning
 
 __all__ = ["main"]
 
 
 class Commands(click.Group):
-    """A group whose commands report the library's errors as messages, with exit code 2."""
+    """A group whose commands report the library's errors as messages, with exit code 2, and warnings about plugins in a line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FlexmaskError as error:
-            raise Refused(message_of(error)) from error
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_a_line(warnings.showwarning)
+            try:
+                return super().invoke(ctx)
+            except FlexmaskError as error:
+                raise Refused(message_of(error)) from error
+
+
+def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:
+    def line(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        if issubclass(category, PluginWarning):
+            click.echo(f"Warning: {message}", err=True)
+        else:
+            show(message, category, *rest, **options)
+
+    return line
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -36,4 +50,6 @@ def main() -> None:
 
     with the named masks, & | ^ - ~, and comparisons of b, h, q and kv (batch, head, query and key index). Quote it for
     your shell. Any other name, like ids, is a parameter: give its value with -p ids=...
+
+    `flexmask list` shows the named masks, those of plugins too, and `flexmask COMMAND -h` all that a command takes.
     """

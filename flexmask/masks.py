@@ -1,0 +1,27 @@
+"""Every named mask as an attribute, those of plugins too: ``flexmask.masks.causal``, ``from flexmask.masks import NAME``.
+
+Plugins are loaded when a name is asked for that flexmask itself does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flexmask import registry
+from flexmask.naming import nearest
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+
+
+def __getattr__(name: str) -> Callable[..., Mask]:
+    define = None if name.startswith("_") else registry.find(name)
+    if define is None:
+        hint = "" if name.startswith("_") else nearest(name, registry.names())
+        raise AttributeError(f"there is no named mask {name}.{hint} `flexmask list` shows all; a plugin adds more")
+    return define
+
+
+def __dir__() -> list[str]:
+    return registry.names()

@@ -1,0 +1,216 @@
+"""Plugins: installed packages that register masks under the entry-point group ``flexmask.masks``.
+
+An entry point names a module; importing it runs its functions under :func:`flexmask.named`, which register themselves. The
+families of flexmask are registered in the same way. Nothing is imported before a name is asked for that is not known.
+
+- A plugin whose import fails is reported with a warning and contributes no mask, also none that it had registered before it
+  failed. Everything else goes on.
+- Two packages with one name are an error, raised whenever a name is asked for that is not known, until one of them is gone.
+  What either of them registered while plugins were loaded is withdrawn, so that no order of loading decides.
+- Threads wait for the one that loads. A plugin that reads text while it is imported knows the masks that are there by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from flexmask.errors import DuplicateNameError, PluginWarning
+from flexmask.naming import NAMES, withdraw
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from flexmask.algebra import Mask
+
+__all__ = ["GROUP", "Origin", "find", "load", "names", "origin", "package_of"]
+
+#: The entry-point group of modules that define named masks.
+GROUP = "flexmask.masks"
+#: The distribution that this module belongs to.
+OWN = "flexmask"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a named mask comes from.
+
+    Attributes:
+        package: the installed package, or the top package of the module where no plugin says more; ``__main__`` for a script.
+        version: the package's version, or None where it is not known.
+        family: the entry point that names the module, else the module's own name.
+    """
+
+    package: str
+    version: str | None
+    family: str
+
+
+@dataclass(slots=True)
+class _Loader:
+    """What is known about loading.
+
+    Attributes:
+        lock: held while plugins are loaded.
+        state: ``"waiting"``, ``"loading"`` or ``"loaded"``.
+        during: the package that was being loaded when a name was registered.
+        clash: the name and the two packages of the first name that two packages have.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    state: str = "waiting"
+    during: dict[str, str] = field(default_factory=dict)
+    clash: tuple[str, str, str] | None = None
+
+
+_loader = _Loader()
+
+
+def find(name: str) -> Callable[..., Mask] | None:
+    """The named mask of that name, for which plugins are loaded where it is not known; None where there is none.
+
+    Raises:
+        DuplicateNameError: the name is not known, and two packages have one name.
+    """
+    if name not in NAMES:
+        try:
+            load()
+        except DuplicateNameError:
+            if name not in NAMES:
+                raise
+    return NAMES.get(name)
+
+
+def names() -> list[str]:
+    """The names of all masks, those of plugins with them, in alphabetical order.
+
+    Raises:
+        DuplicateNameError: two packages have one name.
+    """
+    load()
+    return sorted(NAMES)
+
+
+def load() -> None:
+    """Imports every plugin, once in a process.
+
+    Raises:
+        DuplicateNameError: two packages have one name.
+
+    Warns:
+        PluginWarning: a plugin cannot be imported, or registers nothing.
+    """
+    problems: list[str] = []
+    with _loader.lock:
+        if _loader.state == "loading":  # a plugin that asks for a name while it is imported
+            return
+        if _loader.state == "waiting":
+            _loader.state = "loading"
+            try:
+                problems = _load_all()
+                _loader.state = "loaded"
+            finally:
+                if _loader.state == "loading":  # interrupted; the next use begins anew
+                    _loader.state = "waiting"
+    for problem in problems:
+        warnings.warn(problem, PluginWarning, stacklevel=3)
+    if _loader.clash is not None:
+        raise DuplicateNameError(*_loader.clash)
+
+
+def origin(name: str) -> Origin:
+    """Where a known mask comes from. Asks the installed packages, and imports none."""
+    module = NAMES[name].__module__
+    entry = _entry_of(module)
+    if entry is None:
+        return Origin(_loader.during.get(name, package_of(module)), None, module.rpartition(".")[2])
+    family = entry.name if _module(entry) == module else module.rpartition(".")[2]
+    return Origin(_package(entry), getattr(entry.dist, "version", None), family)
+
+
+def package_of(module: str) -> str:
+    """The installed package whose entry points name a module, or one beside it; else the module's top package."""
+    entry = _entry_of(module)
+    return module.split(".")[0] if entry is None else _package(entry)
+
+
+def _entry_of(module: str) -> EntryPoint | None:
+    near = [entry for entry in _entries() if _shared(_module(entry), module)]
+    return max(near, key=lambda entry: _shared(_module(entry), module), default=None)
+
+
+def _load_all() -> list[str]:
+    """Imports every plugin and says what went wrong."""
+    problems = []
+    clashing: set[str] = set()
+    failed: set[str] = set()
+    for entry in _entries():
+        package, before = _package(entry), set(NAMES)
+        error: BaseException | None = None
+        try:
+            entry.load()
+        except BaseException as raised:  # a plugin may do anything; nothing of it may stop the others
+            error = raised
+        new = set(NAMES) - before
+        _loader.during |= dict.fromkeys(new, package)
+        if error is None:
+            continue
+        failed.add(package)
+        if isinstance(error, DuplicateNameError) and (other := error.packages[0]) != package:
+            clashing |= {package, other}
+            _loader.clash = _loader.clash or (error.name, other, package)
+            continue
+        withdraw(name for name in new if origin(name).package == package)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        problems.append(_broken(entry, error))
+    withdraw(name for name in list(_loader.during) if name in NAMES and origin(name).package in clashing - {OWN})
+    speaking = {origin(name).package for name in NAMES} | set(_loader.during.values())
+    silent = {_package(entry): entry for entry in _entries() if _package(entry) not in speaking | failed}
+    return problems + [_silent(entry) for entry in silent.values()]
+
+
+def _broken(entry: EntryPoint, error: BaseException) -> str:
+    package = _package(entry)
+    mend = f"`pip install -U {package}` may mend it; `pip uninstall {package}` removes it"
+    return (
+        f"the plugin {package} cannot be loaded, so its masks are missing: its entry point {entry.name} = {entry.value} raised "
+        f"{type(error).__name__}: {error}. {mend}"
+    )
+
+
+def _silent(entry: EntryPoint) -> str:
+    return (
+        f"the plugin {_package(entry)} registers no mask: importing its entry point {entry.name} = {entry.value} has to define "
+        f"a function under @flexmask.named. `pip uninstall {_package(entry)}` removes it"
+    )
+
+
+@cache
+def _entries() -> tuple[EntryPoint, ...]:
+    """The entry points of all installed packages: flexmask's own, then the others by name."""
+    from importlib.metadata import entry_points  # takes longer to import than all of the expressions
+
+    return tuple(sorted(entry_points(group=GROUP), key=lambda entry: (_package(entry) != OWN, _package(entry), entry.name)))
+
+
+def _package(entry: EntryPoint) -> str:
+    return getattr(entry.dist, "name", None) or _module(entry).split(".")[0]
+
+
+def _module(entry: EntryPoint) -> str:
+    return entry.value.partition(":")[0].strip()
+
+
+def _shared(one: str, other: str) -> int:
+    """How many leading parts two module names share."""
+    count = 0
+    for left, right in zip(one.split("."), other.split("."), strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
