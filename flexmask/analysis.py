@@ -22,9 +22,10 @@ from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
 from flexmask.index import Index, Symbol, kv, q
+from flexmask.pieces import Pieces, direction
 from flexmask.rows import Rows
 from flexmask.runs import ValueRuns, rising_runs, runs, threshold
-from flexmask.separation import Matches, Reaches, Span, separate
+from flexmask.separation import Linear, Matches, Reaches, Span, separate
 from flexmask.tables import Derived, Lookup, Param, Table, TensorTable, is_constant
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
@@ -77,6 +78,24 @@ class RowBounds:
         return (self & ~other) | (~self & other)
 
 
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Conditions on one column that rises in pieces: not less than any of ``least``, not more than any of ``most``."""
+
+    pieces: Pieces | None
+    least: list[Tensor]
+    most: list[Tensor]
+
+    def chosen(self, rows: Rows) -> Rows | None:
+        """The keys of rows that meet them all, or None where these cannot be listed."""
+        if self.pieces is None:
+            return None
+        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int64, device=rows.lo.device)
+        low = reduce(torch.maximum, self.least) if self.least else every + pieces.low
+        high = reduce(torch.minimum, self.most) if self.most else every + pieces.low + pieces.size
+        return pieces.between(rows, low, high)
+
+
 def analyse(frame: Frame) -> RowBounds:
     """The rows of the mask of a frame."""
     return _Analysis(frame).rows(separate(frame.mask))
@@ -88,6 +107,7 @@ class _Analysis:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
+        self.known: dict[Any, Rows | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
@@ -106,12 +126,54 @@ class _Analysis:
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
         """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
         spans = [operand for operand in operands if _is_span(operand)]
-        parts = [self.rows(operand) for operand in operands if not _is_span(operand)]
+        stepped = [operand for operand in operands if isinstance(operand, Matches | Reaches) and self.plain(operand) is None]
+        apart = {id(operand) for operand in (*spans, *stepped)}
+        parts = [self.rows(operand) for operand in operands if id(operand) not in apart]
         single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
         others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
-        if spans or single:
+        if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans, single)))
-        return reduce(lambda a, b: a & b, others)
+        return self.refined(reduce(lambda a, b: a & b, others), stepped)
+
+    def refined(self, bounds: RowBounds, masks: Iterable[Matches | Reaches]) -> RowBounds:
+        """The keys within bounds that conditions show whose columns rise only in pieces, those of the fewest pieces first."""
+        groups: dict[Any, _Group] = {}
+        for mask in masks:
+            form = Linear.of(mask.column)
+            falls = next(iter(form.terms.values()))[1] < 0
+            column = form.times(-1).index() if falls else mask.column
+            group = groups.setdefault(column.key, _Group(self.pieces(column), [], []))
+            value = -self.queries.tensor(mask.value) if falls else self.queries.tensor(mask.value)
+            if falls or isinstance(mask, Matches):
+                group.least.append(value)
+            if not falls or isinstance(mask, Matches):
+                group.most.append(value)
+        for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
+            lower, upper = (group.chosen(rows) for rows in (bounds.lower, bounds.upper))
+            if upper is None:
+                bounds = RowBounds(Rows.nothing(bounds.upper.kv_len, bounds.upper.lo.device), bounds.upper)
+            elif bounds.exact:
+                bounds = RowBounds.of(upper)
+            else:
+                lower = lower or Rows.nothing(upper.kv_len, upper.lo.device)
+                bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
+        return bounds
+
+    def pieces(self, column: Index) -> Pieces | None:
+        values = self.keys.tensor(column)
+        return Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+
+    def plain(self, mask: Matches | Reaches) -> Rows | None:
+        """The rows of a condition whose column rises, falls or has few runs throughout, else None."""
+        if mask.key not in self.known:
+            if isinstance(mask, Matches):
+                self.known[mask.key] = self.matches(mask)
+            else:
+                column = self.keys.tensor(mask.column)
+                way = direction(column)
+                value = self.queries.tensor(mask.value)
+                self.known[mask.key] = threshold(column, value, self.frame.kv_len, rises=way > 0) if way else None
+        return self.known[mask.key]
 
     def span(self, masks: list[Mask], rows: Iterable[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval, and all or none of them by each test of the row."""
@@ -139,12 +201,9 @@ class _Analysis:
                 return RowBounds.of(make(kv_len, frame.device))
             case _ if _is_span(mask):
                 return RowBounds.of(self.span([mask]))
-            case Matches():
-                found = self.matches(mask)
-                return RowBounds.of(found) if found is not None else self.unknown()
-            case Reaches(column, value):
-                found = threshold(self.keys.tensor(column), self.queries.tensor(value), kv_len)
-                return RowBounds.of(found) if found is not None else self.unknown()
+            case Matches() | Reaches():
+                found = self.plain(mask)
+                return RowBounds.of(found) if found is not None else self.refined(self.leaf(Truth(True)), [mask])
             case Compare() if "q" not in mask.symbols:
                 return RowBounds.of(runs(self.keys.tensor(mask), kv_len))
             case Compare():
@@ -180,7 +239,7 @@ class _Analysis:
         if not devices.waits(values):
             return values if self.frame.q_len < DECODING else None
         if isinstance(table, TensorTable) and not table.tensor.is_inference():
-            return table.tensor.data_ptr(), table.tensor._version
+            return table.tensor.data_ptr(), table.tensor._version, self.frame.kv_len
         return None
 
     def unknown(self) -> RowBounds:

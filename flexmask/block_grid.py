@@ -15,6 +15,7 @@ from torch import Tensor
 from flexmask import devices
 from flexmask.analysis import RowBounds
 from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
+from flexmask.deciding import counted
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
@@ -104,11 +105,15 @@ def block_grid(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
     partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
     open_blocks = touched & ~full & ~partial
     # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
-    every = devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS
-    for part, cells in evaluated(Entries.every(partial) if every else Entries.marked(open_blocks), frame, *sizes):
-        count, place = cells.sum((1, 2)), part.row * shape[-1] + part.column
-        partial.view(-1)[place] = (count > 0) & (count < q_size * kv_size)
-        full.view(-1)[place] = count == q_size * kv_size
+    if devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS:
+        entries = Entries.every(partial)
+        counts = torch.cat([cells.sum((1, 2)) for _, cells in evaluated(entries, frame, *sizes)])
+    else:
+        entries = Entries.marked(open_blocks)
+        counts = counted(entries, frame, *sizes)
+    place = entries.row * shape[-1] + entries.column
+    partial.view(-1)[place] = (counts > 0) & (counts < q_size * kv_size)
+    full.view(-1)[place] = counts == q_size * kv_size
     return BlockGrid(partial, full)
 
 

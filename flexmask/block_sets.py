@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds
-from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
+from flexmask.blocks import Entries, Listed, divided, divided_up
+from flexmask.deciding import counted
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["BlockSets", "block_sets"]
+__all__ = ["BlockSets", "block_sets", "known_blocks"]
 
 #: The least distance between the lists of two rows.
 LEAST_PITCH = 64
@@ -61,15 +62,12 @@ def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
         q_size: queries in a block.
         kv_size: keys in a block.
     """
-    touched, full = _touched(bounds.upper, frame, q_size, kv_size), _covered(bounds.lower, frame, q_size, kv_size)
-    if bounds.exact:
-        return BlockSets(touched - full, full)
-    surely_partial = _touched(bounds.lower, frame, q_size, kv_size) - _covered(bounds.upper, frame, q_size, kv_size)
-    open_blocks = (touched - full - surely_partial).expand(frame.batch, frame.heads, touched.lo.shape[2])
+    surely_partial, full, open_blocks = known_blocks(bounds, frame, q_size, kv_size)
+    if open_blocks is None:
+        return BlockSets(surely_partial, full)
     entries = Entries.of(open_blocks)
-    visible = [entries.row.new_zeros(0), *(block.sum((1, 2)) for _, block in evaluated(entries, frame, q_size, kv_size))]
-    cells = torch.cat(visible)
-    rows, width = torch.Size(open_blocks.lo.shape[:3]), touched.kv_len
+    cells = counted(entries, frame, q_size, kv_size)
+    rows, width = torch.Size(open_blocks.lo.shape[:3]), open_blocks.kv_len
 
     def found(chosen: Tensor) -> Rows:
         row, column = entries.row[chosen], entries.column[chosen]
@@ -77,6 +75,15 @@ def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
 
     partial, filled = found((cells > 0) & (cells < q_size * kv_size)), found(cells == q_size * kv_size)
     return BlockSets(surely_partial | partial, full | filled)
+
+
+def known_blocks(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> tuple[Rows, Rows, Rows | None]:
+    """The blocks that the rows of a mask know to be partial and to be full, and those that they leave open, if any."""
+    touched, full = _touched(bounds.upper, frame, q_size, kv_size), _covered(bounds.lower, frame, q_size, kv_size)
+    if bounds.exact:
+        return touched - full, full, None
+    partial = _touched(bounds.lower, frame, q_size, kv_size) - _covered(bounds.upper, frame, q_size, kv_size)
+    return partial, full, (touched - full - partial).expand(frame.batch, frame.heads, touched.lo.shape[2])
 
 
 def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
-from flexmask.closures import frame_closure
+from flexmask.evaluation import hoisted_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
@@ -86,7 +86,7 @@ def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iter
     Yields:
         Some blocks, and their cells ``bool[n, min(q_size, q_len), min(kv_size, kv_len)]``, False beyond the ends of the mask.
     """
-    closure = frame_closure(frame)
+    closure = hoisted_closure(frame)
     q_blocks = -(-frame.q_len // q_size)
     device, height, width = entries.row.device, min(q_size, frame.q_len), min(kv_size, frame.kv_len)
     for part in entries.split(max(1, CHUNK.on(entries.row) // (height * width))):

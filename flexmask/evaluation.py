@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmask.algebra import Compare, Mask
-from flexmask.closures import ARITHMETIC, COMPARISON, index_closure, mask_closure
+from flexmask.closures import ARITHMETIC, COMPARISON, Column, MaskClosure, index_closure, mask_closure, opaque_call
 from flexmask.frame import Frame
 from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.nodes import Node
+from flexmask.opaque import Opaque
 from flexmask.tables import Lookup
+from flexmask.vectorising import vectorised
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "hoisted_closure"]
 
 
 class Evaluation:
@@ -57,6 +60,9 @@ class Evaluation:
                 return abs(self.values(operand))
             case Compare(sign, left, right):
                 return COMPARISON[sign](self.values(left), self.values(right))
+            case Opaque():
+                call, varying = opaque_call(node, self.frame)
+                return vectorised(call, *map(self.values, varying))
         closure = mask_closure(node, self.frame) if isinstance(node, Mask) else index_closure(node, self.frame)
         position = self.frame.index(self.axis).view(1, 1, -1)
         b, h = self.frame.index("b").view(-1, 1, 1), self.frame.index("h").view(1, -1, 1)
@@ -80,11 +86,36 @@ class Evaluation:
             return _integer(data[tuple(self._symbol(name) for name in names)])
         if "q" in names:
             data = data.narrow(names.index("q"), int(offset), n)
-        if "kv" in names:
-            data = data.narrow(names.index("kv"), 0, self.frame.kv_len)  # a derived table may have more
+        if "kv" in names:  # a derived table may have more, as may a captured one
+            data = data.narrow(names.index("kv"), 0, self.frame.kv_len)
+        for name, size in (("b", self.frame.batch), ("h", self.frame.heads)):
+            if name in names and data.shape[names.index(name)] > size:
+                data = data.narrow(names.index(name), 0, size)
         order = ["b", "h", self.axis]
         data = data.permute([names.index(name) for name in order if name in names])
         return _integer(data[tuple(slice(None) if name in names else None for name in order)])
+
+
+def hoisted_closure(frame: Frame) -> MaskClosure:
+    """The closure of the mask of a frame, what depends on the query or on the key alone worked out beforehand."""
+    along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
+
+    def hoisted(node: Node) -> Node | None:
+        if (
+            not isinstance(node, Index)
+            or isinstance(node, Symbol | Constant)
+            or (isinstance(node, Lookup) and _is_plain(node.indices))
+        ):
+            return None
+        axes = node.symbols & {"q", "kv"}
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
+        values = along[axis].tensor(node)
+        shape = (*values.shape[:2], frame.q_len if axis == "q" else frame.kv_len)
+        return Column(values.expand(shape), axis)
+
+    return mask_closure(cast(Mask, frame.settled(frame.mask).replace(hoisted)), frame)
 
 
 def _integer(values: Tensor) -> Tensor:

@@ -72,6 +72,9 @@ class Rows:
 
     def __and__(self, other: Rows) -> Rows:
         if min(self.slots, other.slots) > 1:
+            few, many = sorted((self, other), key=lambda rows: rows.slots)
+            if many.slots > FEW and many.lo.numel() == many.slots and few.lo.shape[2] > 1 and not devices.waits(self.lo):
+                return few._sifted(many)
             both = ~(~self | ~other)
             return both._cut(self.slots + other.slots - 1)
         return Rows(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.kv_len).compact()
@@ -115,6 +118,23 @@ class Rows:
         lo, hi = self.lo.masked_fill(empty, self.kv_len), self.hi.masked_fill(empty, self.kv_len)
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
+    def joined(self) -> Rows:
+        """The same sets, given intervals that stand in order but may be empty or touch the next one."""
+        found = self.compact()
+        touching = (found.hi[..., :-1] == found.lo[..., 1:]) & (found.lo[..., 1:] < self.kv_len)
+        return found._merge() if bool(touching.any()) else found
+
+    def _sifted(self, sieve: Rows) -> Rows:
+        """The keys that are also in a set that is the same for all rows; in time that follows what is left."""
+        lo, hi = sieve.lo.flatten(), sieve.hi.flatten()
+        first, behind = torch.searchsorted(hi, self.lo, right=True), torch.searchsorted(lo, self.hi)
+        number = (behind - first).clamp(min=0).where(self.lo < self.hi, 0)
+        step = torch.arange(max(1, int(number.max())), device=lo.device)
+        at = (first.unsqueeze(-1) + step).clamp(max=sieve.slots - 1)
+        start, stop = torch.maximum(lo[at], self.lo.unsqueeze(-1)), torch.minimum(hi[at], self.hi.unsqueeze(-1))
+        start = start.where(step < number.unsqueeze(-1), stop)
+        return Rows(start.flatten(-2), stop.flatten(-2), self.kv_len).compact()
+
     def _merge(self) -> Rows:
         """Joins intervals that overlap or touch, given intervals in any order."""
         if self.slots == 2:
@@ -156,4 +176,6 @@ def _sorted(ends: Tensor) -> Tensor:
     if ends.shape[-1] == 2:
         first, second = ends.unbind(-1)
         return torch.stack((torch.minimum(first, second), torch.maximum(first, second)), -1)
+    if not devices.waits(ends) and bool((ends[..., 1:] >= ends[..., :-1]).all()):  # a look costs less than sorting
+        return ends
     return ends.sort(-1).values

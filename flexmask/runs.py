@@ -43,18 +43,12 @@ def _positions(marked: Tensor, fill: int) -> Tensor:
     return found.view(batch, heads, slots)
 
 
-def threshold(column: Tensor, value: Tensor, kv_len: int) -> Rows | None:
-    """The keys with ``column[b, h, kv] <= value[b, h, q]``, or None where the column neither rises nor falls throughout.
-
-    Whether it does depends on the values, so this waits for the device.
-    """
+def threshold(column: Tensor, value: Tensor, kv_len: int, *, rises: bool) -> Rows:
+    """The keys with ``column[b, h, kv] <= value[b, h, q]``, given a column that rises throughout, or else falls."""
     column = column.expand(*column.shape[:2], kv_len)
-    step = column.diff()
-    if bool((step >= 0).all()):
+    if rises:
         return Rows.spans(torch.zeros_like(value), _search(column, value, right=True), kv_len)
-    if bool((step <= 0).all()):
-        return Rows.spans(_search(-column, -value, right=False), torch.full_like(value, kv_len), kv_len)
-    return None
+    return Rows.spans(_search(-column, -value, right=False), torch.full_like(value, kv_len), kv_len)
 
 
 def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:

@@ -12,14 +12,14 @@ It knows nothing of lengths or tensors, so its result is kept with the mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from flexmask.algebra import Compare, Mask, Named
 from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 
-__all__ = ["Linear", "Matches", "Reaches", "Span", "separate"]
+__all__ = ["Linear", "Matches", "Reaches", "Span", "linear", "separate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -109,6 +109,10 @@ class Linear:
         return any(set(symbols) <= index.symbols for index, _ in self.terms.values())
 
 
+#: What becomes of ``form <= 0`` or ``form == 0``.
+Finish: TypeAlias = Callable[[Linear, str], Mask]
+
+
 def separate(mask: Mask) -> Mask:
     """The same mask over leaves that separate, as far as they do."""
     if "separated" not in mask.memo:
@@ -120,25 +124,34 @@ def _leaf(node: Any) -> Mask | None:
     match node:
         case Named(body=body):
             return separate(body)
-        case Compare(sign, left, right) if "kv" in node.symbols:
-            difference = Linear.of(left).plus(Linear.of(right).times(-1))
-            one = Linear({}, 1)
-            match sign:
-                case "<=":
-                    return _at_most_zero(difference)
-                case "<":
-                    return _at_most_zero(difference.plus(one))
-                case ">=":
-                    return _at_most_zero(difference.times(-1))
-                case ">":
-                    return _at_most_zero(difference.times(-1).plus(one))
-                case "==":
-                    return _zero(difference)
-                case "!=":
-                    return ~_zero(difference)
+        case Compare() if "kv" in node.symbols:
+            return linear(node, _solved)
         case Compare():
             return cast(Mask, node)
     return None
+
+
+def linear(node: Compare, finish: Finish) -> Mask:
+    """A comparison as conditions that linear forms are at most 0, or 0, where nothing in the key index is piecewise.
+
+    Args:
+        node: the comparison.
+        finish: the mask of ``form <= 0`` or ``form == 0``, given the form and its sign.
+    """
+    difference = Linear.of(node.left).plus(Linear.of(node.right).times(-1))
+    one = Linear({}, 1)
+    match node.sign:
+        case "<=":
+            return _at_most_zero(difference, finish)
+        case "<":
+            return _at_most_zero(difference.plus(one), finish)
+        case ">=":
+            return _at_most_zero(difference.times(-1), finish)
+        case ">":
+            return _at_most_zero(difference.times(-1).plus(one), finish)
+        case "==":
+            return _zero(difference, finish)
+    return ~_zero(difference, finish)
 
 
 def _pieces(form: Linear) -> tuple[Any, Linear] | None:
@@ -163,38 +176,41 @@ def _pieces(form: Linear) -> tuple[Any, Linear] | None:
     return None
 
 
-def _at_most_zero(form: Linear) -> Mask:
-    """The separated form of ``form <= 0``."""
+def _at_most_zero(form: Linear, finish: Finish) -> Mask:
+    """``form <= 0``."""
     pieces = _pieces(form)
-    if pieces:
-        (kind, first, second), rest = pieces
-        a, b = _at_most_zero(first.plus(rest)), _at_most_zero(second.plus(rest))
-        if kind == "maximum":  # max(x, y) <= 0  <=>  x <= 0 and y <= 0
-            return a & b
-        if kind == "minimum":  # min(x, y) <= 0  <=>  x <= 0 or y <= 0
-            return a | b
-        return _chosen(kind, a, b)
+    if not pieces:
+        return finish(form, "<=")
+    (kind, first, second), rest = pieces
+    a, b = _at_most_zero(first.plus(rest), finish), _at_most_zero(second.plus(rest), finish)
+    if kind == "maximum":  # max(x, y) <= 0  <=>  x <= 0 and y <= 0
+        return a & b
+    if kind == "minimum":  # min(x, y) <= 0  <=>  x <= 0 or y <= 0
+        return a | b
+    return _chosen(kind, a, b)
+
+
+def _zero(form: Linear, finish: Finish) -> Mask:
+    """``form == 0``."""
+    pieces = _pieces(form)
+    if not pieces:
+        return finish(form, "==")
+    (kind, first, second), rest = pieces
+    if isinstance(kind, Mask):
+        return _chosen(kind, _zero(first.plus(rest), finish), _zero(second.plus(rest), finish))
+    return _at_most_zero(form, finish) & _at_most_zero(form.times(-1), finish)
+
+
+def _solved(form: Linear, sign: str) -> Mask:
+    """The separated form of ``form <= 0`` or ``form == 0``, in which nothing is piecewise."""
     solved = _single(form)
     if solved is None:
-        return _unsolved(form, "<=")
+        return _unsolved(form, sign)
     term, factor, rest = solved
-    if factor > 0:  # n * t + r <= 0  <=>  t <= -r // n
+    if sign == "<=" and factor > 0:  # n * t + r <= 0  <=>  t <= -r // n
         return _term_at_most(term, _divided(rest.times(-1), factor))
-    return _term_at_least(term, -_divided(rest.times(-1), -factor))  # -n * t + r <= 0  <=>  t >= -(-r // n)
-
-
-def _zero(form: Linear) -> Mask:
-    """The separated form of ``form == 0``."""
-    pieces = _pieces(form)
-    if pieces:
-        (kind, first, second), rest = pieces
-        if isinstance(kind, Mask):
-            return _chosen(kind, _zero(first.plus(rest)), _zero(second.plus(rest)))
-        return _at_most_zero(form) & _at_most_zero(form.times(-1))
-    solved = _single(form)
-    if solved is None:
-        return _unsolved(form, "==")
-    term, factor, rest = solved
+    if sign == "<=":  # -n * t + r <= 0  <=>  t >= -(-r // n)
+        return _term_at_least(term, -_divided(rest.times(-1), -factor))
     if factor > 0:
         rest, factor = rest.times(-1), -factor  # -n * t + r == 0, so t == r / n
     value = _divided(rest, -factor)
@@ -230,7 +246,7 @@ def _term_at_most(term: Index, limit: Index) -> Mask:
         case Symbol("kv"):
             return Span(None, _tidy(limit + 1))
         case Arithmetic("//", operand, Constant(n)):  # x // n <= y  <=>  x <= y * n + n - 1
-            return _at_most_zero(Linear.of(operand).plus(Linear.of(limit * n + (n - 1)).times(-1)))
+            return _at_most_zero(Linear.of(operand).plus(Linear.of(limit * n + (n - 1)).times(-1)), _solved)
     raise AssertionError(f"not solvable: {term}")
 
 
@@ -239,7 +255,7 @@ def _term_at_least(term: Index, limit: Index) -> Mask:
         case Symbol("kv"):
             return Span(_tidy(limit), None)
         case Arithmetic("//", operand, Constant(n)):  # x // n >= y  <=>  x >= y * n
-            return _at_most_zero(Linear.of(limit * n).plus(Linear.of(operand).times(-1)))
+            return _at_most_zero(Linear.of(limit * n).plus(Linear.of(operand).times(-1)), _solved)
     raise AssertionError(f"not solvable: {term}")
 
 
