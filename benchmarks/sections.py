@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import flexmask
+from benchmarks.gym import generated, same_blocks
 from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.workloads import MaskMod, Workload, causal_work, even_work, packed_work, window_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
@@ -56,6 +59,8 @@ class Section:
 def sections(device: str, *, quick: bool) -> list[Section]:
     """All sections for a device; ``quick`` ones take about a minute."""
     found = [_block_masks(device, quick), _decoding(device), _attention(device, quick)]
+    if find_spec("attn_gym") and not quick:
+        found.insert(1, _generators(device))
     found += [] if quick else [_kernels(device)]
     return found + ([_long(device)] if device == "cuda" else [])
 
@@ -94,6 +99,33 @@ def _makers(work: Workload, device: str) -> dict[str, Callable[[], Measurement]]
     if cells <= MOST_COMPILED:
         candidates["compiled create_block_mask"] = lambda: peer(_compiled(create_block_mask))
     return candidates
+
+
+# ---------------------------------------------------------------- attention-gym
+
+
+def _generators(device: str) -> Section:
+    rows = []
+    for one in generated(device):
+        sizes = 1, one.heads, one.q_len, one.kv_len
+        exact = flexmask.trace(one.mask_mod, device=device).rows(*sizes[2:], batch=1, heads=one.heads).exact
+        name = one.name if exact else f"{one.name} (does not separate)"
+        makers = {"flexmask": flexmask.create_block_mask, "create_block_mask": create_block_mask}
+        if not same_blocks(*(make(one.mask_mod, *sizes, device=device) for make in makers.values())):
+            raise AssertionError(f"{one.name}: other blocks than torch's")
+        candidates: dict[str, Callable[[], Measurement]] = {
+            of: partial(_made, make, one.mask_mod, sizes, device) for of, make in makers.items()
+        }
+        rows.append(Row(name, one.kv_len, candidates))
+    text = (
+        "`flexmask.create_block_mask` and torch's own on the `mask_mod` of attention-gym's generators, tracing included; "
+        "checked before that both list the same blocks. Where a mask does not separate, some cells are evaluated."
+    )
+    return Section("attention-gym", text, "flexmask", rows)
+
+
+def _made(make: Callable[..., BlockMask], mask_mod: MaskMod, sizes: tuple[int, ...], device: str) -> Measurement:
+    return measure(lambda _: make(mask_mod, *sizes, device=device), device=device)
 
 
 # ---------------------------------------------------------------- decoding

@@ -9,24 +9,64 @@ Expressions import without torch; what needs torch is imported when it is first 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flexmask import masks
 from flexmask.algebra import Mask, where
 from flexmask.catalogue import (
+    bidirectional_spans,
+    block_causal,
+    block_diffusion,
     causal,
+    chunk_window,
+    chunked,
+    coarse,
+    cross_document,
     cross_length,
     dense,
+    dilated_window,
     document,
+    draft_anchors,
+    draft_blocks,
     empty,
+    eviction,
     full,
+    global_window,
+    image_cross,
+    in_context,
     key_padding,
+    multi_item,
+    neighborhood,
+    paged,
+    per_chunk,
     per_document,
     per_head,
     prefix_lm,
+    qk_sparse,
     query_padding,
+    random_cells,
+    reorder,
+    shared_prefix,
     shift,
+    sink_window,
+    sliding_tile,
     sliding_window,
+    svg_spatial,
+    svg_temporal,
+    tile_topk,
+    training_time_test,
     transpose,
+    tree,
 )
-from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError, RenderError, TextError
+from flexmask.errors import (
+    DuplicateNameError,
+    ExpressionError,
+    FlexmaskError,
+    LoweringError,
+    OperandError,
+    PluginWarning,
+    RenderError,
+    TextError,
+    TraceError,
+)
 from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
 from flexmask.naming import named
 from flexmask.tables import Table, document_ids, document_starts, param, table
@@ -34,16 +74,21 @@ from flexmask.text import parse
 
 if TYPE_CHECKING:
     from flexmask.analysis import RowBounds
+    from flexmask.drop_in import create_block_mask
+    from flexmask.explaining import Explanation, explain
     from flexmask.functional import attention, choose_backend
     from flexmask.lowering.stats import Stats
     from flexmask.nn import MultiheadFlexAttention
     from flexmask.render.plot import plot
     from flexmask.render.terminal import show
     from flexmask.rows import Rows
+    from flexmask.tracing.trace import trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DuplicateNameError",
+    "Explanation",
     "ExpressionError",
     "FlexmaskError",
     "Index",
@@ -51,56 +96,95 @@ __all__ = [
     "Mask",
     "MultiheadFlexAttention",
     "OperandError",
+    "PluginWarning",
     "RenderError",
     "RowBounds",
     "Rows",
     "Stats",
     "Table",
     "TextError",
+    "TraceError",
     "attention",
     "b",
+    "bidirectional_spans",
+    "block_causal",
+    "block_diffusion",
     "causal",
     "choose_backend",
+    "chunk_window",
+    "chunked",
+    "coarse",
+    "create_block_mask",
+    "cross_document",
     "cross_length",
     "dense",
+    "dilated_window",
     "document",
     "document_ids",
     "document_starts",
+    "draft_anchors",
+    "draft_blocks",
     "empty",
+    "eviction",
+    "explain",
     "full",
+    "global_window",
     "h",
+    "image_cross",
+    "in_context",
     "key_padding",
     "kv",
     "kv_len",
+    "masks",
     "maximum",
     "minimum",
+    "multi_item",
     "named",
+    "neighborhood",
+    "paged",
     "param",
     "parse",
+    "per_chunk",
     "per_document",
     "per_head",
     "plot",
     "prefix_lm",
     "q",
     "q_len",
+    "qk_sparse",
     "query_padding",
+    "random_cells",
+    "reorder",
+    "shared_prefix",
     "shift",
     "show",
+    "sink_window",
+    "sliding_tile",
     "sliding_window",
+    "svg_spatial",
+    "svg_temporal",
     "table",
+    "tile_topk",
+    "trace",
+    "training_time_test",
     "transpose",
+    "tree",
     "where",
 ]
 
 _HEAVY = {
     "MultiheadFlexAttention": "flexmask.nn",
+    "Explanation": "flexmask.explaining",
     "RowBounds": "flexmask.analysis",
     "Rows": "flexmask.rows",
     "Stats": "flexmask.lowering.stats",
     "attention": "flexmask.functional",
     "choose_backend": "flexmask.functional",
+    "create_block_mask": "flexmask.drop_in",
+    "explain": "flexmask.explaining",
     "plot": "flexmask.render.plot",
     "show": "flexmask.render.terminal",
+    "trace": "flexmask.tracing.trace",
 }
 
 

@@ -10,6 +10,7 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.lowerable import Lowerable
 from flexmask.nodes import Node, key_of
+from flexmask.opaque import Captured
 from flexmask.tables import Derived, Lookup, Param, TensorTable, as_table, document_ids, document_starts, is_tensor
 
 if TYPE_CHECKING:
@@ -91,12 +92,15 @@ class Mask(Lowerable):
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors moved to a device. Literal data needs no move."""
-        moved: dict[int, TensorTable] = {}
+        moved: dict[int, torch.Tensor] = {}
 
         def move(node: Node) -> Node | None:
-            if not isinstance(node, TensorTable):
+            if not isinstance(node, TensorTable | Captured):
                 return None
-            return moved.setdefault(id(node.tensor), TensorTable(node.tensor.to(device)))
+            if id(node.tensor) not in moved:
+                moved[id(node.tensor)] = node.tensor.to(device)
+            tensor = moved[id(node.tensor)]
+            return Captured(tensor) if isinstance(node, Captured) else TensorTable(tensor, node.spare)
 
         return cast(Mask, self.replace(move))
 

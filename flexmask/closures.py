@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,9 +19,38 @@ from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.errors import LoweringError
 from flexmask.frame import Frame
 from flexmask.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.opaque import Captured, Opaque
 from flexmask.tables import Lookup
+from flexmask.vectorising import vectorised
 
-__all__ = ["ARITHMETIC", "COMPARISON", "frame_closure", "greater", "index_closure", "lesser", "mask_closure"]
+__all__ = [
+    "ARITHMETIC",
+    "COMPARISON",
+    "Column",
+    "frame_closure",
+    "greater",
+    "index_closure",
+    "lesser",
+    "mask_closure",
+    "opaque_call",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Column(Index):
+    """Values that were worked out before, at ``b``, ``h`` and one position; ``q`` counts from 0 whatever the offset.
+
+    Args:
+        values: ``int64[B, H, n]``, with 1 for an axis that they do not depend on.
+        axis: the position, ``"q"`` or ``"kv"``.
+    """
+
+    values: Tensor
+    axis: str
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return ("Column", id(self.values), self.axis)
+
 
 IndexClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 MaskClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -55,14 +85,9 @@ def index_closure(node: Index, frame: Frame) -> IndexClosure:
     match node:
         case Constant(value):
             return lambda b, h, q, kv: value
-        case Symbol("b"):  # an axis of size 1 may stand for more: it is read at 0
-            return (lambda b, h, q, kv: b) if frame.batch > 1 else (lambda b, h, q, kv: b * 0)
-        case Symbol("h"):
-            return (lambda b, h, q, kv: h) if frame.heads > 1 else (lambda b, h, q, kv: h * 0)
-        case Symbol("kv"):
-            return lambda b, h, q, kv: kv
-        case Symbol("q"):
-            return _query(frame.q_offset)
+        case Symbol():
+            position = _symbol(node.name, frame)
+            return (lambda b, h, q, kv: position(b, h, q, kv).to(torch.int64)) if frame.wide else position
         case Arithmetic(sign, left, right):
             return _binary(ARITHMETIC[sign], index_closure(left, frame), index_closure(right, frame))
         case Absolute(operand):
@@ -74,6 +99,10 @@ def index_closure(node: Index, frame: Frame) -> IndexClosure:
             return lambda b, h, q, kv: torch.where(chosen(b, h, q, kv), yes(b, h, q, kv), no(b, h, q, kv))
         case Lookup(table, indices):
             return _lookup(frame.tables[table.key], [index_closure(index, frame) for index in indices])
+        case Opaque():
+            return _opaque(node, frame)
+        case Column():
+            return _column(node)
     raise LoweringError(f"no expression form for {type(node).__name__} {node}")
 
 
@@ -100,6 +129,17 @@ def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
     raise LoweringError(f"no expression form for {type(node).__name__} {node}")
 
 
+def _symbol(name: str, frame: Frame) -> IndexClosure:
+    match name:
+        case "b":  # an axis of size 1 may stand for more: it is read at 0
+            return (lambda b, h, q, kv: b) if frame.batch > 1 else (lambda b, h, q, kv: b * 0)
+        case "h":
+            return (lambda b, h, q, kv: h) if frame.heads > 1 else (lambda b, h, q, kv: h * 0)
+        case "kv":
+            return lambda b, h, q, kv: kv
+    return _query(frame.q_offset)
+
+
 def _query(offset: int | Tensor) -> IndexClosure:
     if isinstance(offset, Tensor):
         of_sequence = offset
@@ -111,6 +151,15 @@ def _query(offset: int | Tensor) -> IndexClosure:
 
 def _binary(operation: Callable[[Any, Any], Any], left: IndexClosure, right: IndexClosure) -> IndexClosure:
     return lambda b, h, q, kv: operation(left(b, h, q, kv), right(b, h, q, kv))
+
+
+def _column(node: Column) -> IndexClosure:
+    values, along_q = node.values, node.axis == "q"
+    if values.shape[:2] == (1, 1):
+        line = values.flatten()
+        return (lambda b, h, q, kv: line[q]) if along_q else lambda b, h, q, kv: line[kv]
+    b_step, h_step = int(values.shape[0] > 1), int(values.shape[1] > 1)
+    return lambda b, h, q, kv: values[b * b_step, h * h_step, q if along_q else kv]
 
 
 def _lookup(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
@@ -129,3 +178,25 @@ def _gathered(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
         case [first, second]:
             return lambda b, h, q, kv: data[first(b, h, q, kv), second(b, h, q, kv)]
     return lambda b, h, q, kv: data[tuple(index(b, h, q, kv) for index in indices)]
+
+
+def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[Index | Mask]]:
+    """The call of a node as a function of the arguments that vary, and these."""
+    varying = {i: value for i, value in enumerate(node.arguments) if isinstance(value, Index | Mask)}
+    fixed = [frame.tables[value.key] if isinstance(value, Captured) else value for value in node.arguments]
+    function, places, named = node.function, list(varying), node.keywords
+    first = len(fixed) - len(named)
+
+    def call(*values: Any) -> Any:
+        given = list(fixed)
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        return function(*given[:first], **dict(zip(named, given[first:], strict=True)))
+
+    return call, list(varying.values())
+
+
+def _opaque(node: Opaque, frame: Frame) -> IndexClosure:
+    call, varying = opaque_call(node, frame)
+    closures = [mask_closure(value, frame) if isinstance(value, Mask) else index_closure(value, frame) for value in varying]
+    return lambda b, h, q, kv: vectorised(call, *[closure(b, h, q, kv) for closure in closures])

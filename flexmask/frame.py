@@ -35,6 +35,7 @@ class Frame:
         q_end: the position behind the last query; None where only the device knows it.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
+        wide: whether some value needs more than the 32 bits in which kernels count positions.
     """
 
     mask: Mask
@@ -47,6 +48,7 @@ class Frame:
     q_end: int | None
     device: torch.device
     tables: dict[Any, Tensor] = field(repr=False)
+    wide: bool = False
 
     def settled(self, node: N) -> N:
         """An expression with the lengths put in, so that what depends on nothing else is a constant."""

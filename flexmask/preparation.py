@@ -7,7 +7,7 @@ like all others.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
 from flexmask.nodes import Node
+from flexmask.opaque import Captured
 from flexmask.ranges import AXES, check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant
 
@@ -63,12 +64,14 @@ def frame_of(
     frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
     for lookup in parts.lookups:
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
+    for tensor in parts.tensors:
+        if isinstance(tensor, Captured):
+            frame.tables[tensor.key] = tensor.tensor
     for ranged in parts.ranged:
         _check_range(ranged, frame)
     for lookup in parts.operands:
         _check_value(lookup, frame)
-    check_ranges(parts.computed, frame)
-    return frame
+    return replace(frame, wide=True) if check_ranges(parts.computed, frame) else frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class _Parts:
 
     params: list[Param]
     lookups: list[Lookup]
-    tensors: list[TensorTable]
+    tensors: list[TensorTable | Captured]
     ranged: list[Ranged]
     switches: list[PerHead]
     operands: list[Lookup]
@@ -90,7 +93,7 @@ def _parts(mask: Mask) -> _Parts:
         seen: set[Any] = set()
         for node in mask.expand().walk():
             parts.operands.extend(_operands(node))
-            if not isinstance(node, Param | Lookup | TensorTable | Ranged | PerHead | Arithmetic):
+            if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
             use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key,)
@@ -102,7 +105,7 @@ def _parts(mask: Mask) -> _Parts:
                     parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
-                case TensorTable():
+                case TensorTable() | Captured():
                     parts.tensors.append(node)
                 case Ranged():
                     parts.ranged.append(node)
@@ -140,8 +143,8 @@ def _length(name: str, value: object) -> int:
     return number
 
 
-def _device(tensors: list[TensorTable], device: torch.device | str | None, q_offset: object) -> torch.device:
-    found: dict[torch.device, TensorTable | None] = {}
+def _device(tensors: list[TensorTable | Captured], device: torch.device | str | None, q_offset: object) -> torch.device:
+    found: dict[torch.device, TensorTable | Captured | None] = {}
     for tensor in tensors:
         found.setdefault(tensor.tensor.device, tensor)
     if isinstance(q_offset, Tensor):
@@ -202,7 +205,8 @@ def _sizes(
         for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
             if isinstance(index, Symbol) and index.name in AXES and size is not None:
                 if index.name in said:
-                    said[index.name].setdefault(size, lookup.brief())
+                    count = _enough(lookup, size, said[index.name])
+                    said[index.name].setdefault(count, lookup.brief())
                 else:
                     _check_axis(lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
     sizes, symbols = {}, mask.expand().symbols
@@ -218,11 +222,22 @@ def _sizes(
     return sizes
 
 
+def _has_spare(lookup: Lookup) -> bool:
+    return isinstance(lookup.table, TensorTable) and lookup.table.spare
+
+
+def _enough(lookup: Lookup, size: int, said: dict[int, str]) -> int:
+    """The size of an axis that a lookup asks for: what is said already, where its data has more than that."""
+    smaller = [other for other in said if other < size]
+    return smaller[0] if _has_spare(lookup) and smaller else size
+
+
 def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
     length = needed[name]
-    if name == "kv" and size != length:
+    spare = _has_spare(lookup)
+    if name == "kv" and (size < cast(int, length) if spare else size != length):
         raise LoweringError(f"{lookup.brief()} has {size} values along kv, but kv_len is {length}")
-    if name == "q" and not moved and size not in (length, needed["kv"]):
+    if name == "q" and not (moved or spare) and size not in (length, needed["kv"]):
         raise LoweringError(f"{lookup.brief()} has {size} values along q, but q_len is {length}; give q_offset for later queries")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
@@ -235,11 +250,10 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
     match table:
         case TensorTable(tensor):
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
-        case Literal(size, data, truth):
+        case Literal():
             where = str(frame.device)
             if where not in table.memo:
-                dtype = torch.bool if truth else torch.int64
-                table.memo[where] = torch.frombuffer(bytearray(data), dtype=dtype).view(size).to(frame.device)
+                table.memo[where] = table.to_tensor().to(frame.device)
             return cast(Tensor, table.memo[where])
         case Ranged(source):
             return _tensor(source, frame)

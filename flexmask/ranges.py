@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -13,7 +14,7 @@ from flexmask.frame import Frame
 from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.tables import Lookup
 
-__all__ = ["AXES", "check_ranges", "is_computed"]
+__all__ = ["AXES", "Extent", "check_ranges", "combined_extent", "is_computed"]
 
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
@@ -21,8 +22,11 @@ AXES = {"b", "h", "q", "kv"}
 Extent = tuple[int, int]
 
 
-def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> None:
+def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> bool:
     """Checks computed indices and divisors in a frame. Values in another device's memory are not read nor checked.
+
+    Returns:
+        Whether some value needs more than the 32 bits in which kernels count positions.
 
     Args:
         computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones before those around them.
@@ -31,6 +35,7 @@ def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> None:
     Raises:
         LoweringError: an index that leaves its table, a divisor that may be 0, or a value beyond 64 bits.
     """
+    wide = False
     for node in computed:
         if isinstance(node, Lookup):
             _check_lookup(node, frame)
@@ -43,6 +48,8 @@ def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> None:
         extent = _extent(node, frame)
         if extent is not None and (extent[0] < -(2**63) or extent[1] >= 2**63):
             raise LoweringError(f"{node.brief()} ranges from {extent[0]} to {extent[1]}, beyond 64-bit integers")
+        wide |= extent is None or extent[0] < -(2**31) or extent[1] >= 2**31
+    return wide
 
 
 def is_computed(node: Lookup | Arithmetic) -> bool:
@@ -82,8 +89,6 @@ def _evaluated(index: Index, frame: Frame) -> Extent:
 def _extent(index: Index, frame: Frame) -> Extent | None:
     """The least and greatest value that an expression can take, or None where only the device knows."""
     match index:
-        case Constant(value):
-            return value, value
         case Symbol(name):
             return _symbol_extent(name, frame)
         case Lookup(table):
@@ -92,14 +97,22 @@ def _extent(index: Index, frame: Frame) -> Extent | None:
                 return None
             least, most = values.aminmax()
             return int(least), int(most)
+    return combined_extent(index, lambda below: _extent(below, frame))
+
+
+def combined_extent(index: Index, extent: Callable[[Index], Extent | None]) -> Extent | None:
+    """The least and greatest value of an expression from those of its parts, or None where one is unknown."""
+    match index:
+        case Constant(value):
+            return value, value
         case Absolute(operand):
-            inner = _extent(operand, frame)
+            inner = extent(operand)
             return inner and (max(0, inner[0], -inner[1]), max(-inner[0], inner[1]))
         case Choice(_, then, otherwise):
-            pair = _extent(then, frame), _extent(otherwise, frame)
+            pair = extent(then), extent(otherwise)
             return None if pair[0] is None or pair[1] is None else (min(pair[0][0], pair[1][0]), max(pair[0][1], pair[1][1]))
         case Arithmetic(sign, left, right):
-            return _combined(sign, _extent(left, frame), _extent(right, frame))
+            return _combined(sign, extent(left), extent(right))
     return None
 
 

@@ -69,6 +69,14 @@ class Table(Node):
         """Whether the values are truth values."""
         return False
 
+    def to_tensor(self) -> Tensor:
+        """The values as a tensor: the user's own, or one made of literal data on the CPU, ``int64`` or ``bool``.
+
+        Raises:
+            OperandError: the table has no values until a mask is lowered.
+        """
+        raise OperandError(f"{self} has no values until a mask is lowered")
+
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
         return Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,))))
 
@@ -94,15 +102,26 @@ class Literal(Table):
         view = memoryview(self.data).cast("?" if self.truth else "q", cast(Any, self.size))
         return view.tolist() if self.size else view[()]
 
+    def to_tensor(self) -> Tensor:
+        import torch
+
+        return torch.frombuffer(bytearray(self.data), dtype=torch.bool if self.truth else torch.int64).view(self.size)
+
     def write(self, bare: bool) -> tuple[str, int]:
         return f"table({self.tolist()})", PRECEDENCE["atom"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorTable(Table):
-    """A tensor that the user handed in. It compares by identity and has no text form that reads back."""
+    """A tensor that the user handed in. It compares by identity and has no text form that reads back.
+
+    Args:
+        tensor: the values.
+        spare: whether there may be more values than positions, as where a traced function captured the tensor.
+    """
 
     tensor: Tensor
+    spare: bool = False
 
     def _make_key(self) -> tuple[Any, ...]:
         return ("TensorTable", id(self.tensor))
@@ -114,6 +133,9 @@ class TensorTable(Table):
     @property
     def boolean(self) -> bool:
         return str(self.tensor.dtype) == "torch.bool"
+
+    def to_tensor(self) -> Tensor:
+        return self.tensor
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
@@ -148,6 +170,9 @@ class Ranged(Table):
     @property
     def boolean(self) -> bool:
         return self.source.boolean
+
+    def to_tensor(self) -> Tensor:
+        return self.source.to_tensor()
 
     def write(self, bare: bool) -> tuple[str, int]:
         return self.source.write(bare)

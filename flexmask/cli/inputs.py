@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from flexmask.algebra import Mask
 
 __all__ = ["BlockSize", "lengths_of", "mask_options", "read_mask"]
+
+#: A function or a mask in a module, as entry points are written.
+REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -84,15 +88,20 @@ def mask_options(command: Command) -> Command:
 
 
 def read_mask(expression: str, parameters: tuple[tuple[str, object], ...]) -> Mask:
-    """The mask of a text with its parameters bound.
+    """The mask of a text, or of a function in a module, with its parameters bound.
 
     Raises:
-        FlexmaskError: text that is not a mask, or a value that does not fit.
-        Refused: a parameter without a value or with two.
+        FlexmaskError: text that is not a mask, a function that cannot be traced, or a value that does not fit.
+        Refused: a parameter without a value or with two, or a function that is not there.
     """
-    from flexmask.text import parse
+    if REFERENCE.fullmatch(expression.strip()):
+        from flexmask.cli.references import referred_mask
 
-    mask = parse(expression)
+        mask = referred_mask(expression.strip())
+    else:
+        from flexmask.text import parse
+
+        mask = parse(expression)
     names = [name for name, _ in parameters]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

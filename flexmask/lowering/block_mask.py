@@ -13,7 +13,7 @@ from flexmask.block_grid import block_grid
 from flexmask.block_sets import block_sets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
-from flexmask.lowering.mask_mod import Form, mask_mod
+from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 
 __all__ = ["block_mask", "sizes_of"]
 
@@ -25,8 +25,17 @@ MAX_ROOM = devices.Limit(cpu=2**20, elsewhere=2**22)
 MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
 
 
-def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto") -> BlockMask:
-    """The mask of a frame as a BlockMask: see :meth:`flexmask.algebra.Mask.block_mask`."""
+def block_mask(
+    frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto", mod: MaskMod | None = None
+) -> BlockMask:
+    """The mask of a frame as a BlockMask: see :meth:`flexmask.algebra.Mask.block_mask`.
+
+    Args:
+        frame: the frame of the lowering.
+        block_size: tokens in a block, or the pair (queries, keys).
+        form: which ``mask_mod`` stands in it, unless ``mod`` does.
+        mod: a ``mask_mod`` that computes the same mask.
+    """
     sizes = sizes_of(block_size)
     rows = analyse(frame)
     blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])
@@ -35,7 +44,7 @@ def block_mask(frame: Frame, block_size: int | tuple[int, int] = 128, form: Form
     else:
         lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, packed=blocks > MAX_ROOM.on(rows.upper.lo))
     kv, full_kv, q, full_q = lists
-    mod = mask_mod(frame, form, rows)
+    mod = mod or mask_mod(frame, form, rows)
     return BlockMask((frame.q_len, frame.kv_len), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=sizes, mask_mod=mod)
 
 

@@ -15,7 +15,7 @@ from flexmask.errors import ExpressionError, LoweringError
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["Form", "MAX_INTERVALS", "MaskMod", "mask_mod"]
+__all__ = ["Form", "MAX_INTERVALS", "MaskMod", "form_of", "mask_mod"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Form = Literal["auto", "interval", "expression"]
@@ -43,12 +43,17 @@ def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -
     if form == "expression":
         return _expression_mod(frame)
     rows = rows or analyse(frame)
-    if rows.exact and rows.lower.slots <= MAX_INTERVALS:
+    if form_of(rows) is not None:
         return _interval_mod(rows.lower, frame)
     if form == "interval":
         reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
         raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
     return _expression_mod(frame)
+
+
+def form_of(rows: RowBounds) -> int | None:
+    """How many intervals the interval form of a mask tests, or None where it has no such form."""
+    return next((number for number in INTERVALS if number >= rows.lower.slots), None) if rows.exact else None
 
 
 def _expression_mod(frame: Frame) -> MaskMod:

@@ -1,0 +1,42 @@
+"""Masks and functions named as ``package.module:name``."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from flexmask.algebra import Mask
+from flexmask.cli.messages import Refused
+from flexmask.naming import nearest
+
+__all__ = ["referred_mask"]
+
+
+def referred_mask(reference: str) -> Mask:
+    """The mask that ``module:name`` refers to, or that the ``mask_mod`` of that name computes.
+
+    Raises:
+        Refused: there is no such module or name, the module fails, or it is neither a mask nor a function.
+        FlexmaskError: the function is no ``mask_mod``.
+    """
+    module_name, _, names = reference.partition(":")
+    sys.path.insert(0, "")  # modules of the current folder, as with python -m
+    try:
+        found: Any = import_module(module_name)
+    except Exception as error:  # whatever a user's module raises is theirs to mend
+        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise Refused(f"cannot import {module_name}: {reason}") from error
+    finally:
+        sys.path.remove("")
+    for name in names.split("."):
+        if not hasattr(found, name):
+            raise Refused(f"{module_name} has no {names}.{nearest(name, dir(found))}")
+        found = getattr(found, name)
+    if isinstance(found, Mask):
+        return found
+    if not callable(found):
+        raise Refused(f"{reference} is neither a mask nor a function of (b, h, q_idx, kv_idx), but {type(found).__name__}")
+    from flexmask.tracing.trace import trace
+
+    return trace(found)

@@ -1,0 +1,1 @@
+"""Tracing: masks from the functions that FlexAttention takes."""

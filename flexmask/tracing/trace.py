@@ -1,0 +1,135 @@
+"""Tracing: from any ``mask_mod`` to the mask that it computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flexmask.algebra import Mask
+from flexmask.errors import OperandError, TraceError
+from flexmask.index import b, h, kv, q
+from flexmask.opaque import Opaque
+from flexmask.recognition import recognise
+from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
+from flexmask.tracing.cells import Beyond, Cells, Traced, Untraceable, truth
+from flexmask.tracing.rules import METADATA, READS, RULES, holds_traced, mapped
+
+__all__ = ["follow", "trace"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def trace(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
+    """The mask that a FlexAttention ``mask_mod`` computes, with named masks where it equals them.
+
+    The function is called once with stand-ins for its indices. Integer arithmetic, comparisons, boolean and bitwise
+    operators, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, floor division and remainder, casts, small
+    constants, reshapes and reductions of up to 64 values, and any indexing of the tensors that it captured become the
+    expression that they are. Anything else becomes a call in its place: the mask is right everywhere, but what depends on
+    that call does not separate. Captured tensors stay the function's own: they compare by identity, may be longer than the
+    mask is, and their values are read once for their range.
+
+    Args:
+        mask_mod: takes ``(b, h, q_idx, kv_idx)`` and gives a truth value; closures, ``functools.partial``, torch's
+            ``and_masks`` and ``or_masks`` and objects with ``__call__`` will do. A mask is returned as it is.
+        strict: raise where an operation has no expression, instead of keeping it as a call.
+        device: where the function finds its indices to be, for the tensors that it makes itself.
+
+    Raises:
+        OperandError: ``mask_mod`` is not a function of four indices.
+        TraceError: the result is no truth value for each cell; with ``strict``, an operation without an expression, or an
+            error of the function's own.
+
+    Source: ``torch.nn.attention.flex_attention.create_block_mask`` takes such functions.
+    """
+    return recognise(follow(mask_mod, strict=strict, device=device))
+
+
+def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
+    """As :func:`trace`, without looking for named masks."""
+    if isinstance(mask_mod, Mask):
+        return mask_mod
+    _check_function(mask_mod)
+    cells = Cells(torch.device(device))
+    try:
+        with _Tracing(cells, strict):
+            found = mask_mod(*(cells.symbol(name) for name in ("b", "h", "q", "kv")))
+    except TraceError:
+        raise
+    except Exception as error:  # whatever it is, it is of the function, which raises it again when the mask is lowered
+        if strict:
+            raise TraceError(f"{_name(mask_mod)} cannot be traced: {type(error).__name__}: {error}") from error
+        return Opaque(mask_mod, (b, h, q, kv)) != 0
+    return _result(found, mask_mod, cells)
+
+
+def _check_function(mask_mod: object) -> None:
+    if not callable(mask_mod):
+        raise OperandError(f"wanted a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__} {mask_mod!r}")
+    try:
+        inspect.signature(mask_mod).bind(b, h, q, kv)
+    except TypeError as error:
+        raise OperandError(f"wanted a function of (b, h, q_idx, kv_idx); {_name(mask_mod)}: {error}") from None
+    except ValueError:
+        pass  # functions written in C tell no signature
+
+
+def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
+    if isinstance(found, Tensor) and not isinstance(found, Traced) and found.dim() == 0 and found.dtype == torch.bool:
+        found = cells.lift(found)
+    if isinstance(found, bool):
+        found = cells.lift(found)
+    if not isinstance(found, Traced) or found.dim() != 0 or found.dtype != torch.bool:
+        shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else f" {found!r}"
+        raise TraceError(
+            f"{_name(mask_mod)} must give one truth value for a cell, got {type(found).__name__}{shape}; compare numbers first"
+        )
+    return truth(found.cells[0])
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Tracing(TorchFunctionMode):
+    """Answers every operation of torch on stand-ins."""
+
+    def __init__(self, cells: Cells, strict: bool) -> None:
+        super().__init__()
+        self.cells, self.strict = cells, strict
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not holds_traced((args, kwargs)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name in METADATA:
+            return func(*args, **kwargs)
+        if name in READS:
+            raise Untraceable(f"{name} asks for the number in a cell, as `if` and int() do; choose with torch.where")
+        try:
+            if name in RULES:
+                return RULES[name](self.cells, func, *args, **kwargs)
+        except Beyond:
+            pass
+        if self.strict:
+            raise TraceError(f"{name} has no expression; without strict it is kept as a call")
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The operation itself, on what stands in its arguments' cells."""
+
+        def empty(value: Any) -> Any:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+        example = func(*mapped(empty, args), **mapped(empty, kwargs))
+        if not isinstance(example, Tensor) or any(
+            holds_traced(v) and not isinstance(v, Traced) for v in (*args, *kwargs.values())
+        ):
+            raise Untraceable(f"{func.__name__} has no expression")
+        return self.cells.called(func, (*args, *kwargs.values()), tuple(kwargs), example)

@@ -1,0 +1,52 @@
+"""Functions of scalars applied to whole tensors of positions, as FlexAttention applies a ``mask_mod``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["vectorised"]
+
+
+class _ScalarIndices(TorchFunctionMode):
+    """Looks up ``data[i, j]`` by tensors without axes, which ``torch.vmap`` takes for an attempt to read their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            data, index = args
+            indices = list(index) if isinstance(index, tuple) else [index]
+            scalars = [isinstance(i, Tensor) and i.dim() == 0 and i.dtype != torch.bool for i in indices]
+            if any(scalars) and all(isinstance(i, Tensor | int) and not isinstance(i, bool) for i in indices):
+                at = [i if isinstance(i, Tensor) else torch.tensor(i, device=data.device) for i in indices]
+                return torch.ops.aten.index(data, at)
+        return func(*args, **(kwargs or {}))
+
+
+def vectorised(function: Callable[..., Any], *values: Any) -> Any:
+    """``function`` at every combination of positions along the axes of tensors that broadcast.
+
+    Args:
+        function: takes tensors without axes and gives one.
+        values: tensors, each with all axes or with none, and plain values.
+    """
+    depth = max((value.dim() for value in values if isinstance(value, Tensor)), default=0)
+    if depth == 0:
+        return function(*values)
+    sizes = [_sizes(value, depth) for value in values]
+    shape = [max(column) for column in zip(*sizes, strict=True)]
+    for axis in reversed(range(depth)):  # the outermost comes last and takes the first axis of what is left
+        if shape[axis] > 1:
+            function = torch.vmap(function, in_dims=tuple(0 if size[axis] > 1 else None for size in sizes))
+    squeezed = [value.squeeze() if isinstance(value, Tensor) else value for value in values]
+    with _ScalarIndices():
+        found = function(*squeezed)
+    return found.reshape(shape)
+
+
+def _sizes(value: Any, depth: int) -> list[int]:
+    sizes = list(value.shape) if isinstance(value, Tensor) else []
+    return [1] * (depth - len(sizes)) + sizes
