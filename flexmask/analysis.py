@@ -108,13 +108,14 @@ class _Analysis:
         self.frame = frame
         self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
         self.known: dict[Any, Rows | None] = {}
+        self.stepped: dict[Any, Pieces | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
             case And(operands):
                 return self.conjunction(operands)
             case Or(operands):
-                return reduce(lambda a, b: a | b, map(self.rows, operands))
+                return self.disjunction([self.rows(operand) for operand in operands])
             case Xor(operands):
                 return reduce(lambda a, b: a ^ b, map(self.rows, operands))
             case Not(operand):
@@ -135,6 +136,15 @@ class _Analysis:
             others.insert(0, RowBounds.of(self.span(spans, single)))
         return self.refined(reduce(lambda a, b: a & b, others), stepped)
 
+    def disjunction(self, parts: list[RowBounds]) -> RowBounds:
+        """The rows of ``a | b | ...``, those that are exact joined at once."""
+        exact = [part.lower for part in parts if part.exact]
+        others = [part for part in parts if not part.exact]
+        if exact and sum(rows.slots for rows in exact) <= MAX_SLOTS:
+            others.insert(0, RowBounds.of(Rows.union(exact) if len(exact) > 1 else exact[0]))
+            return reduce(lambda a, b: a | b, others)
+        return reduce(lambda a, b: a | b, parts)
+
     def refined(self, bounds: RowBounds, masks: Iterable[Matches | Reaches]) -> RowBounds:
         """The keys within bounds that conditions show whose columns rise only in pieces, those of the fewest pieces first."""
         groups: dict[Any, _Group] = {}
@@ -149,19 +159,21 @@ class _Analysis:
             if not falls or isinstance(mask, Matches):
                 group.most.append(value)
         for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
-            lower, upper = (group.chosen(rows) for rows in (bounds.lower, bounds.upper))
+            upper = group.chosen(bounds.upper)
             if upper is None:
-                bounds = RowBounds(Rows.nothing(bounds.upper.kv_len, bounds.upper.lo.device), bounds.upper)
+                bounds = RowBounds(self.unknown().lower, bounds.upper)
             elif bounds.exact:
                 bounds = RowBounds.of(upper)
             else:
-                lower = lower or Rows.nothing(upper.kv_len, upper.lo.device)
+                lower = group.chosen(bounds.lower) or self.unknown().lower
                 bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
         return bounds
 
     def pieces(self, column: Index) -> Pieces | None:
-        values = self.keys.tensor(column)
-        return Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+        if column.key not in self.stepped:
+            values = self.keys.tensor(column)
+            self.stepped[column.key] = Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+        return self.stepped[column.key]
 
     def plain(self, mask: Matches | Reaches) -> Rows | None:
         """The rows of a condition whose column rises, falls or has few runs throughout, else None."""

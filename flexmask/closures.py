@@ -181,19 +181,39 @@ def _gathered(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
 
 
 def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[Index | Mask]]:
-    """The call of a node as a function of the arguments that vary, and these."""
-    varying = {i: value for i, value in enumerate(node.arguments) if isinstance(value, Index | Mask)}
-    fixed = [frame.tables[value.key] if isinstance(value, Captured) else value for value in node.arguments]
-    function, places, named = node.function, list(varying), node.keywords
-    first = len(fixed) - len(named)
+    """The call of a node as a function of what varies below it, and this. Calls below it, whose values may have axes, are in it."""
+    varying: dict[Any, Index | Mask] = {}
+    steps: list[tuple[Callable[..., Any], tuple[str, ...], list[tuple[bool, Any]]]] = []
+    places: dict[Any, int] = {}  # of each call in the steps
 
-    def call(*values: Any) -> Any:
-        given = list(fixed)
-        for place, value in zip(places, values, strict=True):
-            given[place] = value
-        return function(*given[:first], **dict(zip(named, given[first:], strict=True)))
+    def argument(value: Any) -> tuple[bool, Any]:
+        """A value as it is, or where to find it: from 0 up in the steps, below 0 in what varies."""
+        if isinstance(value, Captured):
+            return False, frame.tables[value.key]
+        if isinstance(value, Opaque):
+            return True, step(value)
+        if isinstance(value, Index | Mask):
+            varying.setdefault(value.key, value)
+            return True, ~list(varying).index(value.key)
+        return False, value
 
-    return call, list(varying.values())
+    def step(call: Opaque) -> int:
+        if call.key not in places:
+            steps.append((call.function, call.keywords, list(map(argument, call.arguments))))
+            places[call.key] = len(steps) - 1
+        return places[call.key]
+
+    step(node)
+
+    def called(*values: Any) -> Any:
+        found: list[Any] = []
+        for function, named, arguments in steps:
+            given = [(found[value] if value >= 0 else values[~value]) if is_found else value for is_found, value in arguments]
+            first = len(given) - len(named)
+            found.append(function(*given[:first], **dict(zip(named, given[first:], strict=True))))
+        return found[-1]
+
+    return called, list(varying.values())
 
 
 def _opaque(node: Opaque, frame: Frame) -> IndexClosure:

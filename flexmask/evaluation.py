@@ -104,6 +104,7 @@ def hoisted_closure(frame: Frame) -> MaskClosure:
         if (
             not isinstance(node, Index)
             or isinstance(node, Symbol | Constant)
+            or (isinstance(node, Opaque) and node.shape)
             or (isinstance(node, Lookup) and _is_plain(node.indices))
         ):
             return None

@@ -38,11 +38,13 @@ class Opaque(Index):
         function: takes and gives tensors without axes, as a ``mask_mod`` does under ``torch.vmap``.
         arguments: index expressions, masks, captured tensors and plain values.
         keywords: the names of the last arguments where they are given by name.
+        shape: of the value, which has axes only where another call takes it.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def _make_key(self) -> tuple[Any, ...]:
         # 1, 1.0 and True are equal, but not to a function

@@ -29,8 +29,9 @@ class Pieces:
     """The pieces of a column ``int64[n]`` within which it rises or stays the same.
 
     Attributes:
-        piece: the piece of each key, ``int64[n]``.
-        first: the first key of piece ``p`` whose value is at least ``low + v``, or of a later piece, at ``p * size + v``.
+        piece: the piece of each key, ``int32[n]``.
+        first: the first key of piece ``p`` whose value is at least ``low + v``, or of a later piece, ``int32``; at
+            ``p * size + v``.
         low: the least value.
         size: values that there are in the range of the column.
     """
@@ -48,8 +49,9 @@ class Pieces:
         size, count = high - low + 1, int(piece[-1]) + 1
         if size * count > MAX_ENTRIES * (column.numel() + 64):
             return None
-        first = torch.searchsorted(piece * size + (column - low), torch.arange(size * count + 1, device=column.device))
-        return cls(piece, first, low, size)
+        held = torch.bincount(piece * size + (column - low), minlength=size * count)
+        first = torch.nn.functional.pad(held.cumsum(0), (1, 0))
+        return cls(piece.to(torch.int32), first.to(torch.int32), low, size)
 
     @property
     def count(self) -> int:
@@ -65,15 +67,21 @@ class Pieces:
             high: likewise.
         """
         end = rows.kv_len - 1
-        begin, last = (self.piece[key.clamp(0, end)] for key in (rows.lo, rows.hi - 1))
+        begin, last = (_taken(self.piece, key.clamp(0, end)) for key in (rows.lo, rows.hi - 1))
         number = torch.where(rows.lo < rows.hi, last - begin + 1, 0)
         most = max(1, int(number.max()))
         if most * rows.slots > MAX_FOUND:
             return None
-        step = torch.arange(most, device=begin.device)
-        start = ((begin.unsqueeze(-1) + step).clamp(max=self.count - 1)) * self.size
-        least, greatest = ((value.clamp(self.low - 1, self.low + self.size) - self.low)[..., None, None] for value in (low, high))
-        lo = torch.maximum(self.first[start + least.clamp(0, self.size)], rows.lo.unsqueeze(-1))
-        hi = torch.minimum(self.first[start + (greatest + 1).clamp(0, self.size)], rows.hi.unsqueeze(-1))
-        lo = lo.where(step < number.unsqueeze(-1), hi)
-        return Rows(lo.flatten(-2).to(torch.int32), hi.flatten(-2).to(torch.int32), rows.kv_len).joined()
+        step = torch.arange(most, dtype=torch.int32, device=begin.device)
+        start = (begin.unsqueeze(-1) + step).clamp(max=self.count - 1) * self.size
+        least = (low - self.low).clamp(0, self.size).to(torch.int32)[..., None, None]
+        behind = (high - (self.low - 1)).clamp(0, self.size).to(torch.int32)[..., None, None]
+        lo = torch.maximum(_taken(self.first, start + least), rows.lo.unsqueeze(-1))
+        hi = torch.minimum(_taken(self.first, start + behind), rows.hi.unsqueeze(-1))
+        if most > 1:
+            hi = torch.where(step < number.unsqueeze(-1), hi, lo)
+        return Rows(lo.flatten(-2), hi.flatten(-2), rows.kv_len).joined()
+
+
+def _taken(values: Tensor, at: Tensor) -> Tensor:
+    return values.index_select(0, at.flatten()).view(at.shape)

@@ -67,7 +67,10 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
         extent = _extent(index, frame)
         if extent is None or (extent[0] >= 0 and extent[1] < size) or (isinstance(index, Symbol) and index.name in AXES):
             continue
-        if not {"q", "kv"} <= index.symbols:
+        if {"q", "kv"} <= index.symbols:
+            if getattr(lookup.table, "spare", False):
+                continue  # a traced function may ask first whether it is inside; torch says so where it is not
+        else:
             extent = _evaluated(index, frame)
         if extent[0] < 0 or extent[1] >= size:
             raise LoweringError(

@@ -7,6 +7,7 @@ device, so there it is done only where a row has more than :data:`FEW`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,14 @@ class Rows:
         return Rows(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.kv_len).compact()
 
     def __or__(self, other: Rows) -> Rows:
-        shape = [max(sizes) for sizes in zip(self.lo.shape[:-1], other.lo.shape[:-1], strict=True)]
-        lo, hi = (torch.cat([end.expand(*shape, -1) for end in ends], -1) for ends in ((self.lo, other.lo), (self.hi, other.hi)))
-        return Rows(lo, hi, self.kv_len)._merge()
+        return Rows.union([self, other])
+
+    @classmethod
+    def union(cls, parts: Sequence[Rows]) -> Rows:
+        """The keys that any of several sets holds."""
+        shape = [max(sizes) for sizes in zip(*(part.lo.shape[:-1] for part in parts), strict=True)]
+        lo, hi = (torch.cat([getattr(part, end).expand(*shape, -1) for part in parts], -1) for end in ("lo", "hi"))
+        return cls(lo, hi, parts[0].kv_len)._merge()
 
     def __invert__(self) -> Rows:
         edge = torch.zeros_like(self.lo[..., :1])

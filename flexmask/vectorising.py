@@ -34,6 +34,7 @@ def vectorised(function: Callable[..., Any], *values: Any) -> Any:
         values: tensors, each with all axes or with none, and plain values.
     """
     depth = max((value.dim() for value in values if isinstance(value, Tensor)), default=0)
+    values = tuple(value.clone() if isinstance(value, Tensor) else value for value in values)  # it may change them in place
     if depth == 0:
         return function(*values)
     sizes = [_sizes(value, depth) for value in values]

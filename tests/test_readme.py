@@ -13,7 +13,8 @@ from flexmask.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-RENDER = [line for line in re.findall(r"flexmask (render .*)", README) if "&&" not in line]
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [line.removeprefix("flexmask ") for line in LINES if line.startswith("flexmask ")]
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
@@ -23,8 +24,8 @@ def test_python_block_runs(number: int) -> None:
     assert len(names) > 3
 
 
-@pytest.mark.parametrize("line", RENDER)
-def test_render_line_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, shlex.split(line, comments=True))
     assert result.exit_code == 0, result.output
@@ -32,5 +33,5 @@ def test_render_line_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_there_is_something_to_run() -> None:
     assert len(PYTHON) >= 2
-    assert len(RENDER) >= 3
+    assert len(COMMANDS) >= 3
     assert len(README.splitlines()) <= 150

@@ -60,11 +60,12 @@ class Traced(torch.Tensor):
 
     cells: tuple[Cell, ...]
     source: Source | None
+    shared: bool  # with another stand-in, which an operation in place would have to change as well
 
     @classmethod
     def of(cls, cells: Iterable[Cell], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Traced:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.cells, made.source = tuple(cells), None
+        made.cells, made.source, made.shared = tuple(cells), None, False
         return made
 
     @classmethod
@@ -217,7 +218,7 @@ class Cells:
             Beyond: it may overflow, which expressions do not.
         """
         low, high = self.extent(index)
-        limits = torch.iinfo(dtype)
+        limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
         if low < limits.min or high > limits.max:
             raise Beyond
         return index
@@ -228,7 +229,8 @@ class Cells:
             if value.source is not None:
                 raise Untraceable("a call takes a large table that was looked up in part")
             cells = [self._exact(cell, value.dtype) for cell in value.cells]
-            return cells[0] if value.dim() == 0 else Opaque(_stacked, (*cells, tuple(value.shape)))
+            shape = tuple(value.shape)
+            return Opaque(_stacked, (*cells, shape), shape=shape) if shape else cells[0]
         if isinstance(value, Tensor):
             return Captured(value)
         if isinstance(value, list):
@@ -247,7 +249,7 @@ class Cells:
         """The stand-in for a call, shaped like an example of its result."""
         if example.numel() > MAX_CELLS:
             raise Untraceable("a call gives too many values")
-        node = Opaque(function, tuple(map(self.node, arguments)), keywords)
+        node = Opaque(function, tuple(map(self.node, arguments)), keywords, tuple(example.shape))
         places = torch.ones(example.shape).nonzero().tolist()
         cells: list[Cell] = [node if not place else Opaque(_element, (node, *place)) for place in places]
         if example.dtype == torch.bool:

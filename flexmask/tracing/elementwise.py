@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask, where
+from flexmask.algebra import Mask, Truth, where
 from flexmask.index import Constant, Index, maximum, minimum
 from flexmask.tracing.cells import MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
 from flexmask.tracing.rules import RULES, Rule, each, holds_traced, rule
@@ -30,9 +30,14 @@ def _arithmetic(operation: Callable[[Any, Any], Index], of_truth: Callable[[Any,
             return each(cells, dtype, lambda x, y: of_truth(truth(x), truth(y)), left, right)
         if dtype.is_floating_point or dtype.is_complex:
             raise Beyond
-        return each(cells, dtype, lambda x, y: cells.fits(operation(number(x), number(y)), dtype), left, right)
+        return each(cells, dtype, lambda *pair: cells.fits(operation(*_converted(cells, dtype, pair)), dtype), left, right)
 
     return apply
+
+
+def _converted(cells: Cells, dtype: torch.dtype, values: Iterable[Cell]) -> list[Index]:
+    """The operands as integers of the dtype that torch converts both to, where no value wraps around."""
+    return [cells.fits(number(value), dtype) for value in values]
 
 
 def _swapped(name: str) -> Rule:
@@ -102,9 +107,9 @@ def _abs(cells: Cells, func: Any, value: Traced) -> Traced:
 
 @rule("square", "pow")
 def _pow(cells: Cells, func: Any, value: Any, exponent: Any = 2) -> Traced:
-    if not isinstance(exponent, int) or not 1 <= exponent <= 4:
+    if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= 4 or value.dtype == torch.bool:
         raise Beyond
-    return cast(Traced, reduce(partial(RULES["mul"], cells, func), [value] * exponent))
+    return cast(Traced, reduce(partial(RULES["mul"], cells, func), [value] * exponent, 1))
 
 
 @rule("clamp", "clip", "clamp_min", "clamp_max")
@@ -117,8 +122,9 @@ def _clamp(cells: Cells, func: Any, value: Any, *limits: Any, **named: Any) -> T
     else:
         low, high = [*limits, None, None][:2]
         low, high = named.get("min", low), named.get("max", high)
-    if low is not None and not (isinstance(low, int) and _is_at_least(cells, value, low)):
-        value = RULES["maximum"](cells, func, value, low)
+    if low is not None:
+        is_less = isinstance(low, int) and _is_at_least(cells, value, low)
+        value = _copied(cells, func, value) if is_less else RULES["maximum"](cells, func, value, low)
     return cast(Traced, value if high is None else RULES["minimum"](cells, func, value, high))
 
 
@@ -128,7 +134,10 @@ def _clamp(cells: Cells, func: Any, value: Any, *limits: Any, **named: Any) -> T
 def _comparison(operation: Callable[[Any, Any], Mask]) -> Rule:
     def apply(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
         left, right = (_rounded(cells, value, other) for value, other in ((left, right), (right, left)))
-        return each(cells, torch.bool, lambda x, y: operation(number(x), number(y)), left, right)
+        dtype = torch.result_type(left, right)
+        if dtype.is_floating_point or dtype.is_complex:
+            raise Beyond
+        return each(cells, torch.bool, lambda *pair: operation(*_converted(cells, dtype, pair)), left, right)
 
     return apply
 
@@ -171,7 +180,7 @@ def _logical(operation: Callable[[Any, Any], Mask], of_numbers: Callable[[Index,
             return each(cells, dtype, lambda x, y: operation(truth(x), truth(y)), left, right)
         if of_numbers is None:
             raise Beyond
-        return each(cells, dtype, lambda x, y: of_numbers(number(x), number(y)), left, right)
+        return each(cells, dtype, lambda *pair: of_numbers(*_converted(cells, dtype, pair)), left, right)
 
     return apply
 
@@ -206,7 +215,7 @@ def _shift(operation: Callable[[Index, int], Index]) -> Rule:
         def shifted(x: Cell, n: Cell) -> Index:
             if not isinstance(n, Constant) or not 0 <= n.value < 63:
                 raise Beyond
-            return cells.fits(operation(number(x), 2**n.value), dtype)
+            return cells.fits(operation(cells.fits(number(x), dtype), 2**n.value), dtype)
 
         return each(cells, dtype, shifted, value, by)
 
@@ -243,9 +252,11 @@ def _chosen(cells: Cells, condition: Any, then: Any, otherwise: Any, dtype: torc
 @rule("isin")
 def _isin(cells: Cells, func: Any, elements: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Traced:
     values = cells.lift(among).cells
+    dtype = torch.result_type(elements, among)
 
     def among_them(x: Cell) -> Mask:
-        found = reduce(lambda a, b: a | b, (number(x) == number(value) for value in values))
+        own, *others = _converted(cells, dtype, (x, *values))
+        found = reduce(lambda a, b: a | b, (own == other for other in others), Truth(False))
         return ~found if invert else found
 
     return each(cells, torch.bool, among_them, elements)
@@ -285,6 +296,11 @@ def _constant(cells: Cells, func: Any, like: Traced, *args: Any, **named: Any) -
     return cells.constant(made) if made.numel() <= MAX_CELLS else made.to(cells.device)
 
 
-@rule("clone", "contiguous", "detach", "positive", "__pos__", "alias", "requires_grad_", "__deepcopy__")
+@rule("contiguous", "detach", "positive", "__pos__", "alias", "requires_grad_")
 def _unchanged(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
     return value
+
+
+@rule("clone", "__deepcopy__")
+def _copied(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
+    return each(cells, value.dtype, lambda x: x, value)

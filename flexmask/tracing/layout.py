@@ -36,6 +36,7 @@ def _moved(cells: Cells, func: Any, *args: Any, **named: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         traced = cells.lift(value)
+        traced.shared = True
         pool.extend(traced.cells)
         dtypes.add(traced.dtype)
         return torch.arange(len(pool) - traced.numel(), len(pool)).view(traced.shape)
@@ -44,12 +45,20 @@ def _moved(cells: Cells, func: Any, *args: Any, **named: Any) -> Any:
     if len(dtypes) != 1:
         raise Beyond
     (dtype,) = dtypes
-    return mapped(lambda at: cells.make((pool[i] for i in at.flatten().tolist()), at.shape, dtype), found)
+
+    def made(at: Tensor) -> Traced:
+        part = cells.make((pool[i] for i in at.flatten().tolist()), at.shape, dtype)
+        part.shared = True
+        return part
+
+    return mapped(made, found)
 
 
 def _reduction(operation: Callable[[Any, Any], Cell], convert: Callable[[Cell], Cell], empty: Cell) -> Rule:
     def apply(cells: Cells, func: Any, value: Any, dim: Any = None, keepdim: bool = False) -> Traced:
         value = cells.lift(value)
+        if convert is truth and value.dtype == torch.uint8:
+            raise Beyond  # of bytes torch gives a byte
         dtype = torch.bool if convert is truth else torch.int64 if func.__name__ in ("sum", "prod") else value.dtype
         dims = [dim] if isinstance(dim, int) else list(range(value.dim()) if dim is None else dim)
         places = torch.arange(value.numel()).view(value.shape)

@@ -17,9 +17,12 @@ from flexmask.opaque import Opaque
 from flexmask.recognition import recognise
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.cells import Beyond, Cells, Traced, Untraceable, truth
-from flexmask.tracing.rules import METADATA, READS, RULES, holds_traced, mapped
+from flexmask.tracing.rules import METADATA, READS, RULES, Rule, holds_traced, mapped
 
 __all__ = ["follow", "trace"]
+
+#: What rules take by position, in this order, though it may be given by name.
+POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -85,7 +88,7 @@ def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
     if isinstance(found, bool):
         found = cells.lift(found)
     if not isinstance(found, Traced) or found.dim() != 0 or found.dtype != torch.bool:
-        shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else f" {found!r}"
+        shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else ""
         raise TraceError(
             f"{_name(mask_mod)} must give one truth value for a cell, got {type(found).__name__}{shape}; compare numbers first"
         )
@@ -94,6 +97,11 @@ def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
 
 def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _is_in_place(name: str) -> bool:
+    name = name.partition(".")[0]  # of an overload such as add_.Tensor
+    return name.startswith("__i") and name != "__invert__" if name.endswith("__") else name.endswith("_")
 
 
 class _Tracing(TorchFunctionMode):
@@ -112,14 +120,36 @@ class _Tracing(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in READS:
             raise Untraceable(f"{name} asks for the number in a cell, as `if` and int() do; choose with torch.where")
+        if name not in RULES and _is_in_place(name):
+            return self.changed(name, args, kwargs)
         try:
             if name in RULES:
-                return RULES[name](self.cells, func, *args, **kwargs)
+                return self.ruled(RULES[name], func, args, kwargs)
         except Beyond:
             pass
         if self.strict:
             raise TraceError(f"{name} has no expression; without strict it is kept as a call")
         return self.call(func, args, kwargs)
+
+    def ruled(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = dict(kwargs)
+        placed = (*args, *(named.pop(name) for name in POSITIONS if name in named))
+        try:
+            inspect.signature(rule).bind(self.cells, func, *placed, **named)
+        except TypeError:  # an option that the rule does not know
+            raise Beyond from None
+        return rule(self.cells, func, *placed, **named)
+
+    def changed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """An operation in place, such as ``x &= y``: what it gives stands in the cells of its tensor."""
+        target, function = args[0], getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
+        if not isinstance(target, Traced) or target.shared or target.source is not None or function is None:
+            raise Untraceable(f"{name} changes a tensor in place that has other names, or that the function made")
+        found = self.__torch_function__(function, (), args, kwargs)
+        if found.shape != target.shape or found.dtype != target.dtype or found.source is not None:
+            raise Untraceable(f"{name} changes the shape or type of what it gives")
+        target.cells = found.cells
+        return target
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The operation itself, on what stands in its arguments' cells."""
@@ -127,6 +157,8 @@ class _Tracing(TorchFunctionMode):
         def empty(value: Any) -> Any:
             return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
+        if "out" in kwargs or kwargs.get("inplace"):
+            raise Untraceable(f"{func.__name__} changes a tensor in place")
         example = func(*mapped(empty, args), **mapped(empty, kwargs))
         if not isinstance(example, Tensor) or any(
             holds_traced(v) and not isinstance(v, Traced) for v in (*args, *kwargs.values())
