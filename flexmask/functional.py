@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any, Literal, cast
+from functools import lru_cache
+from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask, Truth
 from flexmask.analysis import analyse
 from flexmask.closures import frame_closure
+from flexmask.dropout import check_dropout, seed_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.flex import FLEX_DTYPES, flex_sdpa
 from flexmask.index import Constant, q
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa
@@ -26,9 +25,6 @@ __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
 
 Backend = Literal["auto", "flex", "sdpa"]
 
-FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-#: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
-MAX_KERNELS = 256
 #: The smallest head that FlexAttention's CUDA kernels take.
 FLEX_MIN_HEAD = 16
 
@@ -43,6 +39,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     q_offset: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """``softmax(scale * query @ key.T, where the mask is True) @ value``; 0 for a query that sees no key.
@@ -56,6 +54,10 @@ def attention(
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
         q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask.
+        dropout_p: probability that a weight is dropped, after the softmax; the others grow by ``1 / (1 - dropout_p)``. There is
+            no training mode here: give 0 to evaluate.
+        dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see
+            :func:`flexmask.dropout.dropout_cells`); by default torch's generator draws one.
         backend: ``"flex"`` is compiled FlexAttention over the mask's BlockMask (no gradients on the CPU). ``"sdpa"`` goes
             through ``scaled_dot_product_attention`` in blocks of queries, each against the keys that it can see, with
             gradients on every device. ``"auto"``: see :func:`choose_backend`.
@@ -73,13 +75,15 @@ def attention(
     _check(query, key, value, enable_gqa)
     mask = _as_mask(mask)
     check_backend(backend)
+    check_dropout(dropout_p)
     if 0 in query.shape or 0 in value.shape:
         return _nothing(query, key, value)
+    seed = seed_of(dropout_seed, query.device) if dropout_p else None
     if backend == "sdpa" or (backend == "auto" and choose_backend(query, value, mask) == "sdpa"):
         if isinstance(mask, BlockMask):
             raise LoweringError("a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from")
-        return _sdpa(query, key, value, mask, score_mod, scale, q_offset)
-    return _flex(query, key, value, mask, score_mod, scale, enable_gqa, q_offset)
+        return _sdpa(query, key, value, mask, score_mod, scale, q_offset, dropout_p, seed)
+    return flex_sdpa(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, seed)
 
 
 def check_backend(backend: str) -> None:
@@ -154,11 +158,13 @@ def _sdpa(
     score_mod: ScoreMod | None,
     scale: float | None,
     q_offset: int | Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> Tensor:
     mask = mask if mask is not None else Truth(True)
     batch, heads, q_len, _ = query.shape
     frame = frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
-    if score_mod is None:
+    if score_mod is None and seed is None:
         settled = frame.settled(frame.mask)
         whole = settled == Truth(True)
         if whole or _is_fused_causal(settled, q_offset):
@@ -166,64 +172,10 @@ def _sdpa(
             return F.scaled_dot_product_attention(query, key, value, is_causal=not whole, scale=scale, enable_gqa=grouped)
     rows = analyse(frame)
     cells = None if rows.exact else frame_closure(frame)
-    return block_sdpa(query, key, value, rows.upper.bounds, cells=cells, score_mod=score_mod, scale=scale)
+    options: dict[str, Any] = {"cells": cells, "score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    return block_sdpa(query, key, value, rows.upper.bounds, **options)
 
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
     """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
     return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, q + Constant(1))
-
-
-def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | BlockMask | None,
-    score_mod: ScoreMod | None,
-    scale: float | None,
-    enable_gqa: bool,
-    q_offset: int | Tensor,
-) -> Tensor:
-    if query.dtype not in FLEX_DTYPES:
-        raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
-    batch, heads, q_len, _ = query.shape
-    if isinstance(mask, Mask):
-        mask = mask.block_mask(q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
-    elif mask is not None:
-        _check_block_mask(mask, query, key, q_offset)
-    if query.device.type == "cpu":
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-            raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
-        query, key, value = query.detach(), key.detach(), value.detach()
-    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
-    if torch.compiler.is_compiling():
-        return cast(Tensor, flex_attention(query, key, value, **options))
-    with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
-        try:
-            return _compiled(query.device.type)(query, key, value, **options)
-        except FailOnRecompileLimitHit:
-            raise LoweringError(
-                f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
-                "backend='sdpa', or forget the kernels with torch.compiler.reset()"
-            ) from None
-
-
-def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
-    """A BlockMask that does not fit would read beyond its tensors."""
-    if isinstance(q_offset, Tensor) or q_offset:
-        raise LoweringError("a BlockMask knows its queries' positions; give q_offset to mask.block_mask() instead")
-    wanted = (*query.shape[:2], query.shape[2], key.shape[2])
-    fits = [given in (1, size) for given, size in zip(mask.shape[:-2], wanted[:2], strict=False)]
-    if len(mask.shape) != 4 or not all(fits) or tuple(mask.seq_lengths) != wanted[2:]:
-        raise LoweringError(
-            f"the BlockMask is for [B, H, q_len, kv_len] = {list(mask.shape)}, but there are {list(wanted)} "
-            "(B and H may be 1 in the BlockMask)"
-        )
-    if mask.kv_indices.device != query.device:
-        raise LoweringError(f"the BlockMask is on {mask.kv_indices.device}, the query on {query.device}; move it with .to()")
-
-
-@cache
-def _compiled(device: str) -> Callable[..., Tensor]:
-    # On the CPU a mask that captures tensors does not build once shapes turn dynamic, so each shape compiles its own kernel.
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None))

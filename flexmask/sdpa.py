@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from flexmask.dropout import kept
 from flexmask.errors import LoweringError, OperandError
 from flexmask.tile_plan import plan_tiles
 from flexmask.tiles import CellMod, Cells, Tile
@@ -32,6 +34,25 @@ BACKWARD_SCORES_PER_THREAD = 2**19
 KEPT_PICTURES = 4
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Dropout of weights: its probability, and the seed that decides, int64 without axes."""
+
+    p: float
+    seed: Tensor
+
+    @classmethod
+    def of(cls, p: float, seed: Tensor | None) -> Drop | None:
+        return None if seed is None else cls(p, seed)
+
+    def factors(self, tile: Tile, like: Tensor) -> Tensor:
+        """What the folded weights of a tile are multiplied by: 0 where dropped, else 1 / (1 - p)."""
+        b, h, q_idx, kv_idx = tile.indices(like.device)
+        keep = kept(self.seed, b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx, self.p)
+        folded = keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), kv_idx.numel())
+        return folded.to(like.dtype).mul_(1 / (1 - self.p) if self.p < 1 else 0)
+
+
 def block_sdpa(
     query: Tensor,
     key: Tensor,
@@ -41,6 +62,8 @@ def block_sdpa(
     cells: Cells = None,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Attention of each query row to the keys in its intervals; a row that sees no key gives 0, and gradient 0.
 
@@ -56,6 +79,8 @@ def block_sdpa(
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention. Gradients reach the tensors that it
             captures. Simple rather than fast.
         scale: factor of the scores; 1 / sqrt(D) by default.
+        dropout_p: probability that a weight is dropped; the others grow by 1 / (1 - dropout_p).
+        seed: int64 without axes, from which the decisions follow (see `dropout`); wanted with dropout_p.
 
     Returns:
         [B, H, Q, Dv], of the query's dtype.
@@ -69,11 +94,12 @@ def block_sdpa(
     _check(query, key, value, bounds, cells)
     if scale is None:
         scale = 1 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
+    drop = Drop.of(dropout_p, seed) if dropout_p else None
     if score_mod is not None:
-        return _modified_sdpa(query, key, value, bounds, cells, score_mod, scale)
+        return _modified_sdpa(query, key, value, bounds, cells, score_mod, scale, drop)
     if cells is None or isinstance(cells, Tensor):
-        return cast(Tensor, _block_sdpa(query, key, value, bounds, cells, scale))
-    return cast(Tensor, _CallableCells.apply(query, key, value, bounds, cells, scale))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _block_sdpa(query, key, value, bounds, cells, scale, dropout_p, seed if drop else None))
+    return cast(Tensor, _CallableCells.apply(query, key, value, bounds, cells, scale, drop))  # type: ignore[no-untyped-call]
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -114,27 +140,51 @@ def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
     return all(axis in (1, size) for axis, size in zip(tensor.shape, sizes, strict=False))
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float) -> Tensor:
+def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float, drop: Drop | None) -> Tensor:
     out = _new_out(query, value)
-    tiles, sighted = plan_tiles(bounds, query, key, most_scores=FORWARD_SCORES)
+    most_scores = FORWARD_SCORES if drop is None else _backward_scores(query)
+    tiles, sighted = plan_tiles(bounds, query, key, most_scores=most_scores)
     bounds, blind = _open_blind_rows(bounds, key.size(2), sighted)
     with torch.autocast(query.device.type, enabled=False):
         for tile, bias, emptied in _biased(tiles, bounds, cells, query.dtype):
             q, k, v = tile.fold(query), tile.keys_of(key), tile.keys_of(value)
-            part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+            if drop is None:
+                part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+            else:
+                part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
             if emptied is not None:
                 part = part.masked_fill(emptied, 0)
             out[tile.place] = tile.unfold(part)
     return out if blind is None else out.masked_fill_(blind, 0)
 
 
+def _dropped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, tile: Tile, drop: Drop) -> Tensor:
+    """What scaled_dot_product_attention does, with dropout; computed in float32 at least."""
+    precise = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(precise) * scale @ k.to(precise).mT
+    if bias is not None:
+        scores.add_(bias)
+    return (torch.softmax(scores, -1).mul_(drop.factors(tile, scores)) @ v.to(precise)).to(q.dtype)
+
+
+def _backward_scores(query: Tensor) -> int:
+    on_cpu = query.device.type == "cpu"
+    return BACKWARD_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else BACKWARD_SCORES
+
+
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, bounds: Tensor, cells: Cells, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    bounds: Tensor,
+    cells: Cells,
+    scale: float,
+    drop: Drop | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, computed in float32 at least."""
-    on_cpu = query.device.type == "cpu"
-    most_scores = BACKWARD_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else BACKWARD_SCORES
-    tiles, sighted = plan_tiles(bounds, query, key, most_scores=most_scores)
+    tiles, sighted = plan_tiles(bounds, query, key, most_scores=_backward_scores(query))
     bounds, blind = _open_blind_rows(bounds, key.size(2), sighted)
     if blind is not None:
         grad = grad.masked_fill(blind, 0)
@@ -153,8 +203,13 @@ def _backward(
             if bias is not None:
                 scores.add_(bias)
             weights = torch.softmax(scores, -1)
-            tile.add_to_keys(grad_value, weights.mT @ grad_out)
-            grad_scores = (grad_out @ v.mT).sub_(tile.fold(shift)).mul_(weights)
+            factors = None if drop is None else drop.factors(tile, weights)
+            used = weights if factors is None else weights * factors
+            tile.add_to_keys(grad_value, used.mT @ grad_out)
+            grad_used = grad_out @ v.mT
+            if factors is not None:
+                grad_used.mul_(factors)
+            grad_scores = grad_used.sub_(tile.fold(shift)).mul_(weights)
             tile.add_to_keys(grad_key, grad_scores.mT @ q)
             grad_query[tile.place] = tile.unfold(grad_scores @ k)
     return grad_query.mul_(scale).to(dtype), grad_key.to(dtype), grad_value.to(dtype)
@@ -194,8 +249,17 @@ def _open_blind_rows(bounds: Tensor, kv_len: int, sighted: bool) -> tuple[Tensor
 
 
 @torch.library.custom_op("flexmask::block_sdpa", mutates_args=())
-def _block_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Tensor | None, scale: float) -> Tensor:
-    return _forward(query, key, value, bounds, cells, scale)
+def _block_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    cells: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    return _forward(query, key, value, bounds, cells, scale, Drop.of(dropout_p, seed))
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -207,13 +271,15 @@ def _block_sdpa_backward(
     out: Tensor,
     bounds: Tensor,
     cells: Tensor | None,
+    seed: Tensor | None,
     scale: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad, query, key, value, out, bounds, cells, scale)
+    return _backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(dropout_p, seed))
 
 
 @_block_sdpa.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Tensor | None, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     return _new_out(query, value)
 
 
@@ -223,12 +289,12 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, bounds, cells, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, output, bounds, cells)
+    query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, seed = inputs
+    ctx.save_for_backward(query, key, value, output, bounds, cells, seed)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_block_sdpa_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
+    return (*_block_sdpa_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.dropout_p), *[None] * 5)
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -243,39 +309,55 @@ class _CallableCells(torch.autograd.Function):
     """The same forward and backward for cells that are a callable, which no operator can take."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: CellMod, scale: float) -> Tensor:
-        out = _forward(query, key, value, bounds, cells, scale)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: CellMod, scale: float, drop: Drop | None
+    ) -> Tensor:
+        out = _forward(query, key, value, bounds, cells, scale, drop)
         ctx.save_for_backward(query, key, value, out, bounds)
-        ctx.cells, ctx.scale = cells, scale
+        ctx.cells, ctx.scale, ctx.drop = cells, scale, drop
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, bounds = ctx.saved_tensors
-        return (*_backward(grad, query, key, value, out, bounds, ctx.cells, ctx.scale), None, None, None)
+        return (*_backward(grad, query, key, value, out, bounds, ctx.cells, ctx.scale, ctx.drop), *[None] * 4)
 
 
 # ---------------------------------------------------------------- with a score_mod
 
 
 def _modified_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, score_mod: ScoreMod, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    cells: Cells,
+    score_mod: ScoreMod,
+    scale: float,
+    drop: Drop | None,
 ) -> Tensor:
     tiles, _ = plan_tiles(bounds, query, key)
     if not tiles:
-        return cast(Tensor, _block_sdpa(query, key, value, bounds, None, scale))
+        return cast(Tensor, _block_sdpa(query, key, value, bounds, None, scale, 0.0, None))
     score_mod = _over_indices(score_mod)
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _modified_tile(tile, query, key, value, tile.visible(bounds, cells), score_mod, scale)
+        return _modified_tile(tile, query, key, value, tile.visible(bounds, cells), score_mod, scale, drop)
 
     # Checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time.
     return torch.cat([checkpoint(compute, tile, query, key, value, use_reentrant=False) for tile in tiles], 2)
 
 
 def _modified_tile(
-    tile: Tile, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, score_mod: ScoreMod, scale: float
+    tile: Tile,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    score_mod: ScoreMod,
+    scale: float,
+    drop: Drop | None,
 ) -> Tensor:
     precise = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (part.to(precise) for part in (tile.fold(query), tile.keys_of(key), tile.keys_of(value)))
@@ -287,7 +369,10 @@ def _modified_tile(
             scores = scores.masked_fill(~visible, -math.inf)
         blind = (scores == -math.inf).all(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
-        return tile.unfold(weights.reshape(*q.shape[:3], k.size(2)) @ v).to(query.dtype)
+        weights = weights.reshape(*q.shape[:3], k.size(2))
+        if drop is not None:
+            weights = weights * drop.factors(tile, weights)
+        return tile.unfold(weights @ v).to(query.dtype)
 
 
 def _over_indices(score_mod: ScoreMod) -> ScoreMod:

@@ -27,7 +27,7 @@ catalogue.prefixes catalogue.blocks catalogue.vision catalogue.trees catalogue.s
 devices deriving frame rows runs pieces vectorising closures ranges preparation evaluation separation analysis
 lowering lowering.dense lowering.mask_mod blocks deciding block_sets block_grid lowering.block_mask lowering.stats
 explaining recognition tracing tracing.cells tracing.rules tracing.elementwise tracing.layout tracing.trace drop_in
-tiles tile_plan sdpa functional nn
+dropout tiles tile_plan sdpa flex functional nn
 render.caption render.area render.picture render.plot render.terminal render
 cli.messages cli.group cli.lengths cli.references cli.inputs cli.render cli.explain cli.list cli __main__
 """.split()  # noqa: SIM905 - a list of forty strings would hide the groups

@@ -523,20 +523,22 @@ class TestCompile:
 
 
 class TestOperator:
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
     @pytest.mark.parametrize("with_cells", [False, True])
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_opcheck(self, with_cells: bool, transposed: bool) -> None:
+    def test_opcheck(self, with_cells: bool, transposed: bool, dropout_p: float) -> None:
         query, key, value = inputs(q_len=20, kv_len=20, value_dim=5)
         if transposed:
             query, key, value = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
         cells = ragged_noise(0.5, 1, 1, 20, 20) if with_cells else None
         bounds = intervals(causal(20, 20))
-        checks = torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, (query, key, value, bounds, cells, 0.5))
+        arguments = (query, key, value, bounds, cells, 0.5, dropout_p, torch.tensor(3) if dropout_p else None)
+        checks = torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
-        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, 0.5)
+        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, None, 0.5, 0.0)
         operator = torch.ops.flexmask.block_sdpa_backward.default
         checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
