@@ -181,7 +181,7 @@ def _gathered(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
 
 
 def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[Index | Mask]]:
-    """The call of a node as a function of what varies below it, and this. Calls below it, whose values may have axes, are in it."""
+    """The call of a node, with the calls below it, as a function of what varies below these, and this."""
     varying: dict[Any, Index | Mask] = {}
     steps: list[tuple[Callable[..., Any], tuple[str, ...], list[tuple[bool, Any]]]] = []
     places: dict[Any, int] = {}  # of each call in the steps

@@ -109,7 +109,7 @@ class _Decider:
         """The least and the greatest value of an expression in each block."""
         if index.key not in self.known:
             axis = "kv" if "kv" in index.symbols else "q"
-            values = self.along[axis].tensor(index)
+            values = self.along[axis].tensor(index).long()
             if values.shape[-1] > 1:
                 size = self.sizes[axis]
                 values = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), mode="replicate").unflatten(
@@ -124,4 +124,4 @@ class _Decider:
     def gathered(self, values: Tensor, axis: str) -> Tensor:
         b = self.b if values.shape[0] > 1 else 0
         h = self.h if values.shape[1] > 1 else 0
-        return values[b, h, self.place[axis] if values.shape[2] > 1 else 0]
+        return values[b, h, self.place[axis] if values.shape[2] > 1 else 0].expand_as(self.none)

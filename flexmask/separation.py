@@ -269,6 +269,6 @@ def _unsolved(form: Linear, sign: str) -> Mask:
     if sign == "==" and all(factor < 0 for _, factor in form.only(kv=True).terms.values()):
         form = form.times(-1)
     column, value = form.only(kv=True).index(), form.only(kv=False).times(-1).index()
-    if "q" not in value.symbols:
+    if "q" not in value.symbols or "kv" not in column.symbols:
         return Compare.make(sign, column, value)
     return Matches(column, value) if sign == "==" else Reaches(column, value)

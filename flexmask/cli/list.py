@@ -76,7 +76,7 @@ def _table(names: Iterable[str], width: int) -> Table:
         table.add_row("")
         table.add_row(Text(family, "bold cyan"), Text(f"package {package}", "cyan"))
         for name in members:
-            call = fill(calls[name], left, initial_indent="  ", subsequent_indent="      ")
+            call = fill(calls[name], left - 1, initial_indent="  ", subsequent_indent="      ")
             table.add_row(Text(call), Text(_predicate(NAMES[name])))  # as Text, so that brackets are no markup
     return table
 

@@ -56,11 +56,15 @@ class Source:
 
 
 class Traced(torch.Tensor):
-    """A stand-in: its cells in row-major order, or the source where they are too many."""
+    """A stand-in: its cells in row-major order, unless they are too many; and its source where it is of a captured tensor."""
 
     cells: tuple[Cell, ...]
     source: Source | None
     shared: bool  # with another stand-in, which an operation in place would have to change as well
+
+    @property
+    def is_large(self) -> bool:
+        return self.source is not None and prod(self.source.shape) > MAX_CELLS
 
     @classmethod
     def of(cls, cells: Iterable[Cell], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Traced:
@@ -134,7 +138,7 @@ class Cells:
             Beyond: anything else.
         """
         if isinstance(value, Traced):
-            if value.source is not None or value.dtype.is_floating_point or value.dtype.is_complex:
+            if value.is_large or value.dtype.is_floating_point or value.dtype.is_complex:
                 raise Beyond
             return value
         if isinstance(value, bool):
@@ -164,7 +168,9 @@ class Cells:
         for place in grid:
             found = iter(place)
             cells.append(self.looked_up(source.tensor, [as_index(next(found)) if e is None else e for e in source.entries]))
-        return self.make(cells, shape, source.tensor.dtype)
+        made = self.make(cells, shape, source.tensor.dtype)
+        made.source = source if shape else None
+        return made
 
     def looked_up(self, tensor: Tensor, indices: list[Index]) -> Cell:
         """The cell for ``tensor[indices]``."""
@@ -226,7 +232,7 @@ class Cells:
     def node(self, value: Any) -> Any:
         """A value as an argument of a call."""
         if isinstance(value, Traced):
-            if value.source is not None:
+            if value.is_large:
                 raise Untraceable("a call takes a large table that was looked up in part")
             cells = [self._exact(cell, value.dtype) for cell in value.cells]
             shape = tuple(value.shape)
@@ -241,7 +247,7 @@ class Cells:
         """A cell whose value is a tensor of just this dtype."""
         if isinstance(cell, Constant | Truth):
             return Captured(torch.tensor(cell.value, dtype=dtype, device=self.device))
-        if dtype in (torch.int64, torch.bool) or isinstance(cell, Opaque):
+        if dtype in (torch.int64, torch.bool) or dtype.is_floating_point or dtype.is_complex:
             return cell
         return Opaque(torch.Tensor.to, (cell, dtype))
 
@@ -254,4 +260,6 @@ class Cells:
         cells: list[Cell] = [node if not place else Opaque(_element, (node, *place)) for place in places]
         if example.dtype == torch.bool:
             cells = [cast(Index, cell) != 0 for cell in cells]
+        elif example.dtype != torch.int64 and not (example.dtype.is_floating_point or example.dtype.is_complex):
+            cells = [Opaque(torch.Tensor.long, (cell,)) for cell in cells]  # expressions do not overflow
         return self.make(cells, example.shape, example.dtype)

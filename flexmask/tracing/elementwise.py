@@ -256,7 +256,7 @@ def _isin(cells: Cells, func: Any, elements: Any, among: Any, *, assume_unique: 
 
     def among_them(x: Cell) -> Mask:
         own, *others = _converted(cells, dtype, (x, *values))
-        found = reduce(lambda a, b: a | b, (own == other for other in others), Truth(False))
+        found = reduce(lambda a, b: a | b, (own == other for other in others), cast(Mask, Truth(False)))
         return ~found if invert else found
 
     return each(cells, torch.bool, among_them, elements)

@@ -75,7 +75,17 @@ RULES["any"] = _reduction(lambda x, y: x | y, truth, truth(Constant(0)))
 RULES["all"] = _reduction(lambda x, y: x & y, truth, truth(Constant(1)))
 RULES["sum"] = _reduction(lambda x, y: x + y, number, Constant(0))
 RULES["prod"] = _reduction(lambda x, y: x * y, number, Constant(1))
-RULES["amax"], RULES["amin"] = (_reduction(f, number, Constant(0)) for f in (maximum, minimum))
+
+
+def _greatest(of_numbers: Rule, of_truth: Rule) -> Rule:
+    def apply(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
+        return cast(Traced, (of_truth if value.dtype == torch.bool else of_numbers)(cells, func, value, *args, **named))
+
+    return apply
+
+
+RULES["amax"] = _greatest(_reduction(maximum, number, Constant(0)), RULES["any"])
+RULES["amin"] = _greatest(_reduction(minimum, number, Constant(0)), RULES["all"])
 
 
 @rule("max", "min")
@@ -94,11 +104,11 @@ def _extreme(cells: Cells, func: Any, value: Any, other: Any = None) -> Traced:
 @rule("__getitem__")
 def _getitem(cells: Cells, func: Any, data: Any, index: Any) -> Any:
     items = list(index) if isinstance(index, tuple) else [index]
+    if isinstance(data, Traced) and not data.is_large and not holds_traced(items):
+        return _moved(cells, func, data, index)
     source = data.source if isinstance(data, Traced) else Source(data, [None] * data.dim())
     if source is None:
-        if holds_traced(items):
-            raise Beyond
-        return _moved(cells, func, data, index)
+        raise Beyond
     items = _aligned(items, len(source.open))
     at = iter(source.open)
     axes = {next(at): item for item in items if item is not None}
@@ -109,7 +119,7 @@ def _getitem(cells: Cells, func: Any, data: Any, index: Any) -> Any:
     found = _looked_up(cells, source, advanced)
     if None not in items:
         return found
-    if found.source is not None or any(item.dim() for item in advanced.values()):
+    if found.is_large or any(item.dim() for item in advanced.values()):
         raise Beyond
     return _moved(cells, func, found, tuple(None if item is None else slice(None) for item in items if _is_axis(item)))
 
@@ -155,7 +165,7 @@ def _looked_up(cells: Cells, source: Source, advanced: dict[int, Traced]) -> Tra
         *([item.cells[i] for i in p.flatten().tolist()] for item, p in zip(advanced.values(), places, strict=True)), strict=True
     )
     parts = [cells.opened(Source(source.tensor, entries(row))) for row in rows]
-    if any(part.source is not None for part in parts):
+    if any(part.is_large for part in parts):
         raise Beyond
     stacked = _moved(cells, torch.stack, parts)
     shaped = _moved(cells, torch.Tensor.reshape, stacked, (*places[0].shape, *parts[0].shape))

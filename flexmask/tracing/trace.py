@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,6 +105,11 @@ def _is_in_place(name: str) -> bool:
     return name.startswith("__i") and name != "__invert__" if name.endswith("__") else name.endswith("_")
 
 
+@cache
+def _signature(rule: Rule) -> inspect.Signature:
+    return inspect.signature(rule)
+
+
 class _Tracing(TorchFunctionMode):
     """Answers every operation of torch on stand-ins."""
 
@@ -135,7 +141,7 @@ class _Tracing(TorchFunctionMode):
         named = dict(kwargs)
         placed = (*args, *(named.pop(name) for name in POSITIONS if name in named))
         try:
-            inspect.signature(rule).bind(self.cells, func, *placed, **named)
+            _signature(rule).bind(self.cells, func, *placed, **named)
         except TypeError:  # an option that the rule does not know
             raise Beyond from None
         return rule(self.cells, func, *placed, **named)
@@ -143,12 +149,12 @@ class _Tracing(TorchFunctionMode):
     def changed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """An operation in place, such as ``x &= y``: what it gives stands in the cells of its tensor."""
         target, function = args[0], getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
-        if not isinstance(target, Traced) or target.shared or target.source is not None or function is None:
+        if not isinstance(target, Traced) or target.shared or target.is_large or function is None:
             raise Untraceable(f"{name} changes a tensor in place that has other names, or that the function made")
         found = self.__torch_function__(function, (), args, kwargs)
-        if found.shape != target.shape or found.dtype != target.dtype or found.source is not None:
+        if found.shape != target.shape or found.dtype != target.dtype or found.is_large:
             raise Untraceable(f"{name} changes the shape or type of what it gives")
-        target.cells = found.cells
+        target.cells, target.source = found.cells, None
         return target
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
