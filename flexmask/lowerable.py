@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from flexmask.algebra import Mask
     from flexmask.analysis import RowBounds
+    from flexmask.comparing import Difference
     from flexmask.frame import Frame
     from flexmask.lowering.mask_mod import Form, MaskMod
     from flexmask.lowering.stats import Stats
@@ -138,6 +139,49 @@ class Lowerable(Node):
         from flexmask.lowering.stats import stats
 
         return stats(self._frame(q_len, kv_len, batch, heads, q_offset, device), block_size)
+
+    def equals(
+        self,
+        other: Mask,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> bool:
+        """Whether two masks show the same cells at these lengths, however they are written: see :meth:`difference`.
+
+        ``==`` compares expressions instead, and needs no lengths.
+        """
+        return not self.difference(other, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+
+    def difference(
+        self,
+        other: Mask,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> Difference:
+        """Where two masks differ at these lengths: how many cells only one of them shows, and the first of these.
+
+        Worked out from the rows. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
+
+        Args:
+            other: the mask to compare with.
+
+        Raises:
+            OperandError: ``other`` is not a mask.
+            LoweringError: one of them cannot be lowered at these lengths, or they are for two sizes of batch or heads.
+        """
+        from flexmask.comparing import difference
+
+        return difference(cast("Mask", self), other, q_len, kv_len, batch, heads, q_offset, device)
 
     def _frame(
         self,

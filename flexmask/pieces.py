@@ -56,7 +56,7 @@ class Pieces:
     @property
     def count(self) -> int:
         """How many pieces there are."""
-        return self.first.numel() // self.size
+        return (self.first.numel() - 1) // self.size
 
     def between(self, rows: Rows, low: Tensor, high: Tensor) -> Rows | None:
         """Of each row the keys with ``low <= column <= high``, or None where these take too many intervals; waits for the device.

@@ -16,7 +16,7 @@ from flexmask.cli.messages import Refused
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
 
-__all__ = ["BlockSize", "lengths_of", "mask_options", "read_mask"]
+__all__ = ["BlockSize", "REFERENCE", "lengths_of", "mask_options", "read_mask"]
 
 #: A function or a mask in a module, as entry points are written.
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from flexmask.algebra import Mask
 from flexmask.cli.messages import Refused
 from flexmask.naming import nearest
 
-__all__ = ["referred_mask"]
+__all__ = ["referred", "referred_mask"]
 
 
 def referred_mask(reference: str) -> Mask:
@@ -19,6 +20,20 @@ def referred_mask(reference: str) -> Mask:
     Raises:
         Refused: there is no such module or name, the module fails, or it is neither a mask nor a function.
         FlexmaskError: the function is no ``mask_mod``.
+    """
+    found = referred(reference)
+    if isinstance(found, Mask):
+        return found
+    from flexmask.tracing.trace import trace
+
+    return trace(found)
+
+
+def referred(reference: str) -> Mask | Callable[..., Any]:
+    """The mask or function that ``module:name`` refers to, as it is.
+
+    Raises:
+        Refused: as for :func:`referred_mask`.
     """
     module_name, _, names = reference.partition(":")
     sys.path.insert(0, "")  # modules of the current folder, as with python -m
@@ -37,6 +52,4 @@ def referred_mask(reference: str) -> Mask:
         return found
     if not callable(found):
         raise Refused(f"{reference} is neither a mask nor a function of (b, h, q_idx, kv_idx), but {type(found).__name__}")
-    from flexmask.tracing.trace import trace
-
-    return trace(found)
+    return cast(Callable[..., Any], found)

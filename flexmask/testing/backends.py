@@ -1,0 +1,112 @@
+"""Attention on each backend against dense masked softmax in float64: outputs, and gradients where the backend has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from flexmask.errors import ExpressionError
+from flexmask.functional import attention
+from flexmask.testing.findings import Finding
+from flexmask.testing.settings import Setting
+
+__all__ = ["Backend", "check_backends", "own_backends"]
+
+Backend: TypeAlias = Literal["flex", "sdpa"]
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+#: How far a number x may be from its value v, as |x - v| / (1 + |v|).
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+#: GPUs multiply float32 in fewer bits, at their discretion.
+GPU_TOLERANCE = 1e-2
+#: Channels of a head; FlexAttention on CUDA takes no fewer.
+WIDTH = 16
+
+
+def own_backends(device: torch.device | str) -> tuple[Backend, ...]:
+    """The backends that a device has with gradients."""
+    return ("sdpa", "flex") if torch.device(device).type == "cuda" else ("sdpa",)
+
+
+def check_backends(
+    setting: Setting,
+    visible: Tensor,
+    backends: Sequence[Backend],
+    dtypes: Sequence[torch.dtype],
+    tolerance: float | None,
+) -> Iterator[Finding]:
+    """Checks :func:`flexmask.attention` under a mask.
+
+    Args:
+        setting: the mask, and where it is used.
+        visible: the cells that it should show, ``bool[B, H, q_len, kv_len]``.
+        backends: which backends; ``"flex"`` has no gradients on the CPU, and no float64.
+        dtypes: of query, key and value.
+        tolerance: how far a number may be from its value, relative to 1 plus its size; by default as suits the dtype.
+
+    Raises:
+        ExpressionError: a backend that there is not, or a dtype without a tolerance.
+    """
+    for backend in backends:
+        if backend not in ("flex", "sdpa"):
+            raise ExpressionError(f"backends are 'sdpa' and 'flex', got {backend!r}")
+        for dtype in dtypes:
+            if dtype not in TOLERANCE:
+                raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
+            if backend == "sdpa" or dtype != torch.float64:
+                yield from _check(setting, visible, backend, dtype, tolerance)
+
+
+def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
+    most = tolerance if tolerance is not None else TOLERANCE[dtype]
+    if tolerance is None and setting.device.type != "cpu":
+        most = max(most, GPU_TOLERANCE)
+    learns = backend == "sdpa" or setting.device.type != "cpu"
+    draw = torch.Generator().manual_seed(0)
+    batch, heads, q_len, kv_len = setting.shape
+    lengths = (q_len, kv_len, kv_len)
+    precise = [torch.randn(batch, heads, length, WIDTH, generator=draw, dtype=torch.float64) for length in lengths]
+    given = [tensor.to(dtype) for tensor in precise]
+    inputs = cast(Inputs, tuple(tensor.to(setting.device).requires_grad_(learns) for tensor in given))
+    copies = cast(Inputs, tuple(tensor.double().requires_grad_() for tensor in given))
+    seen = visible.cpu()
+    with torch.set_grad_enabled(learns):
+        out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend)
+    wanted = _softmax(copies, seen)
+    name = f"{backend} {str(dtype).removeprefix('torch.')}"
+    blind = out.detach().cpu()[~seen.any(-1)]
+    if blind.count_nonzero():
+        yield Finding(f"{name} output", True, f"{blind.abs().max():.3g} for a query that sees no key, not exactly 0")
+    else:
+        yield _compared(f"{name} output", out, wanted, most)
+    if learns:
+        weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
+        found = torch.autograd.grad((out.double().cpu() * weight).sum(), inputs)
+        expected = torch.autograd.grad((wanted * weight).sum(), copies)
+        for which, gradient, value in zip(("query", "key", "value"), found, expected, strict=True):
+            yield _compared(f"{name} gradient of {which}", gradient, value, most)
+
+
+def _softmax(tensors: Inputs, visible: Tensor) -> Tensor:
+    """Masked softmax attention; 0 for a query that sees no key."""
+    query, key, value = tensors
+    blind = ~visible.any(-1, keepdim=True)
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0), -1)
+    return weights.masked_fill(blind, 0) @ value
+
+
+def _compared(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Finding:
+    value = wanted.detach()
+    error = (found.detach().double().cpu() - value).abs() / (1 + value.abs())
+    largest = float(error.max())
+    wrong = not largest <= tolerance  # also where it is no number
+    text = f"largest error {largest:.1e}, at most {tolerance:.0e}"
+    if wrong:
+        worst = int(torch.where(error.isnan(), torch.inf, error).argmax())
+        b, h, place, _ = (int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
+        text = f"largest error {largest:.1e}, more than {tolerance:.0e}, at b={b}, h={h}, position {place}"
+    return Finding(name, wrong, text)

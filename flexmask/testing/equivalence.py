@@ -1,0 +1,162 @@
+"""Whether a mask is what it should be: ``assert_equivalent`` and ``assert_subset``, and the findings behind the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flexmask.algebra import Mask
+from flexmask.lowering.dense import cells_of
+from flexmask.preparation import frame_of
+from flexmask.testing.backends import Backend, check_backends, own_backends
+from flexmask.testing.findings import Finding, drawn_part, part_around
+from flexmask.testing.lowerings import check_lowerings
+from flexmask.testing.settings import Reference, as_mask, reference_cells, setting_of
+
+__all__ = ["agreement", "assert_equivalent", "assert_subset"]
+
+
+def assert_equivalent(
+    mask: Mask | str,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    reference: Reference | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 8,
+    backends: Sequence[Backend] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    tolerance: float | None = None,
+) -> None:
+    """Asserts that all that a mask lowers to shows the same cells, those of a reference, and that attention obeys them.
+
+    Held against the reference are ``dense``, ``rows``, ``mask_mod`` in both forms, ``block_mask`` (its lists against those of
+    torch's ``create_block_mask``, and the cells rebuilt from them) and ``stats``; and of :func:`flexmask.attention` outputs and
+    gradients, against dense masked softmax in float64.
+
+    Without a reference the lowerings are held against the mask's own expression form. That finds a lowering that is wrong,
+    not a mask that says something else than its author meant: only a reference does.
+
+    Args:
+        mask: the mask or its text. Its tensors are moved to the device.
+        q_len: queries. This and what follows is as for every lowering.
+        kv_len: keys, by default as many as queries.
+        reference: what the mask should be: a mask; a function ``(b, h, q_idx, kv_idx) -> bool``, called as FlexAttention calls a
+            ``mask_mod``, with queries that count from 0 and captured tensors on the device; or ``bool[q_len, kv_len]``,
+            ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``.
+        batch: sequences, by default as many as the mask or the reference have.
+        heads: heads, likewise.
+        q_offset: position of the first query.
+        device: where all is done.
+        block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
+        backends: the backends of attention: by default ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere; ``()`` for none.
+            On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
+        dtypes: of query, key and value. FlexAttention is left out for float64, which it does not take.
+        tolerance: how far outputs and gradients may be from float64, relative to 1 plus the size of the number; by default as
+            suits the dtype and device.
+
+    Raises:
+        AssertionError: something differs; the message says what, how much of it, and shows a picture of where.
+        LoweringError: the mask cannot be lowered so, or has more than 2**22 cells.
+        OperandError: ``mask`` or ``reference`` is of a wrong type, or does not fit.
+    """
+    __tracebackhide__ = True
+    findings = agreement(
+        mask,
+        q_len,
+        kv_len,
+        reference=reference,
+        batch=batch,
+        heads=heads,
+        q_offset=q_offset,
+        device=device,
+        block_size=block_size,
+        backends=backends,
+        dtypes=dtypes,
+        tolerance=tolerance,
+    )
+    wrong = [finding for finding in findings if finding.wrong]
+    if wrong:
+        against = "its own expression" if reference is None else "the reference"
+        others = f"\nalso wrong: {', '.join(finding.name for finding in wrong[1:])}" if len(wrong) > 1 else ""
+        picture = f"\n\n{wrong[0].picture}" if wrong[0].picture else ""
+        raise AssertionError(f"{as_mask(mask).brief()}\n{wrong[0].name}, against {against}: {wrong[0].text}{others}{picture}")
+
+
+def agreement(
+    mask: Mask | str,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    reference: Reference | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 8,
+    backends: Sequence[Backend] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    tolerance: float | None = None,
+) -> Iterator[Finding]:
+    """What :func:`assert_equivalent` finds, one finding for each check."""
+    setting = setting_of(mask, q_len, kv_len, batch, heads, q_offset, device, reference)
+    if reference is None:
+        wanted = setting.mask.dense(**setting.lowering).expand(setting.shape)
+    else:
+        wanted = reference_cells(reference, setting)
+    yield from check_lowerings(setting, wanted, block_size)
+    yield from check_backends(setting, wanted, own_backends(device) if backends is None else backends, dtypes, tolerance)
+
+
+def assert_subset(
+    mask: Mask | str,
+    other: Mask | str,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+) -> None:
+    """Asserts that everything that a mask shows another shows too. At any length: see :meth:`flexmask.Mask.difference`.
+
+    Args:
+        mask: the mask that shows less, or its text.
+        other: the mask that shows more, or its text.
+        q_len: queries. This and what follows is as for every lowering.
+        kv_len: keys, by default as many as queries.
+        batch: sequences.
+        heads: heads.
+        q_offset: position of the first query.
+        device: where it is worked out.
+
+    Raises:
+        AssertionError: a cell that only ``mask`` shows; the message has their number, the first, and a picture around it.
+        LoweringError: one of them cannot be lowered at these lengths.
+    """
+    __tracebackhide__ = True
+    mask, other = as_mask(mask), as_mask(other)
+    found = mask.difference(other, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    if found.first_self is None:
+        return
+    b, h, q, kv = found.first_self
+    rows, columns = part_around((q, kv), (q_len, kv_len or q_len))
+    shown = []
+    for part in (mask, other):
+        frame = frame_of(part, q_len, kv_len, batch, heads, q_offset, device)
+        cells = cells_of(frame)(rows.start, rows.stop, columns.start, columns.stop)
+        shown.append(cells[min(b, frame.batch - 1), min(h, frame.heads - 1)].cpu())
+    marks = torch.where(shown[0] & ~shown[1], 2, shown[0].int())
+    picture = drawn_part(
+        marks, (rows.start, columns.start), ".#+", "# shown by both   . hidden by the first   + shown by it alone"
+    )
+    raise AssertionError(
+        f"{mask.brief()}\nshows {found.only_self:,} of {found.cells:,} cells that are hidden in\n{other.brief()}\n"
+        f"the first at {found.first_self}\n\n{picture}"
+    )

@@ -1,0 +1,98 @@
+"""What a check found: a line of text, and where cells differ a small picture, in plain ASCII."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Finding", "compared_cells", "compared_figures", "drawn", "drawn_part", "part_around"]
+
+#: Rows and columns of a picture at most.
+HEIGHT, WIDTH = 16, 24
+CORNER = "q\\kv"
+#: The signs of cells: hidden in both, visible in both, missing, extra.
+SIGNS = ".#-+"
+LEGEND = "# visible   . hidden   - missing   + extra"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        name: what was checked.
+        wrong: whether it is not as it should be.
+        text: the result in figures.
+        picture: where it is wrong, as lines; empty where there is nothing to draw.
+    """
+
+    name: str
+    wrong: bool
+    text: str
+    picture: str = ""
+
+
+def compared_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells") -> Finding:
+    """The finding of cells against those that are wanted.
+
+    Args:
+        name: what was checked.
+        found: ``bool[B, H, rows, columns]``.
+        wanted: likewise.
+        unit: what a cell is.
+    """
+    missing, extra = wanted & ~found, found & ~wanted
+    wrong = missing | extra
+    count = int(wrong.sum())
+    if not count:
+        return Finding(name, False, f"0 of {wrong.numel():,} {unit} differ")
+    b, h, row, column = wrong.nonzero()[0].tolist()
+    first = f"the first at b={b}, h={h}, q={row}, kv={column}"
+    if unit != "cells":
+        first = f"the first at b={b}, h={h} in row {row}, column {column} of the blocks"
+    text = f"{count:,} of {wrong.numel():,} {unit} differ ({int(missing.sum()):,} missing, {int(extra.sum()):,} extra), {first}"
+    marks = found[b, h] + 2 * wrong[b, h]  # what is extra is found: 3
+    return Finding(name, True, text, drawn(marks, (row, column), SIGNS, LEGEND))
+
+
+def compared_figures(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
+    """The finding of figures against those that are wanted, by what they count."""
+    wrong = [f"{key} {found[key]:,}, not {wanted[key]:,}" for key in wanted if found[key] != wanted[key]]
+    return Finding(name, bool(wrong), ", ".join(wrong) or f"{len(wanted)} figures agree")
+
+
+def drawn(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:
+    """A picture of the part of a table that lies around one place.
+
+    Args:
+        marks: the number of its sign for each cell, ``int[rows, columns]``.
+        at: row and column of the place.
+        signs: the signs by number.
+        legend: what the signs mean.
+    """
+    rows, columns = part_around(at, (marks.shape[0], marks.shape[1]))
+    return drawn_part(marks[rows, columns], (rows.start, columns.start), signs, legend)
+
+
+def part_around(at: tuple[int, int], sizes: tuple[int, int]) -> tuple[slice, slice]:
+    """The rows and columns of a table that a picture of one place shows."""
+    starts = [max(0, min(place - most // 2, size - most)) for place, size, most in zip(at, sizes, (HEIGHT, WIDTH), strict=True)]
+    rows, columns = (
+        slice(start, min(start + most, size)) for start, size, most in zip(starts, sizes, (HEIGHT, WIDTH), strict=True)
+    )
+    return rows, columns
+
+
+def drawn_part(marks: Tensor, first: tuple[int, int], signs: str, legend: str) -> str:
+    """A picture of a part of a table, all of it; ``first`` is where the part begins, the rest as for :func:`drawn`."""
+    (top, left), cells = first, marks.tolist()
+    margin = max(len(CORNER), len(str(top + len(cells) - 1)))
+    step = (len(str(left + len(cells[0]) - 1)) + 2) // 2
+    ruler = ""
+    for column in range(0, len(cells[0]), step):
+        ruler = f"{ruler:<{2 * column}}{left + column}"
+    lines = [f"{CORNER:>{margin}} {ruler}"]
+    lines += [f"{top + row:>{margin}} {' '.join(signs[mark] for mark in line)}" for row, line in enumerate(cells)]
+    return "\n".join([*lines, "", legend])

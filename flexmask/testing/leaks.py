@@ -1,0 +1,178 @@
+"""Whether a model obeys its mask: that no output depends on what is hidden from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexmask.algebra import Mask
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.testing.findings import drawn
+from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
+from flexmask.testing.reach import dependence, terms, visible_pairs
+from flexmask.testing.settings import as_mask, check_size
+
+__all__ = ["assert_no_leak"]
+
+MEND = "check fewer or shorter sequences"
+
+
+def assert_no_leak(
+    function: Callable[..., Any],
+    mask: Mask | str | Sequence[Mask | str],
+    x: Tensor,
+    *,
+    context: Tensor | None = None,
+    self_mask: Mask | str | None = None,
+    layers: int = 1,
+    embed: Callable[[Tensor], Tensor] | None = None,
+    heads: int | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> None:
+    """Asserts that no output of a module or a whole model depends on a position that its mask hides from it.
+
+    Two things are checked, both exactly. The gradient of each query's output with respect to every hidden position is 0. And
+    where a hidden position changes to large random values, the output stays the same to the last bit. Nor may one sequence of
+    the batch change another.
+
+    ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``; where it has a parameter
+    ``mask``, that is given as well. Wrap it in a lambda where it wants another form. Of a tuple the first item counts. Its
+    output is ``[B, length, ...]``, and the same for the same input: put modules with dropout into ``eval()``.
+
+    In self-attention a position may always depend on itself, since its query is made of it. Integer tokens have no gradient:
+    they are replaced by other tokens that occur in ``x``. With ``embed`` the model starts behind its embedding:
+    ``function(embed(x))`` is checked, gradients too. An output without a gradient has only the second check.
+
+    It costs a backward and a forward pass for each position that is hidden from some query.
+
+    Args:
+        function: a module or function.
+        mask: what each query may see, a mask or its text; several for a model whose layers differ, the first layer's first.
+        x: ``[B, length, ...]`` floating point, or integer tokens ``[B, length]``.
+        context: ``[B, kv_len, ...]`` of cross-attention, which is what is checked then; ``mask`` is for it.
+        self_mask: the mask of the self-attention that a model with ``context`` has besides; then ``x`` is checked too.
+        layers: how many times the masks are passed through; what several layers can reach may be seen.
+        embed: from integer tokens to ``[B, length, d]``.
+        heads: heads, where the mask depends on them and its data does not say how many there are.
+        device: where the check is done; the inputs are moved there, and ``function`` and ``embed`` where they are modules. By
+            default where ``x`` is.
+        seed: of the random numbers.
+
+    Raises:
+        AssertionError: something leaks; the message names the first pair by batch, query and key, the term of the mask that
+            should have hidden it, and shows a picture.
+        ExpressionError: ``layers`` is less than 1, or the function gives two outputs for one input.
+        LoweringError: shapes that do not fit, or more than 2**22 pairs.
+        OperandError: an argument or the output is of a wrong type.
+    """
+    __tracebackhide__ = True
+    masks = [as_mask(part) for part in ([mask] if isinstance(mask, Mask | str) else mask)]
+    if not isinstance(layers, int) or layers < 1 or not masks:
+        raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")
+    if context is not None and len(masks) > 1:
+        raise ExpressionError(f"with context there is one mask for it, got {len(masks)}")
+    where = torch.device(device) if device is not None else x.device
+    for part in (function, embed):
+        if device is not None and isinstance(part, nn.Module):
+            part.to(where)
+    inputs = {name: value.to(where) for name, value in (("x", x), ("context", context)) if value is not None}
+    if embed is not None:
+        inputs["x"] = embed(inputs["x"]).detach()
+    for name, value in inputs.items():
+        if value.dim() < 2 or not value.numel() or value.dtype == torch.bool:
+            raise OperandError(
+                f"{name} must be [B, length, ...] of floating point numbers or integer tokens, got {list(value.shape)}"
+            )
+    given = {"mask": mask if isinstance(mask, str | Mask) else masks} if _takes_mask(function) else {}
+    call = Call(function, inputs, given, torch.Generator().manual_seed(seed))
+    call.check()
+    rules = [_Rule("x", masks, layers, heads)]
+    if context is not None:
+        around = None if self_mask is None else as_mask(self_mask)
+        rules = [_Rule("context", masks, layers, heads, around)]
+        rules += [] if around is None else [_Rule("x", [around], layers, heads)]
+    for rule in rules:
+        _check(call, rule)
+    for source, other in mixed_sequences(call):
+        raise AssertionError(f"sequence {source} of the batch changes the output of sequence {other}; no mask has them meet")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an input may influence.
+
+    Attributes:
+        name: the input.
+        masks: the masks of the layers.
+        layers: how often they are passed through.
+        heads: heads, where that has to be said.
+        around: of cross-attention, the mask of the queries among themselves.
+    """
+
+    name: str
+    masks: list[Mask]
+    layers: int
+    heads: int | None
+    around: Mask | None = None
+
+    def allowed(self, call: Call) -> Tensor:
+        """What each query's output may depend on, ``bool[B, q_len, length]``."""
+        q_len, length = call.inputs["x"].shape[1], call.inputs[self.name].shape[1]
+        batch, device = call.inputs["x"].shape[0], call.inputs["x"].device
+        shown = [visible_pairs(mask, batch, self.heads, q_len, length, device) for mask in self.masks]
+        if self.name == "x":
+            return dependence(shown, self.layers)
+        if self.around is None:
+            return shown[0]
+        own = dependence([visible_pairs(self.around, batch, self.heads, q_len, q_len, device)], self.layers)
+        return own.float() @ shown[0].float() > 0
+
+    def alone(self, term: Mask) -> _Rule:
+        """The rule with one term in place of the mask."""
+        return _Rule(self.name, [term], self.layers, self.heads, self.around)
+
+
+def _check(call: Call, rule: _Rule) -> None:
+    """Raises the AssertionError of one input."""
+    __tracebackhide__ = True
+    batch, q_len, length = call.inputs["x"].shape[0], call.inputs["x"].shape[1], call.inputs[rule.name].shape[1]
+    if call.inputs[rule.name].shape[0] != batch:
+        raise LoweringError(f"x and context must have one batch, got {batch} and {call.inputs[rule.name].shape[0]} sequences")
+    check_size((batch, q_len, length), MEND)
+    hidden = ~rule.allowed(call)
+    found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": by_change(call, rule.name, hidden)}
+    leaks = found["by gradient"] | found["by change"]
+    if not leaks.any():
+        return
+    b, q, kv = leaks.nonzero()[0].tolist()
+    ways = ", ".join(f"{int(part.sum()):,} {way}" for way, part in found.items() if part.any())
+    what = "key" if rule.name == "context" or rule.layers * len(rule.masks) == 1 else "position"
+    marks = torch.where(leaks[b], 2, (~hidden[b]).int())
+    raise AssertionError(
+        f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
+        f"{what} {kv} of {rule.name}{_guilty(call, rule, b, q, kv)}\n\n"
+        f"{drawn(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}"
+    )
+
+
+def _guilty(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
+    """Which terms of a composed mask hide a pair."""
+    parts = terms(rule.masks[0]) if len(rule.masks) == 1 else ()
+    hiding = [part.brief() for part in parts if not rule.alone(part).allowed(call)[b, q, kv]]
+    if hiding:
+        return f", which is hidden by {' and by '.join(hiding)}"
+    masks = " and ".join(mask.brief() for mask in rule.masks)
+    return f", which is hidden by {masks}"
+
+
+def _takes_mask(function: Callable[..., Any]) -> bool:
+    try:
+        return "mask" in inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    except ValueError:  # functions written in C tell no signature
+        return False

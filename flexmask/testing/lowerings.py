@@ -1,0 +1,99 @@
+"""Every lowering of a mask against the cells that it should show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flexmask.analysis import RowBounds
+from flexmask.lowering.block_mask import sizes_of
+from flexmask.lowering.mask_mod import form_of
+from flexmask.rows import Rows
+from flexmask.testing.findings import Finding, compared_cells, compared_figures
+from flexmask.testing.settings import Setting
+
+__all__ = ["check_lowerings"]
+
+
+def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Iterator[Finding]:
+    """Checks dense, rows, mask_mod in both forms, BlockMask and stats.
+
+    Args:
+        setting: the mask, and where it is lowered.
+        wanted: the cells that it should show, ``bool[B, H, q_len, kv_len]``.
+        block_size: tokens in a block, or the pair (queries, keys).
+    """
+    mask, lowering = setting.mask, setting.lowering
+    yield compared_cells("dense", mask.dense(**lowering).expand(setting.shape), wanted)
+    bounds = mask.rows(**lowering)
+    yield compared_cells("rows" if bounds.exact else "rows (bounds)", _within(bounds, setting, wanted), wanted)
+    forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
+    if form_of(bounds) is None:
+        del forms["mask_mod (interval)"]
+    for name, form in forms.items():
+        mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]
+        yield compared_cells(name, setting.cells(mask_mod), wanted)
+    found = mask.block_mask(**lowering, block_size=block_size)
+    yield from _block_mask(found, setting, wanted)
+    yield _stats(setting, wanted, block_size)
+
+
+def _within(bounds: RowBounds, setting: Setting, wanted: Tensor) -> Tensor:
+    """The cells that rows show; of those that they leave open, what is wanted."""
+    lower, upper = (_cells(rows, setting) for rows in (bounds.lower, bounds.upper))
+    return lower | (wanted & upper)
+
+
+def _cells(rows: Rows, setting: Setting) -> Tensor:
+    return rows.holds(torch.arange(setting.kv_len, device=setting.device)).expand(setting.shape)
+
+
+def _block_mask(found: BlockMask, setting: Setting, wanted: Tensor) -> Iterator[Finding]:
+    """The lists of a BlockMask against those that torch makes of the cells, and the cells that a kernel computes from them."""
+    theirs = create_block_mask(
+        lambda b, h, q_idx, kv_idx: wanted[b, h, q_idx, kv_idx], *setting.shape, str(setting.device), found.BLOCK_SIZE
+    )
+    q_size, kv_size = found.BLOCK_SIZE
+    seen = setting.cells(found.mask_mod)
+    for along, what in (("kv", "forward"), ("q", "backward")):
+        grids = []
+        for kind in (along, f"full_{along}"):
+            grid, named_twice = _grid(found, kind, setting)
+            yield compared_cells(f"BlockMask ({kind}_indices)", grid ^ named_twice, _grid(theirs, kind, setting)[0], "blocks")
+            grids.append(grid if along == "kv" else grid.transpose(2, 3))
+        partial, full = (
+            grid.repeat_interleave(q_size, 2).repeat_interleave(kv_size, 3)[:, :, : setting.q_len, : setting.kv_len]
+            for grid in grids
+        )
+        yield compared_cells(f"BlockMask ({what} cells)", full | (partial & seen), wanted)
+
+
+def _grid(block_mask: BlockMask, kind: str, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Which blocks a list of a BlockMask names, and which more than once; ``bool[B, H, rows, columns]``."""
+    counts, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+    width = indices.shape[-1]
+    used = torch.arange(width, device=indices.device) < counts.unsqueeze(-1)
+    times = torch.zeros(used.shape, dtype=torch.int32, device=indices.device)
+    times.scatter_add_(-1, indices.where(used, 0).long(), used.to(torch.int32))
+    shape = (setting.batch, setting.heads, *times.shape[2:])
+    return (times > 0).expand(shape), (times > 1).expand(shape)
+
+
+def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Finding:
+    found = setting.mask.stats(**setting.lowering, block_size=block_size)
+    cells = wanted[: found.batch, : found.heads]
+    q_size, kv_size = sizes_of(block_size)
+    padded = torch.nn.functional.pad(cells, (0, -setting.kv_len % kv_size, 0, -setting.q_len % q_size))
+    visible = padded.unflatten(3, (-1, kv_size)).unflatten(2, (-1, q_size)).sum((3, 5))
+    full = int((visible == q_size * kv_size).sum())
+    figures = {
+        "visible": int(cells.sum()),
+        "empty_rows": int((~cells.any(-1)).sum()),
+        "partial_blocks": int((visible > 0).sum()) - full,
+        "full_blocks": full,
+        "empty_blocks": int((visible == 0).sum()),
+    }
+    return compared_figures("stats", {name: getattr(found, name) for name in figures}, figures)

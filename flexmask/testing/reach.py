@@ -1,0 +1,45 @@
+"""What each position may depend on: through one layer what its mask shows, through several what can be reached by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexmask.algebra import And, Mask, Named
+
+__all__ = ["dependence", "terms", "visible_pairs"]
+
+
+def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """The keys that each query sees in some head, ``bool[B, q_len, kv_len]``."""
+    cells = mask.to(device).dense(q_len, kv_len, batch=batch, heads=heads, device=device)
+    return cells.any(1).expand(batch, -1, -1)
+
+
+def dependence(shown: Sequence[Tensor], layers: int) -> Tensor:
+    """The positions of the input that each position of the output may depend on, ``bool[B, length, length]``.
+
+    Args:
+        shown: what each layer shows, the first one first; a layer's output also depends on its input at the same place.
+        layers: how often these layers are passed through.
+    """
+    length = shown[0].shape[-1]
+    own = torch.eye(length, dtype=torch.bool, device=shown[0].device)
+    steps = [(cells | own).float() for cells in shown]
+    found = own.float().expand_as(steps[0])
+    for _ in range(layers):
+        before = found
+        for step in steps:
+            found = (step @ found > 0).float()
+        if torch.equal(found, before):  # nothing more can be reached
+            break
+    return found > 0
+
+
+def terms(mask: Mask) -> tuple[Mask, ...]:
+    """The operands of ``a & b & ...``, also under a name; nothing for any other mask."""
+    while isinstance(mask, Named):
+        mask = mask.body
+    return mask.operands if isinstance(mask, And) else ()

@@ -1,0 +1,165 @@
+"""The setting of a check: a mask with its lengths and sizes, and the cells that a reference wants there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from flexmask.algebra import Mask
+from flexmask.errors import LoweringError, OperandError
+from flexmask.preparation import frame_of
+from flexmask.text import parse
+
+__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "as_mask", "check_size", "reference_cells", "setting_of"]
+
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Reference: TypeAlias = Mask | MaskMod | Tensor
+
+#: Cells that are checked at most, over all sequences and heads: their scores in float64 take 32 MiB.
+MAX_CELLS = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is checked, and where.
+
+    Attributes:
+        mask: the mask, its tensors on the device.
+        q_len: queries.
+        kv_len: keys.
+        batch: sequences.
+        heads: heads.
+        q_offset: position of the first query.
+        device: where everything is made.
+    """
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    q_offset: int | Tensor
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``[B, H, q_len, kv_len]``."""
+        return self.batch, self.heads, self.q_len, self.kv_len
+
+    @property
+    def lowering(self) -> dict[str, Any]:
+        """The arguments of a lowering."""
+        return {
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+            "batch": self.batch,
+            "heads": self.heads,
+            "q_offset": self.q_offset,
+            "device": self.device,
+        }
+
+    def cells(self, mask_mod: MaskMod) -> Tensor:
+        """What a ``mask_mod`` says of each cell, called with single indices as FlexAttention calls it."""
+        return create_mask(mask_mod, *self.shape, device=str(self.device))
+
+
+def as_mask(mask: Mask | str) -> Mask:
+    """A mask, also from its text."""
+    if isinstance(mask, str):
+        return parse(mask)
+    if isinstance(mask, Mask):
+        return mask
+    raise OperandError(
+        f"mask must be a Mask or its text, got {type(mask).__name__}; flexmask.trace(mask_mod) and flexmask.dense(table) make one"
+    )
+
+
+def check_size(shape: tuple[int, ...], mend: str) -> None:
+    """Refuses a table that is too large to be checked cell by cell.
+
+    Raises:
+        LoweringError: it has more than ``MAX_CELLS`` cells.
+    """
+    cells = torch.Size(shape).numel()
+    if cells > MAX_CELLS:
+        raise LoweringError(f"{list(shape)} are {cells:,} cells; at most {MAX_CELLS:,} are checked one by one: {mend}")
+
+
+def setting_of(
+    mask: Mask | str,
+    q_len: int,
+    kv_len: int | None,
+    batch: int | None,
+    heads: int | None,
+    q_offset: int | Tensor,
+    device: torch.device | str,
+    reference: Reference | None,
+) -> Setting:
+    """The setting of a check, with as many sequences and heads as the mask, the reference or the offset speak of.
+
+    Raises:
+        LoweringError: the mask cannot be lowered so, or there are too many cells to check each.
+        OperandError: ``mask`` or ``reference`` is of a wrong type.
+    """
+    mask = as_mask(mask).to(device)
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.to(device)
+    frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, device)
+    said = [(frame.full_batch, frame.heads if heads is None else heads)]
+    if isinstance(q_offset, Tensor):
+        said.append((q_offset.numel(), 1))
+    if isinstance(reference, Mask):
+        its = frame_of(reference.to(device), q_len, kv_len, batch, heads, q_offset, device)
+        said.append((its.full_batch, its.heads))
+    elif isinstance(reference, Tensor):
+        shape = _four(reference).shape
+        said.append((shape[0], shape[1]))
+    most = max(sequences for sequences, _ in said), max(number for _, number in said)
+    setting = Setting(mask, q_len, frame.kv_len, *most, q_offset, frame.device)
+    check_size(setting.shape, "check shorter sequences, or compare two masks with mask.difference(other, q_len)")
+    return setting
+
+
+def reference_cells(reference: Reference, setting: Setting) -> Tensor:
+    """What a reference shows, ``bool[B, H, q_len, kv_len]``.
+
+    Raises:
+        OperandError: it is neither a mask, a function nor a boolean tensor that fits, or the function cannot be called.
+    """
+    if isinstance(reference, Mask):
+        return reference.to(setting.device).dense(**setting.lowering).expand(setting.shape)
+    if isinstance(reference, Tensor):
+        cells = _four(reference).to(setting.device)
+        if any(size not in (1, wanted) for size, wanted in zip(cells.shape[:2], setting.shape[:2], strict=True)) or (
+            cells.shape[2:] != setting.shape[2:]
+        ):
+            raise OperandError(
+                f"the reference is for {list(cells.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
+            )
+        return cells.expand(setting.shape)
+    if not callable(reference):
+        raise OperandError(f"reference must be a Mask, a mask_mod or a boolean tensor, got {type(reference).__name__}")
+    try:
+        found = setting.cells(reference)
+    except Exception as error:  # whatever a user's function raises is theirs to mend
+        name = getattr(reference, "__name__", type(reference).__name__)
+        raise OperandError(
+            f"the reference {name} cannot be called as FlexAttention calls a mask_mod(b, h, q_idx, kv_idx): "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    return found.to(torch.bool)
+
+
+def _four(reference: Tensor) -> Tensor:
+    """A table of 2, 3 or 4 axes as ``bool[B, H, q_len, kv_len]``."""
+    if reference.dtype != torch.bool or not 2 <= reference.dim() <= 4:
+        raise OperandError(
+            "a reference tensor must be bool[q_len, kv_len], bool[B, q_len, kv_len] or bool[B, H, q_len, kv_len], "
+            f"got {reference.dtype}{list(reference.shape)}"
+        )
+    return reference.unsqueeze(-3) if reference.dim() == 3 else reference.view(*[1] * (4 - reference.dim()), *reference.shape)
