@@ -16,7 +16,7 @@ from flexmask.tables import Derived, Lookup, Param, TensorTable, as_table, docum
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "where"]
+__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "got", "where"]
 
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -111,9 +111,17 @@ def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -
     return kind.make((left, right))
 
 
+def got(value: object) -> str:
+    """What was given where a mask is wanted, with what was forgotten where that is plain."""
+    if callable(value) and not isinstance(value, type | Node):
+        name = getattr(value, "__name__", "the function")
+        return f"the function {name}: call it, {name}(), or trace it if it is a mask_mod, flexmask.trace({name})"
+    return f"{type(value).__name__} {value!s}"
+
+
 def _refuse(sign: str, other: object) -> NoReturn:
     raise OperandError(
-        f"{sign} combines two masks, got {type(other).__name__} {other!s}. Comparisons bind less tightly than {sign}: "
+        f"{sign} combines two masks, got {got(other)}. Comparisons bind less tightly than {sign}: "
         f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8). A tensor becomes a mask with flexmask.dense(tensor)."
     )
 
@@ -379,7 +387,7 @@ def where(condition: Mask, a: Any, b: Any) -> Any:
     Source: ``torch.where``.
     """
     if not isinstance(condition, Mask):
-        raise OperandError(f"where() chooses by a mask, got {type(condition).__name__} {condition!s}; compare it first")
+        raise OperandError(f"where() chooses by a mask, got {got(condition)}; compare numbers first")
     if isinstance(a, Mask) != isinstance(b, Mask):
         raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
     if isinstance(a, Mask):

@@ -93,7 +93,7 @@ class _Group:
         pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int64, device=rows.lo.device)
         low = reduce(torch.maximum, self.least) if self.least else every + pieces.low
         high = reduce(torch.minimum, self.most) if self.most else every + pieces.low + pieces.size
-        return pieces.between(rows, low, high)
+        return pieces.between(rows, low, high, MAX_SLOTS)
 
 
 def analyse(frame: Frame) -> RowBounds:
@@ -246,12 +246,12 @@ class _Analysis:
         """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
         table = _table_of(column)
         if table is not None and is_constant(table):
-            return self.frame.kv_len, self.frame.device
+            return self.frame.kv_len, self.frame.batch, self.frame.heads, self.frame.device
         values = self.keys.tensor(column)
         if not devices.waits(values):
             return values if self.frame.q_len < DECODING else None
         if isinstance(table, TensorTable) and not table.tensor.is_inference():
-            return table.tensor.data_ptr(), table.tensor._version, self.frame.kv_len
+            return table.tensor.data_ptr(), table.tensor._version, self.frame.kv_len, self.frame.batch, self.frame.heads
         return None
 
     def unknown(self) -> RowBounds:
@@ -302,17 +302,8 @@ def _stacked(heads: list[RowBounds]) -> RowBounds:
     """Head ``h`` of the result is head ``h`` of the ``h``-th rows."""
 
     def stack(parts: list[Rows]) -> Rows:
-        slots = max(part.slots for part in parts)
-        shape = torch.broadcast_shapes(*((part.lo.shape[0], 1, part.lo.shape[2], 1) for part in parts))
-        ends = []
-        for side in ("lo", "hi"):
-            padded = []
-            for head, part in enumerate(parts):
-                end = getattr(part, side)
-                end = end[:, min(head, end.shape[1] - 1), None].expand(shape[0], 1, shape[2], -1)
-                padded.append(torch.nn.functional.pad(end, (0, slots - part.slots), value=part.kv_len))
-            ends.append(torch.cat(padded, 1))
-        return Rows(ends[0], ends[1], parts[0].kv_len)
+        shape = torch.broadcast_shapes(*((part.lo.shape[0], part.lo.shape[2]) for part in parts))
+        return Rows.stacked([part.of_head(head, *shape) for head, part in enumerate(parts)], 1)
 
     lower = stack([bounds.lower for bounds in heads])
     return RowBounds(lower, lower if all(b.exact for b in heads) else stack([b.upper for b in heads]))

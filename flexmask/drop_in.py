@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask
@@ -64,15 +65,26 @@ def create_block_mask(
     if isinstance(mask_mod, Mask):
         made = block_mask(frame_of(mask_mod, Q_LEN, KV_LEN, B, H, 0, device), BLOCK_SIZE)
     else:
-        where = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        where = _device(device)
         mask = follow(mask_mod, device=where)
         made = block_mask(frame_of(mask, Q_LEN, KV_LEN, B or 1, H or 1, 0, where), BLOCK_SIZE, mod=mask_mod)
     return _with_heads(made, H or 1)
 
 
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    except RuntimeError as error:
+        raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
+
+
 def _with_heads(made: BlockMask, heads: int) -> BlockMask:
-    """The same BlockMask with lists for each head, which torch makes also where all heads are the same."""
+    """The same BlockMask with a list for each head, as torch's has; heads that are the same share their memory."""
     if made.kv_num_blocks.shape[1] >= heads:
         return made
-    lists: dict[str, Any] = {name: getattr(made, name).repeat_interleave(heads, 1) for name in LISTS}
+    lists: dict[str, Any] = {name: _for_heads(getattr(made, name), heads) for name in LISTS}
     return BlockMask(seq_lengths=made.seq_lengths, **lists, BLOCK_SIZE=made.BLOCK_SIZE, mask_mod=made.mask_mod)
+
+
+def _for_heads(listed: Tensor, heads: int) -> Tensor:
+    return listed.expand(-1, heads, *[-1] * (listed.dim() - 2))

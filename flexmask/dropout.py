@@ -1,8 +1,8 @@
 """Dropout of attention weights by a counter-based hash: which weight is kept follows from the seed and the cell alone.
 
 The decision about a cell is the same in the forward and in the backward pass, on every backend and device, and whatever the
-blocks are in which attention is computed. Numbers are 32 bits wide and kept in 64-bit integers, whose products of a 32-bit
-and a 31-bit number do not overflow; so every implementation gives the same.
+blocks are in which attention is computed. Numbers are 32 bits wide and kept in 64-bit integers. Of each product only the low
+32 bits are used, which are the same where it wraps; so every implementation gives the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 __all__ = ["check_dropout", "dropout_cells", "kept", "seed_of"]
 
 BITS = 0xFFFFFFFF
-#: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function, below 2**31.
+#: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
 STEP = 0x9E3779B1
 FIRST, SECOND = 0x7FEB352D, 0x45D9F3B
 #: What tells the two states of a row apart.
@@ -45,6 +45,9 @@ def kept(seed: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, p: float) ->
         q: queries.
         kv: keys.
         p: probability that a weight is dropped, 0 to 1.
+
+    Returns:
+        ``bool``, shaped as the indices broadcast.
     """
     b, h, q, kv = (index.to(torch.int64) for index in (b, h, q, kv))
     start = _joined(_joined(0, seed & BITS), (seed >> 32) & BITS)
@@ -74,7 +77,17 @@ def dropout_cells(seed: int | Tensor, p: float, batch: int, heads: int, q_len: i
 
 
 def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """A seed as a tensor on a device: as it was given, or drawn by torch's generator there."""
+    """A seed as a tensor on a device: as it was given, or drawn by torch's generator there.
+
+    Args:
+        seed: an int, one integer in a tensor, or None to draw one.
+        device: where the result is made.
+
+    Raises:
+        OperandError: neither of these.
+        LoweringError: a tensor of several values or of another dtype.
+        ExpressionError: an int beyond 64 bits.
+    """
     if seed is None:
         return torch.randint(2**62, (), device=device)
     if isinstance(seed, Tensor):

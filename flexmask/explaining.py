@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def explain(
     return Explanation(
         mask=str(mask),
         definition=str(mask.expand()),
-        leaves=tuple(_leaf(leaf) for leaf in _leaves(separate(mask.expand()))),
+        leaves=tuple(_described(leaf, frame, bounds) for leaf in _leaves(separate(mask.expand()))),
         exact=bounds.exact,
         intervals=int(counts.max()),
         mean_intervals=float(counts.double().mean()),
@@ -140,7 +140,7 @@ def explain(
         open_blocks=0 if left_open is None else int(left_open.counts().sum()),
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=_cells(frame),
-        stats=stats(frame, sizes),
+        stats=stats(frame, sizes, bounds),
     )
 
 
@@ -155,6 +155,14 @@ def _leaves(mask: Mask) -> list[Mask]:
     below = mask.masks if isinstance(mask, PerHead) else [child for child in mask.children() if isinstance(child, Mask)]
     found = {leaf.key: leaf for child in below for leaf in _leaves(child)}
     return list(found.values()) or [mask]
+
+
+def _described(mask: Mask, frame: Frame, bounds: RowBounds) -> Leaf:
+    """A condition, and whether it is one that leaves the rows open."""
+    leaf = _leaf(mask)
+    if bounds.exact or not leaf.separates or analyse(replace(frame, mask=mask)).exact:
+        return leaf
+    return replace(leaf, kind=f"{leaf.kind}; in more intervals than are listed")
 
 
 def _leaf(mask: Mask) -> Leaf:

@@ -79,9 +79,9 @@ def _argument(value: Any, what: str) -> Any:
         return value
     if isinstance(value, numbers.Integral):  # NumPy's integers are arrays as well
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, numbers.Real):
         return float(value)
-    if isinstance(value, list | tuple) and any(isinstance(item, Mask) for item in value):
+    if isinstance(value, list | tuple) and any(isinstance(item, Mask) or callable(item) for item in value):
         return tuple(value)
     if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):
         return as_table(value, what)

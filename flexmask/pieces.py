@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,8 +15,10 @@ __all__ = ["MAX_FOUND", "Pieces", "direction"]
 
 #: Intervals of a row that are looked for at most, of which many may turn out to be empty.
 MAX_FOUND = 256
-#: Entries of the table of first keys at most, for each key.
+#: Entries of the table of first keys at most, for each key: about what the rows themselves take.
 MAX_ENTRIES = 16
+#: Intervals that are looked for at a time, which bounds the memory of intermediate results.
+CHUNK = 2**22
 
 
 def direction(column: Tensor) -> int:
@@ -58,29 +61,47 @@ class Pieces:
         """How many pieces there are."""
         return (self.first.numel() - 1) // self.size
 
-    def between(self, rows: Rows, low: Tensor, high: Tensor) -> Rows | None:
-        """Of each row the keys with ``low <= column <= high``, or None where these take too many intervals; waits for the device.
+    def between(self, rows: Rows, low: Tensor, high: Tensor, most: int) -> Rows | None:
+        """Of each row the keys with ``low <= column <= high``; waits for the device.
 
         Args:
             rows: the keys to choose from.
             low: ``int64[B, H, q_len]``, each axis may be 1.
             high: likewise.
+            most: intervals of a row at most; None is returned where there are more, or far more would have to be looked at.
         """
         end = rows.kv_len - 1
         begin, last = (_taken(self.piece, key.clamp(0, end)) for key in (rows.lo, rows.hi - 1))
         number = torch.where(rows.lo < rows.hi, last - begin + 1, 0)
-        most = max(1, int(number.max()))
-        if most * rows.slots > MAX_FOUND:
+        step = torch.arange(max(1, int(number.max())), dtype=torch.int32, device=begin.device)
+        if step.numel() * rows.slots > MAX_FOUND:
             return None
-        step = torch.arange(most, dtype=torch.int32, device=begin.device)
+        least = (low - self.low).clamp(0, self.size).to(torch.int32)
+        behind = (high - (self.low - 1)).clamp(0, self.size).to(torch.int32)
+        parts: list[Rows] = []
+        for part in _chunks((rows.lo, rows.hi, begin, number, least, behind), CHUNK // (step.numel() * rows.slots)):
+            parts.append(self._found(part, step, rows.kv_len))
+            if parts[-1].slots > most:
+                return None
+        return Rows.stacked(parts, 2)
+
+    def _found(self, tensors: Sequence[Tensor], step: Tensor, kv_len: int) -> Rows:
+        lo, hi, begin, number, least, behind = tensors
         start = (begin.unsqueeze(-1) + step).clamp(max=self.count - 1) * self.size
-        least = (low - self.low).clamp(0, self.size).to(torch.int32)[..., None, None]
-        behind = (high - (self.low - 1)).clamp(0, self.size).to(torch.int32)[..., None, None]
-        lo = torch.maximum(_taken(self.first, start + least), rows.lo.unsqueeze(-1))
-        hi = torch.minimum(_taken(self.first, start + behind), rows.hi.unsqueeze(-1))
-        if most > 1:
-            hi = torch.where(step < number.unsqueeze(-1), hi, lo)
-        return Rows(lo.flatten(-2), hi.flatten(-2), rows.kv_len).joined()
+        first = torch.maximum(_taken(self.first, start + least[..., None, None]), lo.unsqueeze(-1))
+        stop = torch.minimum(_taken(self.first, start + behind[..., None, None]), hi.unsqueeze(-1))
+        if step.numel() > 1:
+            stop = torch.where(step < number.unsqueeze(-1), stop, first)
+        return Rows(first.flatten(-2), stop.flatten(-2), kv_len).joined()
+
+
+def _chunks(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Queries, at most ``size`` at a time, of tensors ``[B, H, q_len, ...]``, in which each of these axes may be 1."""
+    shapes = [torch.Size(tensor.shape[:3]) for tensor in tensors]
+    batch, heads, q_len = torch.broadcast_shapes(*shapes)
+    size = max(1, size // (batch * heads))
+    for start in range(0, q_len, size):
+        yield [tensor if tensor.shape[2] == 1 else tensor[:, :, start : start + size] for tensor in tensors]
 
 
 def _taken(values: Tensor, at: Tensor) -> Tensor:

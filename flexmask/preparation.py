@@ -20,18 +20,18 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
 from flexmask.nodes import Node
-from flexmask.opaque import Captured
+from flexmask.opaque import Captured, Opaque
 from flexmask.ranges import AXES, check_ranges, is_computed
 from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant
 
-__all__ = ["frame_of"]
+__all__ = ["MAX_VALUE", "check_mask", "frame_of"]
 
 #: How far from 0 data may lie that is computed with: sums of several such numbers are 64-bit integers still.
 MAX_VALUE = 2**60
 
 
 def frame_of(
-    mask: Mask,
+    mask: Any,
     q_len: int,
     kv_len: int | None = None,
     batch: int | None = None,
@@ -45,6 +45,7 @@ def frame_of(
         LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
         OperandError: a length that is not an integer.
     """
+    check_mask(mask)
     parts = _parts(mask)
     if parts.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
@@ -74,6 +75,13 @@ def frame_of(
     return replace(frame, wide=True) if check_ranges(parts.computed, frame) else frame
 
 
+def check_mask(mask: object) -> None:
+    """Raises an OperandError unless ``mask`` is one."""
+    if not isinstance(mask, Mask):
+        mend = "flexmask.trace() makes a mask of a function, flexmask.parse() of a text"
+        raise OperandError(f"wanted a mask, got {type(mask).__name__} {mask!r}; {mend}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of a mask that its preparation looks at, each once, inner ones before those around them."""
@@ -96,7 +104,7 @@ def _parts(mask: Mask) -> _Parts:
             if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
-            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key,)
+            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _has_spare(node))
             if use in seen:
                 continue
             seen.add(use)
@@ -217,13 +225,16 @@ def _sizes(
             raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}{mend}")
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
-            raise LoweringError(f"the mask {mask.brief()} depends on {axis}: say how many there are with {keyword}=")
+            called = any(isinstance(node, Opaque) for node in mask.expand().walk())
+            reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
+            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: say how many there are with {keyword}=")
         sizes[axis] = next(iter(said[axis]), 1) if dependent else 1
     return sizes
 
 
-def _has_spare(lookup: Lookup) -> bool:
-    return isinstance(lookup.table, TensorTable) and lookup.table.spare
+def _has_spare(node: Node) -> bool:
+    """Whether the data of a lookup may have more values than positions; where it stands elsewhere too, it may not there."""
+    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.spare
 
 
 def _enough(lookup: Lookup, size: int, said: dict[int, str]) -> int:

@@ -26,8 +26,6 @@ __all__ = ["PATTERNS", "recognise"]
 PATTERNS = (
     "causal",
     "causal(offset=n)",
-    "causal('lower_right')",
-    "causal('lower_right', offset=n)",
     "sliding_window(left=n, right=m)",
     "sliding_window(left=n, right=None)",
     "dilated_window(left=n, right=m, dilation=k)",
@@ -77,16 +75,22 @@ def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
     left = list(operands)
     found: dict[int, Mask] = {}
     for pattern in (pattern for pattern in _patterns() if pattern.kind is kind):
-        for chosen, binding in _chosen(pattern, left, kind):
-            named = _filled(pattern, binding, kind.make(tuple(chosen)))
-            if named is not None:
-                place = operands.index(chosen[0])
-                found[place] = named
-                left = [operand for operand in left if not any(operand is part for part in chosen)]
-                break
+        while taken := _taken(pattern, left, kind):
+            chosen, named = taken
+            found[operands.index(chosen[0])] = named
+            left = [operand for operand in left if not any(operand is part for part in chosen)]
     for operand in left:
         found[next(i for i, other in enumerate(operands) if other is operand)] = recognise(operand)
     return kind.make(tuple(found[place] for place in sorted(found)))
+
+
+def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tuple[list[Mask], Mask] | None:
+    """The first operands that are together a pattern, and what they are then."""
+    for chosen, binding in _chosen(pattern, operands, kind):
+        named = _filled(pattern, binding, kind.make(tuple(chosen)))
+        if named is not None:
+            return chosen, named
+    return None
 
 
 def _named(mask: Compare) -> Mask:
@@ -120,6 +124,9 @@ def _chosen(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> Ite
 
 def _filled(pattern: Pattern, binding: Binding, body: Mask) -> Mask | None:
     """The named mask with its parameters given; it computes what it did before."""
+    tables = [value for value in binding.values() if isinstance(value, Table)]
+    if len({table.key for table in tables}) < len(tables):
+        return None  # two tables that are one have a shorter pattern
     try:
         named = pattern.mask.bind(**binding)
     except FlexmaskError:  # a window that ends before it starts, and the like, has no name

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import devices
@@ -80,6 +81,18 @@ class Rows:
             return both._cut(self.slots + other.slots - 1)
         return Rows(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.kv_len).compact()
 
+    @classmethod
+    def stacked(cls, parts: Sequence[Rows], axis: int) -> Rows:
+        """Sets one after another along an axis, with as many slots as the most of them have."""
+        if len(parts) == 1:
+            return parts[0]
+        slots, kv_len = max(part.slots for part in parts), parts[0].kv_len
+        ends = ("lo", "hi")
+        lo, hi = (
+            torch.cat([F.pad(getattr(part, end), (0, slots - part.slots), value=kv_len) for part in parts], axis) for end in ends
+        )
+        return cls(lo, hi, kv_len)
+
     def __or__(self, other: Rows) -> Rows:
         return Rows.union([self, other])
 
@@ -118,6 +131,11 @@ class Rows:
         shape = (batch, heads, q_len, self.slots)
         return Rows(self.lo.expand(shape), self.hi.expand(shape), self.kv_len)
 
+    def of_head(self, head: int, batch: int, q_len: int) -> Rows:
+        """The sets of one head, with the other axes at a size, as views."""
+        lo, hi = (end[:, min(head, end.shape[1] - 1), None].expand(batch, 1, q_len, -1) for end in (self.lo, self.hi))
+        return Rows(lo, hi, self.kv_len)
+
     def compact(self) -> Rows:
         """The same sets with empty intervals last, given intervals that stand in order but for these."""
         empty = self.lo >= self.hi
@@ -125,7 +143,7 @@ class Rows:
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
     def joined(self) -> Rows:
-        """The same sets, given intervals that stand in order but may be empty or touch the next one."""
+        """The same sets, given intervals that stand in order but may be empty or touch the next one; waits for the device."""
         found = self.compact()
         touching = (found.hi[..., :-1] == found.lo[..., 1:]) & (found.lo[..., 1:] < self.kv_len)
         return found._merge() if bool(touching.any()) else found

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from flexmask import registry
 from flexmask.algebra import Mask, where
 from flexmask.catalogue import __all__ as _built_in
-from flexmask.errors import DuplicateNameError, FlexmaskError, OperandError, TextError
+from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
 from flexmask.naming import NAMES, nearest, signature_of
 from flexmask.tables import Param, Table, document_ids, document_starts, param, table
@@ -72,7 +72,7 @@ INSTEAD: dict[type[ast.AST], str] = {
 }
 
 
-def parse(text: str) -> Mask:
+def parse(text: str, **values: object) -> Mask:
     """Reads a mask from text, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
 
     The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
@@ -81,7 +81,13 @@ def parse(text: str) -> Mask:
     ``False``. Any other name is a parameter, to be bound with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``.
     Plugins are loaded when a name stands there that flexmask itself does not have.
 
+    Args:
+        text: the mask.
+        values: of its parameters, by name, as ``mask.bind`` takes them. Those that shape a mask, such as a canvas, can only be
+            given here.
+
     Raises:
+        ExpressionError: a value for a parameter that the text does not have.
         DuplicateNameError: two packages define a mask of one name.
         TextError: text that is not a mask; shows the column and the nearest known name.
         OperandError: ``text`` is not a string.
@@ -101,7 +107,13 @@ def parse(text: str) -> Mask:
     except (SyntaxError, ValueError) as error:
         column = getattr(error, "offset", None) or 1
         raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
-    return _Reader(line).mask(tree.body)
+    reader = _Reader(line, values)
+    mask = reader.mask(tree.body)
+    unknown = sorted(set(values) - reader.used)
+    if unknown:
+        known = ", ".join(sorted({*reader.used, *mask.params})) or "none"
+        raise ExpressionError(f"the mask {mask.brief()} has no parameter {', '.join(unknown)}; it has {known}")
+    return mask
 
 
 def _check_nesting(line: str) -> None:
@@ -115,8 +127,10 @@ def _check_nesting(line: str) -> None:
 class _Reader:
     """Reads the syntax tree of one text."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, line: str, values: dict[str, object]) -> None:
         self.line = line
+        self.values = values
+        self.used: set[str] = set()
         self.depth = 0
 
     def fail(self, node: ast.AST, reason: str) -> NoReturn:
@@ -209,6 +223,9 @@ class _Reader:
         if name.startswith("_"):
             self.fail(node, f"a name cannot start with an underscore: {name}")
         define = registry.find(name)
+        if define is None and name in self.values:
+            self.used.add(name)
+            return self.values[name]
         if define is None:
             return Param(name)
         try:
@@ -219,7 +236,7 @@ class _Reader:
 
     def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
         data = self.value(source)
-        if isinstance(data, list):
+        if not isinstance(data, Param | Table | Mask | Index):
             data = table(data)
         if not isinstance(data, Param | Table):
             self.fail(node, f"{_kind(data)} is not data that can be looked up")

@@ -1,5 +1,6 @@
 """What named masks are given: parameters that are bound later, text, and arguments that are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -122,5 +123,46 @@ def test_parents_on_a_device_are_refused() -> None:
 
 
 def test_a_prefix_must_be_known() -> None:
+    with pytest.raises(fm.ExpressionError, match=r"names the document -1, but it is for 2 documents.*names itself"):
+        fm.shared_prefix([0, 1], prefix_of=[-1, 0])
+    with pytest.raises(fm.ExpressionError, match=r"names the document 5"):
+        fm.shared_prefix([0, 0, 1, 1], prefix_of=[0, 5])
     with pytest.raises(fm.LoweringError, match=r"prefix_of must be at least 0, got -1"):
-        fm.shared_prefix([0, 1], prefix_of=[-1, 0]).dense(2)
+        fm.shared_prefix([0, 1], prefix_of=torch.tensor([-1, 0])).dense(2)
+
+
+def test_values_that_shape_a_mask_come_with_its_text() -> None:
+    mask = fm.parse("neighborhood(canvas, kernel=[1, n]) & random_cells(p=share)", canvas=[2, 4], n=3, share=0.5)
+    assert mask == fm.neighborhood([2, 4], [1, 3]) & fm.random_cells(0.5)
+    text = "document(ids) & (ids[b, kv] > m)"
+    assert fm.parse(text, ids=[[0, 1]], m=0) == fm.parse(text).bind(ids=[[0, 1]], m=0)
+    with pytest.raises(fm.ExpressionError, match="has no parameter other; it has ids"):
+        fm.parse("document(ids)", other=1)
+
+
+FORGOTTEN: list[Callable[[], object]] = [
+    lambda: fm.full() & fm.causal,  # type: ignore[operator]
+    lambda: fm.causal & fm.full(),
+    lambda: fm.transpose(fm.causal),  # type: ignore[arg-type]
+    lambda: fm.per_head([fm.causal, fm.full()]),  # type: ignore[list-item]
+    lambda: fm.where(fm.causal, fm.full(), fm.empty()),  # type: ignore[call-overload]
+]
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_forgotten_parentheses_are_named(forgotten: Callable[[], object]) -> None:
+    with pytest.raises(fm.OperandError, match=r"the function causal: call it, causal\(\)"):
+        forgotten()
+
+
+@pytest.mark.parametrize("lower", [fm.explain, fm.show, fm.plot])
+@pytest.mark.parametrize("given", ["causal", lambda b, h, q, kv: q >= kv], ids=["text", "function"])
+def test_what_is_no_mask_is_not_lowered(lower: Callable[..., object], given: Any) -> None:
+    with pytest.raises(fm.OperandError, match=r"wanted a mask, got (str|function)"):
+        lower(given, 4)
+
+
+@pytest.mark.parametrize("data", [(1, 2), ([1], 2), (1, [2])], ids=str)
+def test_ranges_are_lists(data: tuple[Any, Any]) -> None:
+    with pytest.raises(fm.ExpressionError, match="must be a list, one entry for each range"):
+        fm.qk_sparse(*data)

@@ -135,3 +135,15 @@ def test_compiled_attention(mask_mod: Any) -> None:
         for make in (fm.create_block_mask, create_block_mask)
     )
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_heads_that_are_the_same_share_their_memory() -> None:
+    """Lists of long masks are packed, and stay so whatever the number of heads."""
+    found = fm.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 256), 1, 8, 2**18, 2**18, device="cpu")
+    assert found.kv_indices.shape == (1, 8, 2**11, 2**11)
+    assert found.kv_indices.untyped_storage().nbytes() < 2**21
+
+
+def test_no_such_device() -> None:
+    with pytest.raises(fm.LoweringError, match="there is no device 'gpu'"):
+        fm.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 8, 8, device="gpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def joined(state: int, number: int) -> int:
     return mixed((state + (number + 1) * 0x9E3779B1) % 2**32)
 
 
-def is_kept(seed: int, b: int, h: int, row: int, column: int, p: float) -> bool:
+def is_kept(seed: int, p: float, b: int, h: int, row: int, column: int) -> bool:
     low, high = seed % 2**32, seed % 2**64 // 2**32
     head = joined(joined(joined(joined(0, low), high), b), h)
     cell = (joined(head, row) + column * 0x9E3779B1) % 2**32 ^ joined(head ^ 0x85EBCA6B, row)
@@ -35,7 +36,7 @@ def is_kept(seed: int, b: int, h: int, row: int, column: int, p: float) -> bool:
 
 
 def kept_of(seed: int, p: float, *sizes: int) -> Tensor:
-    cells = [is_kept(seed, *cell, p) for cell in product(*map(range, sizes))]
+    cells = [is_kept(seed, p, *cell) for cell in product(*map(range, sizes))]
     return torch.tensor(cells).reshape(sizes)
 
 
@@ -50,8 +51,11 @@ def test_hash_takes_large_indices() -> None:
 
     places = [2**30 - 1, 2**20, 2**30 - 1, 2**30 - 1]
     state = torch.tensor(5)
-    found = [bool(kept(state, *(torch.tensor(n - i, dtype=torch.int32) for n in places), 0.5)) for i in range(64)]
-    assert found == [is_kept(5, *(n - i for n in places), 0.5) for i in range(64)]
+    found = []
+    for i in range(64):
+        b, h, row, column = (torch.tensor(n - i, dtype=torch.int32) for n in places)
+        found.append(bool(kept(state, b, h, row, column, 0.5)))
+    assert found == [is_kept(5, 0.5, *(n - i for n in places)) for i in range(64)]
     assert len(set(found)) == 2
 
 
@@ -106,11 +110,19 @@ MASKS: dict[str, Mask | None] = {
 LENGTH = 300
 
 
-def inputs(dtype: torch.dtype = torch.float64, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.float64, kv_heads: int = 4) -> Inputs:
     draw = torch.Generator().manual_seed(0)
     sizes = (4, 8), (kv_heads, 8), (kv_heads, 6)
     parts = (torch.randn(2, heads, LENGTH, width, generator=draw, dtype=torch.float64) for heads, width in sizes)
     query, key, value = (part.to(dtype).requires_grad_() for part in parts)
+    return query, key, value
+
+
+def detached(tensors: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+    query, key, value = (tensor.detach().to(dtype or tensor.dtype) for tensor in tensors)
     return query, key, value
 
 
@@ -130,8 +142,8 @@ def dropped(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, p: flo
 @pytest.mark.parametrize("name", MASKS)
 def test_outputs_and_gradients(name: str, kv_heads: int) -> None:
     tensors = inputs(kv_heads=kv_heads)
-    found = attention(*tensors, MASKS[name], enable_gqa=True, dropout_p=0.3, dropout_seed=11)
-    wanted = dropped(*tensors, MASKS[name], 0.3, 11)
+    found = attention(*tensors, mask=MASKS[name], enable_gqa=True, dropout_p=0.3, dropout_seed=11)
+    wanted = dropped(*tensors, mask=MASKS[name], p=0.3, seed=11)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
     grad = torch.randn_like(found)
     for one, other in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(wanted, tensors, grad), strict=True):
@@ -140,16 +152,19 @@ def test_outputs_and_gradients(name: str, kv_heads: int) -> None:
 
 def test_with_a_score_mod() -> None:
     tensors = inputs()
-    found = attention(*tensors, fm.causal(), dropout_p=0.3, dropout_seed=11, score_mod=lambda s, b, h, i, j: s + 0 * i)
-    torch.testing.assert_close(found, dropped(*tensors, fm.causal(), 0.3, 11), rtol=1e-10, atol=1e-11)
+    found = attention(*tensors, mask=fm.causal(), dropout_p=0.3, dropout_seed=11, score_mod=lambda s, b, h, i, j: s + 0 * i)
+    torch.testing.assert_close(found, dropped(*tensors, mask=fm.causal(), p=0.3, seed=11), rtol=1e-10, atol=1e-11)
+
+
+BACKENDS: tuple[Literal["flex"], Literal["sdpa"]] = ("flex", "sdpa")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "causal", "padding, one sequence empty"])
 def test_backends_drop_the_same(name: str) -> None:
-    tensors = tuple(tensor.detach() for tensor in inputs(torch.float32, kv_heads=2))
-    options = {"enable_gqa": True, "dropout_p": 0.3, "dropout_seed": 11}
-    flex, sdpa = (attention(*tensors, MASKS[name], backend=backend, **options) for backend in ("flex", "sdpa"))  # type: ignore[arg-type]
+    tensors = detached(inputs(torch.float32, kv_heads=2))
+    options: Any = {"enable_gqa": True, "dropout_p": 0.3, "dropout_seed": 11}
+    flex, sdpa = (attention(*tensors, mask=MASKS[name], backend=backend, **options) for backend in BACKENDS)
     torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-5)
 
 
@@ -181,8 +196,8 @@ def test_a_seed_reproduces_and_none_draws_one() -> None:
 def test_checkpoints_drop_the_same() -> None:
     tensors = inputs()
 
-    def run(*parts: Tensor) -> Tensor:
-        return attention(*parts, fm.causal(), dropout_p=0.5)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, fm.causal(), dropout_p=0.5)
 
     grads = []
     for call in (run, lambda *parts: checkpoint(run, *parts, use_reentrant=False)):
@@ -193,24 +208,27 @@ def test_checkpoints_drop_the_same() -> None:
 
 def test_edges() -> None:
     tensors = inputs()
-    assert torch.equal(attention(*tensors, fm.causal(), dropout_p=0.0, dropout_seed=1), attention(*tensors, fm.causal()))
-    everything = attention(*tensors, fm.causal(), dropout_p=1.0)
+    assert torch.equal(
+        attention(*tensors, mask=fm.causal(), dropout_p=0.0, dropout_seed=1), attention(*tensors, mask=fm.causal())
+    )
+    everything = attention(*tensors, mask=fm.causal(), dropout_p=1.0)
     assert torch.equal(everything, torch.zeros_like(everything))
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in torch.autograd.grad(everything.sum(), tensors))
 
 
 def test_half_precision() -> None:
-    tensors = [tensor.detach() for tensor in inputs(torch.bfloat16)]
-    found = attention(*tensors, fm.causal(), dropout_p=0.3, dropout_seed=11)
+    tensors = detached(inputs(torch.bfloat16))
+    found = attention(*tensors, mask=fm.causal(), dropout_p=0.3, dropout_seed=11)
     assert found.dtype == torch.bfloat16
-    wanted = dropped(*(tensor.double() for tensor in tensors), fm.causal(), 0.3, 11)
+    precise = detached(tensors, torch.float64)
+    wanted = dropped(*precise, mask=fm.causal(), p=0.3, seed=11)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_one_graph_for_all_seeds() -> None:
     from torch._dynamo.utils import counters
 
-    tensors = tuple(tensor.detach() for tensor in inputs(torch.float32))
+    tensors = detached(inputs(torch.float32))
     bounds = fm.causal().rows(LENGTH).lower.bounds
     from flexmask.sdpa import block_sdpa
 
@@ -219,8 +237,8 @@ def test_one_graph_for_all_seeds() -> None:
     compiled = torch.compile(block_sdpa, fullgraph=True, backend="eager")
     for seed in (1, 2, 3):
         state = torch.tensor(seed)
-        found = compiled(*tensors, bounds, dropout_p=0.3, seed=state)
-        assert torch.equal(found, block_sdpa(*tensors, bounds, dropout_p=0.3, seed=state))
+        found = compiled(*tensors, bounds=bounds, dropout_p=0.3, seed=state)
+        assert torch.equal(found, block_sdpa(*tensors, bounds=bounds, dropout_p=0.3, seed=state))
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -250,11 +268,12 @@ def test_bad_arguments(options: dict[str, object], error: type[Exception], messa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has gradients on CUDA only")
 @pytest.mark.parametrize("name", MASKS)
 def test_flex_gradients_on_cuda(name: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    tensors = tuple(torch.randn(2, 4, LENGTH, 32, generator=draw).cuda().requires_grad_() for _ in range(3))
-    precise = tuple(tensor.detach().cpu().double().requires_grad_() for tensor in tensors)
-    found = attention(*tensors, MASKS[name], backend="flex", dropout_p=0.3, dropout_seed=11)
-    wanted = dropped(*precise, MASKS[name], 0.3, 11)
+    query, key, value = (tensor.detach().repeat(1, 1, 1, 4).cuda().requires_grad_() for tensor in inputs(torch.float32))
+    wide = detached((query.cpu(), key.cpu(), value.cpu()), torch.float64)
+    precise = wide[0].requires_grad_(), wide[1].requires_grad_(), wide[2].requires_grad_()
+    tensors = query, key, value
+    found = attention(*tensors, mask=MASKS[name], backend="flex", dropout_p=0.3, dropout_seed=11)
+    wanted = dropped(*precise, mask=MASKS[name], p=0.3, seed=11)
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
     grads = torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(wanted.sum(), precise)
     for one, other in zip(*grads, strict=True):

@@ -37,7 +37,7 @@ def test_between(data: st.DataObject) -> None:
     pieces = Pieces.of(torch.tensor(column))
     assert pieces is not None
     assert pieces.count == 1 + sum(after < before for before, after in pairwise(column))
-    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), low, high)
+    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), low, high, MAX_FOUND)
     assert found is not None
     for row, (span, (least, most)) in enumerate(zip(spans, limits, strict=True)):
         wanted = [span[0] <= key < span[1] and least <= value <= most for key, value in enumerate(column)]
@@ -55,8 +55,8 @@ def test_too_many_pieces() -> None:
     pieces = Pieces.of(torch.arange(length) % 2)
     assert pieces is not None
     zero = torch.zeros(1, 1, 1, dtype=torch.int64)
-    assert pieces.between(Rows.everything(length, zero.device), zero, zero) is None
-    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_FOUND, length), zero, zero)
+    assert pieces.between(Rows.everything(length, zero.device), zero, zero, MAX_FOUND) is None
+    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_FOUND, length), zero, zero, MAX_FOUND)
     assert fewer is not None
     assert int(fewer.counts()) == MAX_FOUND
 
@@ -152,3 +152,15 @@ def test_blocks_decided_by_ranges(text: str, block_size: Any) -> None:
     case = Case(mask, lambda b, h, q, kv, q_len, kv_len: bool(expected[b, h, q, kv]))
     check_block_mask(case, shape, expected, block_size)
     check_stats(case, shape, expected, sizes)
+
+
+def test_more_intervals_than_are_listed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmask.pieces.CHUNK", 2**10)
+    mask = fm.causal() & (fm.kv % 3 <= fm.q % 3)
+    bounds = mask.rows(300)
+    assert not bounds.exact
+    assert torch.equal(bounds.upper.hull().counts().flatten(), torch.arange(300) + 1)
+    few = fm.sliding_window(40, 0) & (fm.kv % 3 <= fm.q % 3)
+    held = few.rows(300)
+    assert held.exact
+    assert torch.equal(held.lower.expand(1, 1, 300).holds(torch.arange(300)), few.dense(300))

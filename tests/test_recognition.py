@@ -17,9 +17,6 @@ GLOBAL = torch.arange(SIZE) % 5 == 0
 KEEP = torch.stack([torch.arange(SIZE) < 7, torch.arange(SIZE) != 3])
 NAMES = {"torch": torch, "ids": IDS, "others": OTHERS, "lengths": LENGTHS, "is_global": GLOBAL, "keep": KEEP}
 
-#: Patterns that no function of four indices computes, as it knows no lengths.
-OF_LENGTHS = {"causal('lower_right')", "causal('lower_right', offset=n)"}
-
 #: For each pattern the bodies of functions, and how the mask then prints.
 RECOGNISED: dict[str, list[tuple[str, str]]] = {
     "causal": [("q >= kv", "causal"), ("kv <= q", "causal"), ("q - kv > -1", "causal"), ("~(q < kv)", "causal")],
@@ -90,7 +87,7 @@ def check(body: str, mask: fm.Mask) -> None:
 
 
 def test_every_pattern_is_listed() -> None:
-    assert set(RECOGNISED) == set(PATTERNS) - OF_LENGTHS
+    assert set(RECOGNISED) == set(PATTERNS)
 
 
 @pytest.mark.parametrize(("body", "text"), ROWS, ids=[body for body, _ in ROWS])
@@ -121,3 +118,9 @@ def test_parts_of_a_whole() -> None:
     assert str(mask) == "causal & document(ids=<int64[2, 12]>) & (kv % 3 != 1)"
     check("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)", mask)
     assert str(fm.trace(of_text("~((q // 4 == kv // 4) ^ (q >= kv))"))).count("chunked(size=4)") == 1
+
+
+def test_each_part_is_named_and_twice_the_same_table_is_one() -> None:
+    body = "(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (others[b, q] == others[b, kv]) & (others[b, q] >= 0)"
+    assert str(fm.trace(of_text(body))).count("document(ids=") == 2
+    assert "kv_ids" not in str(fm.trace(of_text(body)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from flexmask.algebra import Mask
+from flexmask.algebra import Mask, got
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, Symbol
 from flexmask.tables import Literal, Lookup, Param, Table, as_table, per_batch
@@ -46,15 +46,15 @@ def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> l
     return sizes
 
 
-def per_sequence(value: Data, what: str, high: Symbol | None = None) -> Index | int:
+def per_sequence(value: Data, what: str) -> Index | int:
     """One integer from 0 up for all sequences, or one for each."""
-    return known(value, what) if isinstance(value, int) else per_batch(value, what, high)
+    return known(value, what) if isinstance(value, int) else per_batch(value, what, None)
 
 
 def mask_of(value: object, name: str) -> Mask:
     """The mask that a mask is made of."""
     if not isinstance(value, Mask):
-        raise OperandError(f"{name}: wanted a mask first, got {type(value).__name__} {value!r}")
+        raise OperandError(f"{name}: wanted a mask first, got {got(value)}")
     return value
 
 
@@ -78,7 +78,7 @@ def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], t
         return data[places[0]]
     table = as_table(data, what)
     if table.boolean != truth:
-        wanted, mend = ("boolean", "; compare it first, e.g. table == 0") if truth else ("integers, not truth values", "")
+        wanted, mend = ("boolean", "; of 0 and 1 take data != 0") if truth else ("integers, not truth values", "")
         raise OperandError(f"{what} must be {wanted}{mend}")
     indices = next((place for place in places if len(place) == len(table.shape)), None)
     if indices is None:

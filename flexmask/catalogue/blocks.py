@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flexmask.algebra import Mask
 from flexmask.catalogue.arguments import mask_of, per_sequence, whole
 from flexmask.catalogue.local import local
-from flexmask.index import Index, kv, kv_len, q
+from flexmask.index import Index, kv, q
 from flexmask.naming import named
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def chunked(size: Index | int, *, start: Data = 0) -> Mask:
 
     Source: Llama 4; ``ChunkedCausalMask`` of Splash attention.
     """
-    n, first = whole(size, "chunked: size", 1), per_sequence(start, "chunked: start", kv_len)
+    n, first = whole(size, "chunked: size", 1), per_sequence(start, "chunked: start")
     return (q - first) // n == (kv - first) // n
 
 
@@ -139,7 +139,8 @@ def block_diffusion(length: Index | int, size: Index | int) -> Mask:
 
     Predicate: ``(q < length) & (kv < length) & (block(kv) == block(q))``, or
     ``(q < length) & (kv >= length) & (block(kv) < block(q))``, or
-    ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``
+    ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``; no key is seen behind
+    the two halves
 
     ``block_diffusion(length=4, size=2)`` at 8 x 8 and 4 x 8::
 
@@ -166,4 +167,4 @@ def block_diffusion(length: Index | int, size: Index | int) -> Mask:
     own = (q < total) & (kv < total) & (noised == q // n)
     before = (q < total) & (clean < q // n)
     upto = (q >= total) & (clean <= (q - total) // n)
-    return own | ((kv >= total) & (before | upto))
+    return own | ((kv >= total) & (kv < total * 2) & (before | upto))

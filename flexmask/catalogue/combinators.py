@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flexmask.algebra import Mask, PerHead
+from flexmask.algebra import Mask, PerHead, got
 from flexmask.catalogue.arguments import lookup, mask_of, whole
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
@@ -68,7 +68,8 @@ def per_head(masks: Sequence[Mask]) -> Mask:
         masks: the mask of each head, in order.
     """
     if not isinstance(masks, list | tuple) or not masks or not all(isinstance(mask, Mask) for mask in masks):
-        raise OperandError(f"per_head: wanted a list of masks, one for each head, got {masks!r}")
+        strange = [mask for mask in masks if not isinstance(mask, Mask)] if isinstance(masks, list | tuple) else [masks]
+        raise OperandError(f"per_head: wanted a list of masks, one for each head, got {got(strange[0]) if strange else masks}")
     return PerHead(tuple(masks))
 
 

@@ -12,10 +12,10 @@ from flexmask.catalogue.local import local
 from flexmask.errors import ExpressionError
 from flexmask.index import Index, kv, maximum, q
 from flexmask.naming import named
-from flexmask.tables import along, as_table, document_ids, document_starts
+from flexmask.tables import Param, along, as_table, document_ids, document_starts
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data, Param, Table
+    from flexmask.tables import Data, Table
 
 __all__ = ["cross_document", "document", "per_document"]
 
@@ -147,6 +147,8 @@ def cross_document(
     if align not in ("upper_left", "lower_right", None) or (align is None and mask is not None):
         raise ExpressionError(f"cross_document: align must be 'upper_left' or 'lower_right', got {align!r}")
     queries, keys = _Packed("q", q_lengths, q_cu_seqlens), _Packed("kv", kv_lengths, kv_cu_seqlens)
+    if None not in (queries.count, keys.count) and queries.count != keys.count:
+        raise ExpressionError(f"cross_document: {queries.count} documents of queries and {keys.count} of keys; give as many")
     own, first, last = along(queries.ids, q), along(queries.starts, q), along(keys.starts, kv)
     same = (own == along(keys.ids, kv)) & (own >= 0)
     if mask is None:
@@ -175,6 +177,13 @@ class _Packed:
         self.starts = document_starts(self.ids)
         self.lengths = cast("Table | Param | None", lengths)
         self.ends = cast("Table | Param | None", _cumulated(lengths) if cu_seqlens is None else cu_seqlens)
+
+    @property
+    def count(self) -> int | None:
+        """How many documents there are, as far as the data's shape says it."""
+        data = self.ends if self.lengths is None else self.lengths
+        size = None if data is None or isinstance(data, Param) else data.shape[-1]
+        return size - 1 if size is not None and self.lengths is None else size
 
     def length(self, document: Index) -> Index:
         if self.lengths is not None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from flexmask.algebra import Mask
 from flexmask.catalogue.arguments import lookup, per_sequence
+from flexmask.errors import ExpressionError
 from flexmask.index import b, kv, kv_len, maximum, q
 from flexmask.naming import named
-from flexmask.tables import Param, Ranged, along, as_table, document_ids, per_batch
+from flexmask.tables import Literal, Param, Ranged, Table, along, as_table, document_ids, per_batch
 
 if TYPE_CHECKING:
     from flexmask.tables import Data
@@ -102,10 +103,25 @@ def shared_prefix(
     documents = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
     own, other = along(documents, q), along(documents, kv)
     if not isinstance(prefix_of, Param):
-        prefix_of = Ranged(as_table(prefix_of, "shared_prefix: prefix_of"), "shared_prefix: prefix_of", 0, None)
+        table = as_table(prefix_of, "shared_prefix: prefix_of")
+        _check_documents(table)
+        prefix_of = Ranged(table, "shared_prefix: prefix_of", 0, None)
     at = maximum(own, 0)
     prefix = lookup(prefix_of, "shared_prefix: prefix_of", "[n] or [B, n]", (at,), (b, at))
     return (own >= 0) & (((own == other) & (kv <= q)) | ((prefix == other) & (prefix != own)))
+
+
+def _check_documents(prefix_of: Table) -> None:
+    """A list says itself how many documents there are."""
+    if not isinstance(prefix_of, Literal) or prefix_of.truth or len(prefix_of.size) not in (1, 2):
+        return
+    rows = prefix_of.tolist() if len(prefix_of.size) > 1 else [prefix_of.tolist()]
+    wrong = next((value for row in rows for value in row if not 0 <= value < len(row)), None)
+    if wrong is not None:
+        raise ExpressionError(
+            f"shared_prefix: prefix_of names the document {wrong}, but it is for {len(rows[0])} documents, from 0 up; a document "
+            "without a prefix names itself"
+        )
 
 
 @named

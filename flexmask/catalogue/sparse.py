@@ -69,11 +69,14 @@ def qk_sparse(starts: Data, lengths: Data) -> Mask:
     for data, what in ((starts, "starts"), (lengths, "lengths")):
         if isinstance(data, Param):
             raise ExpressionError(f"qk_sparse: the number of ranges shapes the mask; bind {data} to {what} before")
-        counts.append(as_table(data, f"qk_sparse: {what}").shape[-1:])
+        shape = as_table(data, f"qk_sparse: {what}").shape
+        if not shape:
+            raise ExpressionError(f"qk_sparse: {what} must be a list, one entry for each range, got one number")
+        counts.append(shape[-1] or 0)
     if counts[0] != counts[1]:
         raise ExpressionError(f"qk_sparse: {counts[0]} starts with {counts[1]} lengths; give as many of each")
     seen: list[Mask] = []
-    for i in range((counts[0] and counts[0][0]) or 0):
+    for i in range(counts[0]):
         start, length = (
             lookup(data, f"qk_sparse: {what}", "[n] or [B, n]", (i,), (b, i))
             for data, what in ((starts, "starts"), (lengths, "lengths"))

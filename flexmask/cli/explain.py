@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from flexmask.cli.inputs import BlockSize, lengths_of, mask_options, read_mask
+from flexmask.cli.messages import print_plainly
 from flexmask.render.caption import shortened
 
 __all__ = ["explain"]
@@ -52,4 +53,4 @@ def explain(
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for label, text in found.lines():
         table.add_row(Text(label, "bold"), Text(shortened(text, MOST_VALUES)))
-    Console().print(table)
+    print_plainly(Console(), table)

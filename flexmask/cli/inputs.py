@@ -45,8 +45,8 @@ class Parameter(click.ParamType[tuple[str, object]]):
                 reason = getattr(error, "strerror", None) or "it is not a text file"
                 self.fail(f"{name}: cannot read {str(path)!r}: {reason}", param, ctx)
         found = _value(text.strip())
-        if not isinstance(found, int | list):
-            self.fail(f"{name}: {_short(text)} is neither an integer nor a list of integers or truth values", param, ctx)
+        if not isinstance(found, int | float | list):
+            self.fail(f"{name}: {_short(text)} is neither a number nor a list of integers or truth values", param, ctx)
         return name, found
 
 
@@ -94,19 +94,18 @@ def read_mask(expression: str, parameters: tuple[tuple[str, object], ...]) -> Ma
         FlexmaskError: text that is not a mask, a function that cannot be traced, or a value that does not fit.
         Refused: a parameter without a value or with two, or a function that is not there.
     """
-    if REFERENCE.fullmatch(expression.strip()):
-        from flexmask.cli.references import referred_mask
-
-        mask = referred_mask(expression.strip())
-    else:
-        from flexmask.text import parse
-
-        mask = parse(expression)
     names = [name for name, _ in parameters]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Refused(f"the parameter {twice[0]} is given twice")
-    bound = mask.bind(**dict(parameters))
+    if REFERENCE.fullmatch(expression.strip()):
+        from flexmask.cli.references import referred_mask
+
+        bound = referred_mask(expression.strip()).bind(**dict(parameters))
+    else:
+        from flexmask.text import parse
+
+        bound = parse(expression, **dict(parameters))
     if bound.params:
         missing = " ".join(f"-p '{name}=...'" for name in bound.params)
         plural = "values for the parameters" if len(bound.params) > 1 else "a value for the parameter"

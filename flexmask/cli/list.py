@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexmask import registry
-from flexmask.cli.messages import Refused
+from flexmask.cli.messages import Refused, print_plainly
 from flexmask.naming import NAMES, nearest, signature_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["list_masks"]
 
 #: Where the output cannot show the glyphs of a picture.
+#: A reference as documentation has it, such as :func:`flexmask.causal`.
+ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
 PLAIN = str.maketrans({"■": "#", "⬚": "."})
 
 
@@ -51,13 +53,7 @@ def _print_table(names: Iterable[str]) -> None:
     from rich.console import Console
 
     console = Console()
-    table = _table(names, console.width)
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print_plainly(console, _table(names, console.width))
 
 
 def _table(names: Iterable[str], width: int) -> Table:
@@ -86,13 +82,14 @@ def _predicate(define: Callable[..., Any]) -> str:
     document = inspect.getdoc(define) or ""
     found = re.search(r"^Predicate:\s*(.+?)(?:\n\s*\n|\Z)", document, re.DOTALL | re.MULTILINE)
     text = found[1] if found else document.split("\n\n")[0]
-    return " ".join(text.replace("``", "").split())
+    return " ".join(ROLE.sub(r"\1", text).replace("``", "").split())
 
 
 def _description(name: str, define: Callable[..., Any]) -> str:
     origin = registry.origin(name)
     version = f" {origin.version}" if origin.version else ""
     document = inspect.getdoc(define) or "It has no description."
+    document = ROLE.sub(r"`\1`", document)
     return f"{name}{signature_of(define)}\n\n{document}\n\nFamily {origin.family}, package {origin.package}{version}"
 
 

@@ -53,7 +53,7 @@ def render(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Draw the mask EXPR: queries down, keys across.
+    """Draw the mask EXPR, or MODULE:NAME of a mask or mask_mod function: queries down, keys across.
 
     Lengths that are not given come from the mask's own data (document ids, keep-masks, tables, lengths of documents and
     of padded sequences), else one is as long as the other, else they are 16. Of a batch one sequence is drawn.

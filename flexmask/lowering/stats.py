@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexmask.analysis import analyse
+from flexmask.analysis import RowBounds, analyse
 from flexmask.block_sets import block_sets
 from flexmask.blocks import Entries, evaluated
 from flexmask.frame import Frame
@@ -84,10 +84,16 @@ class Stats:
         return 4 * d_head * (self.partial_blocks + self.full_blocks) * self.block_size[0] * self.block_size[1]
 
 
-def stats(frame: Frame, block_size: int | tuple[int, int] = 128) -> Stats:
-    """The figures of the mask of a frame: see :meth:`flexmask.algebra.Mask.stats`."""
+def stats(frame: Frame, block_size: int | tuple[int, int] = 128, bounds: RowBounds | None = None) -> Stats:
+    """The figures of the mask of a frame: see :meth:`flexmask.algebra.Mask.stats`.
+
+    Args:
+        frame: the frame of the lowering.
+        block_size: tokens in a block, or the pair (queries, keys).
+        bounds: the rows of the mask, where they are known already.
+    """
     q_size, kv_size = sizes_of(block_size)
-    bounds = analyse(frame)
+    bounds = bounds or analyse(frame)
     found = block_sets(bounds, frame, q_size, kv_size)
     q_blocks, kv_blocks = -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
     partial, full = (part.expand(frame.batch, frame.heads, q_blocks) for part in (found.partial, found.full))

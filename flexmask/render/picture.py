@@ -14,7 +14,7 @@ from flexmask.analysis import analyse
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.index import Symbol
-from flexmask.preparation import frame_of
+from flexmask.preparation import check_mask, frame_of
 from flexmask.render.area import Area
 from flexmask.render.caption import shortened
 from flexmask.tables import Lookup
@@ -138,6 +138,7 @@ def _frame(
     mask: Mask, q_len: int, kv_len: int | None, batch: int, head: int, q_offset: int | Tensor
 ) -> tuple[Frame, int | None, int | None]:
     """The frame, and how many sequences and heads there are where the mask says it."""
+    check_mask(mask)
     for name, index in (("batch", batch), ("head", head)):
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise OperandError(f"{name} must be an index from 0, got {index!r}")

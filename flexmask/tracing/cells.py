@@ -15,25 +15,26 @@ from torch import Tensor
 
 from flexmask.algebra import Compare, Mask, Truth
 from flexmask.errors import FlexmaskError
-from flexmask.index import Choice, Constant, Index, Symbol, as_index
+from flexmask.frame import MAX_LENGTH
+from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 from flexmask.opaque import Captured, Opaque
+from flexmask.preparation import MAX_VALUE
 from flexmask.ranges import Extent, combined_extent
 from flexmask.tables import Lookup, TensorTable
 
-__all__ = ["Beyond", "Cell", "Cells", "MAX_CELLS", "Source", "Traced", "Untraceable", "number", "truth"]
+__all__ = ["Beyond", "Cell", "Cells", "INTEGERS", "MAX_CELLS", "Source", "Traced", "Untraceable", "number", "truth"]
 
 Cell: TypeAlias = Index | Mask
 
 #: Cells of a stand-in up to which each has an expression of its own.
 MAX_CELLS = 64
-#: What indices can be at most, which says where integers cannot overflow.
-MAX_POSITION, MAX_BATCH = 2**30, 2**20
-#: Data farther from 0 is not computed with: see :mod:`flexmask.preparation`.
-MAX_DATA = 2**60
+
+
+INTEGERS = "expressions have integers and truth values only"
 
 
 class Beyond(Exception):  # noqa: N818 - no error, but the way to the operation that is kept as a call
-    """An operation has no expression; it is kept as a call."""
+    """An operation has no expression, for a reason that may be given; it is kept as a call."""
 
 
 class Untraceable(FlexmaskError):  # noqa: N818 - as Beyond, for the whole function
@@ -138,8 +139,10 @@ class Cells:
             Beyond: anything else.
         """
         if isinstance(value, Traced):
-            if value.is_large or value.dtype.is_floating_point or value.dtype.is_complex:
-                raise Beyond
+            if value.is_large:
+                raise Beyond(f"on more than {MAX_CELLS} values at once")
+            if value.dtype.is_floating_point or value.dtype.is_complex:
+                raise Beyond(INTEGERS)
             return value
         if isinstance(value, bool):
             return self.one(Truth(value), torch.bool)
@@ -147,7 +150,7 @@ class Cells:
             return self.one(as_index(value), torch.int64)
         if isinstance(value, Tensor) and value.numel() <= MAX_CELLS:
             return self.lift(self.opened(Source(value, [None] * value.dim())))
-        raise Beyond
+        raise Beyond(f"on more than {MAX_CELLS} values at once" if isinstance(value, Tensor) else INTEGERS)
 
     def constant(self, values: Tensor) -> Traced:
         """A stand-in for values that nothing else can change."""
@@ -182,7 +185,7 @@ class Cells:
 
     def is_near(self, tensor: Tensor) -> bool:
         low, high = self.extent_in(tensor)
-        return low >= -MAX_DATA and high <= MAX_DATA
+        return low >= -MAX_VALUE and high <= MAX_VALUE
 
     def extent_in(self, tensor: Tensor) -> Extent:
         """The least and greatest value of a tensor, for which a device is waited for once; of its dtype where it has none."""
@@ -191,7 +194,7 @@ class Cells:
                 self.extents[id(tensor)] = 0, 1
             elif tensor.device.type == "meta":
                 limits = torch.iinfo(tensor.dtype)
-                self.extents[id(tensor)] = max(limits.min, -MAX_DATA), min(limits.max, MAX_DATA)
+                self.extents[id(tensor)] = max(limits.min, -MAX_VALUE), min(limits.max, MAX_VALUE)
             else:
                 low, high = tensor.aminmax()
                 self.extents[id(tensor)] = int(low), int(high)
@@ -208,14 +211,31 @@ class Cells:
 
     def _extent(self, index: Index) -> Extent:
         match index:
-            case Symbol("q" | "kv"):
-                return 0, MAX_POSITION - 1
             case Symbol():
-                return 0, MAX_BATCH - 1
+                return 0, MAX_LENGTH - 1
             case Lookup(TensorTable(tensor)):
                 return self.extent_in(tensor)
         limits = torch.iinfo(torch.int64)
         return combined_extent(index, self.extent) or (limits.min, limits.max)
+
+    def is_natural(self, cell: Cell) -> bool:
+        """Whether a cell cannot be negative, whatever values the captured tensors get later."""
+        if isinstance(cell, Mask | Constant):
+            return isinstance(cell, Mask) or cell.value >= 0
+        match cell:
+            case Symbol():
+                return True
+            case Lookup(table):
+                return table.boolean if isinstance(table, TensorTable) else False
+            case Arithmetic("+" | "*" | "//" | "minimum", left, right):
+                return self.is_natural(left) and self.is_natural(right)
+            case Arithmetic("%", _, Constant(value)):
+                return value > 0
+            case Arithmetic("maximum", left, right):
+                return self.is_natural(left) or self.is_natural(right)
+            case Choice(_, then, otherwise):
+                return self.is_natural(then) and self.is_natural(otherwise)
+        return isinstance(cell, Absolute)
 
     def fits(self, index: Index, dtype: torch.dtype) -> Index:
         """An index expression whose values the dtype can hold.
@@ -226,7 +246,7 @@ class Cells:
         low, high = self.extent(index)
         limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
         if low < limits.min or high > limits.max:
-            raise Beyond
+            raise Beyond(f"its values may not fit {dtype}")
         return index
 
     def node(self, value: Any) -> Any:

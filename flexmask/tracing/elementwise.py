@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.algebra import Mask, Truth, where
 from flexmask.index import Constant, Index, maximum, minimum
-from flexmask.tracing.cells import MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
+from flexmask.tracing.cells import INTEGERS, MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
 from flexmask.tracing.rules import RULES, Rule, each, holds_traced, rule
 
 __all__: list[str] = []
@@ -29,7 +29,7 @@ def _arithmetic(operation: Callable[[Any, Any], Index], of_truth: Callable[[Any,
                 raise Beyond
             return each(cells, dtype, lambda x, y: of_truth(truth(x), truth(y)), left, right)
         if dtype.is_floating_point or dtype.is_complex:
-            raise Beyond
+            raise Beyond(INTEGERS)
         return each(cells, dtype, lambda *pair: cells.fits(operation(*_converted(cells, dtype, pair)), dtype), left, right)
 
     return apply
@@ -57,7 +57,7 @@ def _quotient(operation: Callable[[Any, Any], Index]) -> Rule:
     return apply
 
 
-for _sign, _rule in {
+for _name, _rule in {
     "add": _arithmetic(lambda x, y: x + y, lambda x, y: x | y),
     "sub": _arithmetic(lambda x, y: x - y),
     "mul": _arithmetic(lambda x, y: x * y, lambda x, y: x & y),
@@ -66,19 +66,15 @@ for _sign, _rule in {
     "floor_divide": _quotient(lambda x, y: x // y),
     "remainder": _quotient(lambda x, y: x % y),
 }.items():
-    RULES[_sign] = _rule
+    RULES[_name] = _rule
 RULES["subtract"], RULES["multiply"], RULES["__floordiv__"] = RULES["sub"], RULES["mul"], RULES["floor_divide"]
 RULES["__mod__"] = RULES["remainder"]
 RULES["__rsub__"] = RULES["rsub"] = _swapped("sub")
 RULES["__rfloordiv__"], RULES["__rmod__"] = _swapped("floor_divide"), _swapped("remainder")
 
 
-def _is_at_least(cells: Cells, value: Any, low: int) -> bool:
-    return all(cells.extent(cell)[0] >= low for cell in cells.lift(value).cells)
-
-
 def _is_natural(cells: Cells, *values: Any) -> bool:
-    return all(_is_at_least(cells, value, 0) for value in values)
+    return all(cells.is_natural(cell) for value in values for cell in cells.lift(value).cells)
 
 
 @rule("div", "divide", "true_divide")
@@ -123,7 +119,7 @@ def _clamp(cells: Cells, func: Any, value: Any, *limits: Any, **named: Any) -> T
         low, high = [*limits, None, None][:2]
         low, high = named.get("min", low), named.get("max", high)
     if low is not None:
-        is_less = isinstance(low, int) and _is_at_least(cells, value, low)
+        is_less = isinstance(low, int) and low <= 0 and _is_natural(cells, value)
         value = _copied(cells, func, value) if is_less else RULES["maximum"](cells, func, value, low)
     return cast(Traced, value if high is None else RULES["minimum"](cells, func, value, high))
 
@@ -136,7 +132,7 @@ def _comparison(operation: Callable[[Any, Any], Mask]) -> Rule:
         left, right = (_rounded(cells, value, other) for value, other in ((left, right), (right, left)))
         dtype = torch.result_type(left, right)
         if dtype.is_floating_point or dtype.is_complex:
-            raise Beyond
+            raise Beyond(INTEGERS)
         return each(cells, torch.bool, lambda *pair: operation(*_converted(cells, dtype, pair)), left, right)
 
     return apply
@@ -241,7 +237,7 @@ def _chosen(cells: Cells, condition: Any, then: Any, otherwise: Any, dtype: torc
     if dtype == torch.bool:
         return each(cells, dtype, lambda c, x, y: where(truth(c), truth(x), truth(y)), condition, then, otherwise)
     if dtype.is_floating_point or dtype.is_complex:
-        raise Beyond
+        raise Beyond(INTEGERS)
 
     def choice(c: Cell, x: Cell, y: Cell) -> Index:
         return cells.fits(where(truth(c), number(x), number(y)), dtype)
@@ -277,13 +273,15 @@ CASTS = {
 @rule("to", "type", "type_as", *CASTS)
 def _cast(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
     given = [item.dtype if isinstance(item, Tensor) else item for item in (*args, *named.values())]
+    if func.__name__ == "type" and not (given and isinstance(given[0], torch.dtype)):
+        raise Beyond  # torch's older names of types
     dtype = CASTS.get(func.__name__) or next((item for item in given if isinstance(item, torch.dtype)), value.dtype)
     if dtype == value.dtype:
         return value
     if dtype == torch.bool:
         return each(cells, dtype, truth, value)
     if dtype.is_floating_point or dtype.is_complex:
-        raise Beyond
+        raise Beyond(INTEGERS)
     return each(cells, dtype, lambda x: cells.fits(number(x), dtype), value)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from flexmask.tracing.cells import Cell, Cells, Traced
 
-__all__ = ["METADATA", "READS", "RULES", "each", "holds_traced", "mapped", "rule"]
+__all__ = ["METADATA", "RANDOM", "READS", "RULES", "Rule", "each", "holds_traced", "mapped", "rule"]
 
 Rule = Callable[..., Any]
 
@@ -23,11 +23,16 @@ METADATA |= {"result_type", "can_cast", "__len__", "ndimension", "nelement", "is
 #: What asks for a value.
 READS = {"__bool__", "item", "tolist", "__int__", "__index__", "__float__", "numpy", "__array__", "__contains__", "__complex__"}
 READS |= {"__repr__", "__format__", "__setitem__", "equal", "is_nonzero", "allclose"}
+#: What draws random numbers, so that a mask would not be the same each time.
+RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout"}
+RANDOM |= {"rand_like", "randn_like", "randint_like", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
 
 RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations, by the names that torch has for them."""
+
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
         return function

@@ -18,7 +18,7 @@ from flexmask.opaque import Opaque
 from flexmask.recognition import recognise
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.cells import Beyond, Cells, Traced, Untraceable, truth
-from flexmask.tracing.rules import METADATA, READS, RULES, Rule, holds_traced, mapped
+from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, holds_traced, mapped
 
 __all__ = ["follow", "trace"]
 
@@ -29,7 +29,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def trace(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
-    """The mask that a FlexAttention ``mask_mod`` computes, with named masks where it equals them.
+    """The mask that a FlexAttention ``mask_mod`` computes, under the names of masks that it is written like.
 
     The function is called once with stand-ins for its indices. Integer arithmetic, comparisons, boolean and bitwise
     operators, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, floor division and remainder, casts, small
@@ -65,7 +65,7 @@ def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.devi
             found = mask_mod(*(cells.symbol(name) for name in ("b", "h", "q", "kv")))
     except TraceError:
         raise
-    except Exception as error:  # whatever it is, it is of the function, which raises it again when the mask is lowered
+    except (Untraceable, RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # the function may work on numbers
         if strict:
             raise TraceError(f"{_name(mask_mod)} cannot be traced: {type(error).__name__}: {error}") from error
         return Opaque(mask_mod, (b, h, q, kv)) != 0
@@ -89,10 +89,9 @@ def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
     if isinstance(found, bool):
         found = cells.lift(found)
     if not isinstance(found, Traced) or found.dim() != 0 or found.dtype != torch.bool:
+        kind = "a tensor" if isinstance(found, Tensor) else type(found).__name__
         shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else ""
-        raise TraceError(
-            f"{_name(mask_mod)} must give one truth value for a cell, got {type(found).__name__}{shape}; compare numbers first"
-        )
+        raise TraceError(f"{_name(mask_mod)} must give one truth value for a cell, got {kind}{shape}; compare numbers first")
     return truth(found.cells[0])
 
 
@@ -119,9 +118,11 @@ class _Tracing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in RANDOM:
+            raise TraceError(f"{name} draws random numbers, so that the mask would not stay the same; use flexmask.random_cells")
         if not holds_traced((args, kwargs)):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
         if name in METADATA:
             return func(*args, **kwargs)
         if name in READS:
@@ -131,10 +132,12 @@ class _Tracing(TorchFunctionMode):
         try:
             if name in RULES:
                 return self.ruled(RULES[name], func, args, kwargs)
-        except Beyond:
-            pass
+        except Beyond as beyond:
+            reason = f" ({beyond})" if beyond.args else ""
+        else:
+            reason = ""
         if self.strict:
-            raise TraceError(f"{name} has no expression; without strict it is kept as a call")
+            raise TraceError(f"{name} has no expression{reason}; without strict it is kept as a call")
         return self.call(func, args, kwargs)
 
     def ruled(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
