@@ -74,10 +74,13 @@ from flexmask.text import parse
 
 if TYPE_CHECKING:
     from flexmask.analysis import RowBounds
+    from flexmask.comparing import Difference
     from flexmask.drop_in import create_block_mask
     from flexmask.explaining import Explanation, explain
     from flexmask.functional import attention, choose_backend
+    from flexmask.kv_cache import KVCache
     from flexmask.lowering.stats import Stats
+    from flexmask.mask_cache import MaskCache
     from flexmask.nn import MultiheadFlexAttention
     from flexmask.render.plot import plot
     from flexmask.render.terminal import show
@@ -87,13 +90,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Difference",
     "DuplicateNameError",
     "Explanation",
     "ExpressionError",
     "FlexmaskError",
     "Index",
+    "KVCache",
     "LoweringError",
     "Mask",
+    "MaskCache",
     "MultiheadFlexAttention",
     "OperandError",
     "PluginWarning",
@@ -174,7 +180,10 @@ __all__ = [
 
 _HEAVY = {
     "MultiheadFlexAttention": "flexmask.nn",
+    "Difference": "flexmask.comparing",
     "Explanation": "flexmask.explaining",
+    "KVCache": "flexmask.kv_cache",
+    "MaskCache": "flexmask.mask_cache",
     "RowBounds": "flexmask.analysis",
     "Rows": "flexmask.rows",
     "Stats": "flexmask.lowering.stats",

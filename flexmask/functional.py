@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -16,10 +17,12 @@ from flexmask.dropout import check_dropout, seed_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.flex import FLEX_DTYPES, flex_sdpa
 from flexmask.index import Constant, q
+from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa
 from flexmask.separation import Span, separate
 from flexmask.text import parse
+from flexmask.tiles import Cells
 
 __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
 
@@ -118,7 +121,7 @@ def _as_mask(mask: Any) -> Mask | BlockMask | None:
         return mask
     raise OperandError(
         f"mask must be a Mask, its text, a BlockMask or None, got {type(mask).__name__}. "
-        "A boolean tensor becomes a mask with flexmask.dense(tensor)."
+        "A boolean tensor becomes a mask with flexmask.dense(tensor), a mask_mod with flexmask.trace(function)."
     )
 
 
@@ -162,18 +165,31 @@ def _sdpa(
     seed: Tensor | None,
 ) -> Tensor:
     mask = mask if mask is not None else Truth(True)
-    batch, heads, q_len, _ = query.shape
-    frame = frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
-    if score_mod is None and seed is None:
+    plain = score_mod is None and seed is None
+    setting = (*query.shape[:3], key.shape[2], query.device, plain)
+    plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
+    if isinstance(plan, str):
+        options: dict[str, Any] = {"is_causal": plan == "causal", "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    bounds, cells = plan
+    options = {"cells": cells, "score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    return block_sdpa(query, key, value, bounds, **options)
+
+
+def _plan(
+    mask: Mask, setting: tuple[int, int, int, int, torch.device, bool], q_offset: int | Tensor
+) -> Literal["whole", "causal"] | tuple[Tensor, Cells]:
+    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them."""
+    batch, heads, q_len, kv_len, device, plain = setting
+    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    if plain:
         settled = frame.settled(frame.mask)
-        whole = settled == Truth(True)
-        if whole or _is_fused_causal(settled, q_offset):
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=not whole, scale=scale, enable_gqa=grouped)
+        if settled == Truth(True):
+            return "whole"
+        if _is_fused_causal(settled, q_offset):
+            return "causal"
     rows = analyse(frame)
-    cells = None if rows.exact else frame_closure(frame)
-    options: dict[str, Any] = {"cells": cells, "score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    return block_sdpa(query, key, value, rows.upper.bounds, **options)
+    return rows.upper.bounds, None if rows.exact else frame_closure(frame)
 
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:

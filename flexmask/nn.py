@@ -2,51 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask
+from flexmask.dropout import check_dropout
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.functional import Backend, attention, check_backend
+from flexmask.kv_cache import KVCache
+from flexmask.sdpa import ScoreMod
+from flexmask.text import parse
+from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
 
-__all__ = ["MultiheadFlexAttention"]
+__all__ = ["MultiheadFlexAttention", "Rope"]
+
+#: Turns queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
+Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+#: The names that forward has itself, so that no parameter of a mask can be given by them.
+TAKEN = {"x", "mask", "context", "cache", "positions", "return_qk"}
 
 
 class MultiheadFlexAttention(nn.Module):
     """Multi-head self-attention or cross-attention under any mask.
 
-    The mask says True for what may be seen. (``torch.nn.MultiheadAttention`` says True for what may not.)
+    The mask says True for what may be seen. (``torch.nn.MultiheadAttention`` says True for what may not: its
+    ``key_padding_mask`` is ``key_padding(hide=key_padding_mask)``, its boolean ``attn_mask`` is ``~dense(attn_mask)``.)
+
+    Under ``torch.compile(fullgraph=True)`` the mask is a BlockMask that :meth:`forward` is given. ``torch.export`` takes, with
+    ``strict=False``, a module without a mask, or with one that depends on positions alone.
 
     Args:
-        d_in: width of the input, and of the context in cross-attention.
-        d_out: width of the output; each head has ``d_out / n_heads``.
-        n_heads: number of heads; divides ``d_out``.
-        bias: whether the projections of queries, keys and values have a bias. The output projection always has one.
+        d_in: width of the input, and of the context unless ``d_context`` says otherwise.
+        d_out: width of the output.
+        n_heads: number of heads.
+        bias: whether the projections of queries, keys and values have a bias.
+        n_kv_heads: heads of the keys and values, ``n_heads`` by default, which they divide: query head ``h`` uses key head
+            ``h // (n_heads // n_kv_heads)``.
+        d_head: width of a head, ``d_out / n_heads`` by default.
+        d_context: width of the context where it differs from ``d_in``. The module then has projections for cross-attention.
+        out_bias: whether the output projection has a bias.
+        dropout: probability that an attention weight is dropped in training mode.
+        mask: a mask or its text, used where :meth:`forward` is given none. It moves with the module, and is not in its state.
+        score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
+        scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
+        rope: ``rope(x, positions) -> x`` turns queries and keys, ``[B, heads, length, d_head]``; a module is registered.
         backend: see :func:`flexmask.attention`.
+        device: of the weights.
+        dtype: of the weights.
 
     Attributes:
-        in_proj: the projections to queries, keys and values, one below the other: ``Linear(d_in, 3 * d_out)``.
-        out_proj: ``Linear(d_out, d_out)``.
+        in_proj: the projections to queries, keys and values, one below the other:
+            ``Linear(d_in, (n_heads + 2 * n_kv_heads) * d_head)``. With ``d_context`` there are ``q_proj`` and, for keys and
+            values, ``kv_proj`` instead.
+        out_proj: ``Linear(n_heads * d_head, d_out)``.
 
     Raises:
-        ExpressionError: ``n_heads`` does not divide ``d_out``.
+        OperandError: an argument of a wrong type.
+        ExpressionError: sizes that do not divide, or a mask with a parameter that :meth:`forward` cannot be given.
 
-    Source: Vaswani et al., https://arxiv.org/abs/1706.03762
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; grouped queries: Ainslie et al., https://arxiv.org/abs/2305.13245
     """
 
-    def __init__(self, d_in: int, d_out: int, n_heads: int, bias: bool = False, *, backend: Backend = "auto") -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        n_heads: int,
+        bias: bool = False,
+        *,
+        n_kv_heads: int | None = None,
+        d_head: int | None = None,
+        d_context: int | None = None,
+        out_bias: bool = True,
+        dropout: float = 0.0,
+        mask: Mask | str | None = None,
+        score_mod: ScoreMod | None = None,
+        scale: float | None = None,
+        rope: Rope | None = None,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_backend(backend)
-        for name, size in (("d_in", d_in), ("d_out", d_out), ("n_heads", n_heads)):
+        check_dropout(dropout)
+        required = {"d_in": d_in, "d_out": d_out, "n_heads": n_heads}
+        optional = {"n_kv_heads": n_kv_heads, "d_head": d_head, "d_context": d_context}
+        given = required | {name: size for name, size in optional.items() if size is not None}
+        for name, size in given.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise OperandError(f"{name} must be an integer, got {size!r}")
-        if min(d_in, d_out, n_heads) < 1 or d_out % n_heads:
-            raise ExpressionError(f"n_heads must divide d_out, and all must be at least 1; got {d_in=}, {d_out=}, {n_heads=}")
-        self.d_in, self.d_out, self.n_heads, self.backend = d_in, d_out, n_heads, backend
-        self.in_proj = nn.Linear(d_in, 3 * d_out, bias=bias)
-        self.out_proj = nn.Linear(d_out, d_out)
+        if min(given.values()) < 1 or (d_head is None and d_out % n_heads):
+            got = ", ".join(f"{name}={size}" for name, size in given.items())
+            mend = "" if d_head is not None else "; give d_head= for heads of another width"
+            raise ExpressionError(f"n_heads must divide d_out, and all must be at least 1; got {got}{mend}")
+        if n_kv_heads is not None and n_heads % n_kv_heads:
+            raise ExpressionError(f"n_kv_heads must divide n_heads, got {n_kv_heads=}, {n_heads=}")
+        self.d_in, self.d_out, self.n_heads = d_in, d_out, n_heads
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.d_head = d_out // n_heads if d_head is None else d_head
+        self.d_context = d_in if d_context is None else d_context
+        self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
+        self.mask = _as_mask(mask)
+        inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
+        both = 2 * self.n_kv_heads * self.d_head
+        if self.d_context == d_in:
+            self.in_proj = nn.Linear(d_in, inner + both, bias=bias, **cast(Any, options))
+        else:
+            self.q_proj = nn.Linear(d_in, inner, bias=bias, **cast(Any, options))
+            self.kv_proj = nn.Linear(self.d_context, both, bias=bias, **cast(Any, options))
+        self.out_proj = nn.Linear(inner, d_out, bias=out_bias, **cast(Any, options))
 
     def forward(
         self,
@@ -54,46 +125,232 @@ class MultiheadFlexAttention(nn.Module):
         mask: Mask | str | BlockMask | None = None,
         *,
         context: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
         return_qk: bool = False,
+        **parameters: Any,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Attends from each position of ``x`` to ``x``, or to ``context``.
 
         Args:
             x: ``[B, q_len, d_in]``.
-            mask: what each position may see: a mask, its text, a BlockMask, or None for everything.
-            context: ``[B, kv_len, d_in]``, where keys and values come from in cross-attention.
-            return_qk: whether to return the queries and keys as well.
+            mask: what each position may see: a mask, its text, or a BlockMask. None for the module's own, or everything where it
+                has none.
+            context: ``[B, kv_len, d_context]``, where keys and values come from in cross-attention. Not read where ``cache`` has
+                its keys already.
+            cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
+                sequence. A BlockMask has ``q_offset`` in it, and as many keys as the cache has capacity or tokens.
+            positions: for ``rope``, of the tokens of ``x``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart in each
+                document. By default they count from the start of the sequence.
+            return_qk: whether to return the queries and keys as well, as ``rope`` has turned them.
+            parameters: the values of the mask's parameters, e.g. ``lengths=`` of ``"key_padding(lengths)"``.
 
         Returns:
-            ``[B, q_len, d_out]``; with ``return_qk`` also the queries and keys, ``[B, n_heads, length, d_out / n_heads]``.
+            ``[B, q_len, d_out]``; with ``return_qk`` also the queries ``[B, n_heads, q_len, d_head]`` and the keys
+            ``[B, n_kv_heads, kv_len, d_head]``.
 
         Raises:
-            LoweringError: shapes that do not fit, or a mask that contradicts them.
+            ExpressionError: a parameter that the mask does not have, or one that it has and is not given.
+            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache without room.
+            OperandError: an argument of a wrong type or dtype.
         """
-        for name, tensor in (("x", x), ("context", context)):
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if tensor is not None and tensor.dtype != self.in_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-                raise OperandError(f"{name} is {tensor.dtype}, the module {self.in_proj.weight.dtype}; convert one with .to()")
-            if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != self.d_in):
-                raise LoweringError(f"{name} must be [B, length, {self.d_in}], got {list(tensor.shape)}")
-        if context is not None and context.shape[0] != x.shape[0]:
-            raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
-        query, key, value = self._project(x, context)
-        seen = attention(query, key, value, mask, backend=self.backend)
+        self._check(x, context, cache)
+        mask = self._bound(mask, parameters, bind=0 not in x.shape)
+        offset = 0 if cache is None else cache.length
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device) if cache is None else cache.positions(x.shape[1], x.device)
+        holds = cache is not None and cache.holds_context
+        query, *new = self._project(x, context, keys=not holds)
+        query = self._turned(query, positions)
+        if new:
+            of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
+            new[0] = self._turned(new[0], of_keys)
+        placed, first = mask, cast("int | Tensor", 0)
+        if cache is None:
+            key, value = new
+        else:
+            key, value = self._cached(cache, new, mask, is_context=context is not None)
+            placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], x.device)
+            first = cache.first
+        seen = attention(
+            query,
+            key,
+            value,
+            placed,
+            score_mod=self.score_mod if cache is None else _moved(self.score_mod, offset, first, x),
+            scale=self.scale,
+            enable_gqa=self.n_kv_heads != self.n_heads,
+            q_offset=0 if isinstance(mask, BlockMask) else offset,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        if cache is not None:
+            cache.advance(x.shape[1])
         out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
 
-    def _project(self, x: Tensor, context: Tensor | None) -> list[Tensor]:
-        if context is None:
-            parts = self.in_proj(x).chunk(3, -1)
+    # ---------------------------------------------------------------- torch's module
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: Mask | str | None = None, backend: Backend = "auto") -> Self:
+        """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
+
+        Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
+        and a boolean ``attn_mask``, this one takes ``key_padding(hide=hidden) & ~dense(attn_mask)``. A query that sees no key
+        gives 0 before the output projection, not NaN.
+
+        Args:
+            module: torch's module. With ``kdim == vdim`` other than its width, the keys and values are a context's.
+            mask: see :class:`MultiheadFlexAttention`.
+            backend: likewise.
+
+        Raises:
+            LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, or ``add_zero_attn``.
+        """
+        made = cls(**sizes_of_torch(module), mask=mask, backend=backend)
+        made.load_state_dict(weights_of_torch(module))
+        return made.train(module.training)
+
+    def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """A ``torch.nn.MultiheadAttention`` with copies of the weights, in the same mode. It has no mask: see :meth:`from_torch`.
+
+        Args:
+            batch_first: the order of the axes of its inputs.
+
+        Raises:
+            LoweringError: what it cannot do: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
+        """
+        width = self.d_out
+        extra = {name: getattr(self, name) is not None for name in ("rope", "score_mod", "scale")}
+        wider = {"d_in": self.d_in != width, "d_head": self.d_head * self.n_heads != width}
+        found = [name for name, given in (wider | {"n_kv_heads": self.n_kv_heads != self.n_heads} | extra).items() if given]
+        if found:
+            raise LoweringError(
+                f"torch.nn.MultiheadAttention has one width d_in = d_out = n_heads * d_head, as many key heads as query heads, "
+                f"and no rope, score_mod or scale; this module differs in {', '.join(found)}"
+            )
+        state, weight = self.state_dict(), self.out_proj.weight
+        sizes = {
+            "d_out": width,
+            "n_heads": self.n_heads,
+            "bias": "in_proj.bias" in state or "q_proj.bias" in state,
+            "out_bias": "out_proj.bias" in state,
+            "dropout": self.dropout,
+            "d_context": None if self.d_context == width else self.d_context,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
+        return as_torch(sizes, state, batch_first).train(self.training)
+
+    # ---------------------------------------------------------------- parts of forward
+
+    def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
+        weight = self.out_proj.weight
+        for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
+            if tensor is None and name == "context":
+                continue
+            if not isinstance(tensor, Tensor):
+                raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
+            if tensor.dim() != 3 or tensor.shape[-1] != width:
+                raise LoweringError(f"{name} must be [B, length, {width}], got {list(tensor.shape)}")
+        if context is not None and context.shape[0] != x.shape[0]:
+            raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise OperandError(f"cache must be a flexmask.KVCache, got {type(cache).__name__}")
+        holds = cache is not None and cache.holds_context
+        if context is None and not holds and self.d_context != self.d_in:
+            raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
+
+    def _bound(self, mask: Any, parameters: dict[str, Any], *, bind: bool) -> Mask | BlockMask | None:
+        """The mask of a call with its parameters; without them where there is nothing to attend with."""
+        mask = self.mask if mask is None else _as_mask(mask) if isinstance(mask, str) else mask
+        wanted = set(mask.params) if isinstance(mask, Mask) else set()
+        if not wanted and not parameters:
+            return cast("Mask | BlockMask | None", mask)
+        what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else "a BlockMask" if mask is not None else "no mask, which"
+        missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
+        if unknown:
+            has = f"it has {', '.join(sorted(wanted))}" if wanted else "it has none"
+            raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}")
+        if missing:
+            calls = ", ".join(f"{name}=..." for name in missing)
+            raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
+        return cast(Mask, mask).bind(**parameters) if bind else None
+
+    def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
+        return heads if self.rope is None else self.rope(heads, positions)
+
+    def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
+        """Queries, keys and values, as heads; without the keys and values, which are not needed, where a cache holds them."""
+        inner, others = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
+        if self.d_context != self.d_in:
+            parts = (self.q_proj(x), *self.kv_proj(cast(Tensor, context)).split(others, -1)) if keys else (self.q_proj(x),)
+        elif context is None and keys:
+            parts = self.in_proj(x).split((inner, others, others), -1)
         else:
             weight, bias = self.in_proj.weight, self.in_proj.bias
-            at = self.d_out
-            queries = F.linear(x, weight[:at], None if bias is None else bias[:at])
-            parts = (queries, *F.linear(context, weight[at:], None if bias is None else bias[at:]).chunk(2, -1))
-        return [part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in parts]
+            parts = (F.linear(x, weight[:inner], None if bias is None else bias[:inner]),)
+            if keys:
+                both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
+                parts = (*parts, *both.split(others, -1))
+        return [part.unflatten(-1, (part.shape[-1] // self.d_head, self.d_head)).transpose(1, 2) for part in parts]
+
+    def _cached(
+        self, cache: KVCache, new: list[Tensor], mask: Mask | BlockMask | None, *, is_context: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values to attend to: of a context, or of all tokens so far."""
+        if new and not is_context:
+            whole = isinstance(mask, BlockMask) and mask.seq_lengths[1] == cache.capacity
+            return cache.append(new[0], new[1], whole=whole)
+        if new:
+            cache.store(new[0], new[1])
+            return new[0], new[1]
+        return cast(Tensor, cache.key), cast(Tensor, cache.value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the mask's tensors with the weights."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.mask is not None:
+            self.mask = self.mask.to(self.out_proj.weight.device)
+        return self
 
     def extra_repr(self) -> str:
         """The sizes, as the module prints them."""
-        return f"d_in={self.d_in}, d_out={self.d_out}, n_heads={self.n_heads}"
+        parts = [f"d_in={self.d_in}, d_out={self.d_out}, n_heads={self.n_heads}"]
+        if self.n_kv_heads != self.n_heads:
+            parts.append(f"n_kv_heads={self.n_kv_heads}")
+        if self.d_head * self.n_heads != self.d_out:
+            parts.append(f"d_head={self.d_head}")
+        if self.d_context != self.d_in:
+            parts.append(f"d_context={self.d_context}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.mask is not None:
+            parts.append(f"mask={self.mask.brief()!r}")
+        return ", ".join(parts)
+
+
+def _as_mask(mask: Any) -> Mask | None:
+    if isinstance(mask, str):
+        mask = parse(mask)
+    if mask is not None and not isinstance(mask, Mask):
+        mend = "; give it to forward" if isinstance(mask, BlockMask) else ""
+        raise OperandError(f"mask must be a Mask, its text or None, got {type(mask).__name__}{mend}")
+    if mask is not None and TAKEN & set(mask.params):
+        taken = ", ".join(sorted(TAKEN & set(mask.params)))
+        raise ExpressionError(f"{mask.brief()} has the parameter {taken}, which forward takes itself; rename it")
+    return mask
+
+
+def _moved(score_mod: ScoreMod | None, offset: int | Tensor, first: int | Tensor, x: Tensor) -> ScoreMod | None:
+    """A score_mod of the whole sequence as one of the queries and keys that are there."""
+    if score_mod is None:
+        return None
+    rows, columns = (torch.as_tensor(start, device=x.device).expand(x.shape[0]) for start in (offset, first))
+
+    def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
+
+    return moved

@@ -73,6 +73,10 @@ def key_keep(keep: Ids) -> Predicate:
     return lambda b, h, q, kv, q_len, kv_len: bool(row_of(keep, b)[kv])
 
 
+def key_hide(hide: Ids) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: not row_of(hide, b)[kv]
+
+
 def query_padding(lengths: PerBatch, side: str = "right") -> Predicate:
     def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
         real = of_batch(lengths, b)
@@ -83,6 +87,10 @@ def query_padding(lengths: PerBatch, side: str = "right") -> Predicate:
 
 def query_keep(keep: Ids) -> Predicate:
     return lambda b, h, q, kv, q_len, kv_len: bool(row_of(keep, b)[q])
+
+
+def query_hide(hide: Ids) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: not row_of(hide, b)[q]
 
 
 def cross_length(kv_lengths: PerBatch, q_lengths: PerBatch | None = None) -> Predicate:

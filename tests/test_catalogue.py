@@ -177,6 +177,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
         key_lengths,
     ),
     "key_padding keep": simple(lambda keep: fm.key_padding(keep=keep), oracle.key_keep, over("kv_len", BOOLS)),
+    "key_padding hide": simple(lambda hide: fm.key_padding(hide=hide), oracle.key_hide, over("kv_len", BOOLS)),
     "query_padding": simple(fm.query_padding, oracle.query_padding, query_lengths),
     "query_padding left": simple(
         lambda lengths: fm.query_padding(lengths, side="left"),
@@ -184,6 +185,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
         query_lengths,
     ),
     "query_padding keep": simple(lambda keep: fm.query_padding(keep=keep), oracle.query_keep, over("q_end", BOOLS)),
+    "query_padding hide": simple(lambda hide: fm.query_padding(hide=hide), oracle.query_hide, over("q_end", BOOLS)),
     "cross_length": simple(fm.cross_length, oracle.cross_length, key_lengths),
     "cross_length both": simple(fm.cross_length, oracle.cross_length, key_lengths, query_lengths),
     "document ids": simple(fm.document, oracle.document, over("longest", IDS)),

@@ -16,15 +16,24 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--steps", "12", "--seq-len", "64", "--batch", "4"]
 
 
-@pytest.fixture(scope="module")
-def packed_text() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packed_text", EXAMPLES / "packed_text.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["packed_text"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def packed_text() -> ModuleType:
+    return load("packed_text")
+
+
+@pytest.fixture(scope="module")
+def translate() -> ModuleType:
+    return load("translate")
 
 
 def run(module: ModuleType, *arguments: str | Path) -> Result:
@@ -95,3 +104,62 @@ def test_bad_input_is_explained(
     assert result.exit_code == 2
     assert message in re.sub(r"\s*\n\s*", " ", result.output)
     assert "Traceback" not in result.output
+
+
+# ---------------------------------------------------------------- translate
+
+
+def test_numbers_in_words(translate: ModuleType) -> None:
+    found = {number: " ".join(translate.words_of(number)) for number in (0, 8, 13, 20, 101, 999, 1000, 40017, 999999)}
+    assert found == {
+        0: "zero",
+        8: "eight",
+        13: "thirteen",
+        20: "twenty",
+        101: "one hundred one",
+        999: "nine hundred ninety nine",
+        1000: "one thousand",
+        40017: "forty thousand seventeen",
+        999999: "nine hundred ninety nine thousand nine hundred ninety nine",
+    }
+    longest = max(len(translate.words_of(number)) for number in range(0, 10**6, 37))
+    assert longest + 1 <= translate.LONGEST
+
+
+def test_decoding_with_caches_equals_the_whole(translate: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = translate.Translator().eval()
+    pairs = translate.Pairs.of([40017, 8, 999])
+    masks = pairs.masks | {"decoder": translate.causal()}
+    with torch.no_grad():
+        source = model.encode(model.embed_source(pairs), masks["encoder"])
+        whole = model.decode(model.embed_words(pairs.target), source, masks)
+        caches = [(translate.KVCache(20), translate.KVCache()) for _ in model.decoder]
+        words = pairs.target.split(1, 1)
+        steps = [model.decode(model.embed_words(word, step), source, masks, caches) for step, word in enumerate(words)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_translates_and_attends_no_padding(translate: ModuleType, tmp_path: Path) -> None:
+    result = run(translate, "--steps", "250", "-o", tmp_path, "40017", "8")
+    assert result.exit_code == 0, result.output
+    share = re.search(r"([\d.]+)% of the numbers held back are right", result.output)
+    assert share is not None
+    assert float(share[1]) > 80
+    assert "No output depends on padding" in result.output
+    drawn = {"encoder.png", "decoder.png", "cross-attention.png", "attention.png"}
+    assert {path.name for path in tmp_path.iterdir()} == drawn
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+
+
+def test_a_decoder_that_sees_padding_is_caught(translate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, pairs = translate.Translator().eval(), translate.Pairs.of([40017, 8])
+    translate.check(model, pairs)
+    masks = pairs.masks
+    wrong = masks | {"encoder": translate.cross_length(5)}
+    honest = model.encode
+    monkeypatch.setattr(model, "encode", lambda x, mask: honest(x, wrong["encoder"]))
+    with pytest.raises(AssertionError, match="in batch 1 the output of query 0 depends on key 1 of context"):
+        translate.check(model, pairs)

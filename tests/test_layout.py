@@ -26,10 +26,12 @@ catalogue.arguments catalogue.local catalogue.windows catalogue.padding catalogu
 catalogue.prefixes catalogue.blocks catalogue.vision catalogue.trees catalogue.sparse catalogue text
 devices deriving frame rows runs pieces vectorising closures ranges preparation evaluation separation analysis
 lowering lowering.dense lowering.mask_mod blocks deciding block_sets block_grid lowering.block_mask lowering.stats
-explaining recognition tracing tracing.cells tracing.rules tracing.elementwise tracing.layout tracing.trace drop_in
-dropout tiles tile_plan sdpa flex functional nn
+comparing explaining recognition tracing tracing.cells tracing.rules tracing.elementwise tracing.layout tracing.trace drop_in
+mask_cache dropout tiles tile_plan sdpa flex functional growing kv_cache torch_weights nn
+testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach testing.influence
+testing.leaks testing pytest_plugin
 render.caption render.area render.picture render.plot render.terminal render
-cli.messages cli.group cli.lengths cli.references cli.inputs cli.render cli.explain cli.list cli __main__
+cli.messages cli.group cli.lengths cli.references cli.inputs cli.check cli.render cli.explain cli.list cli __main__
 """.split()  # noqa: SIM905 - a list of forty strings would hide the groups
 
 

@@ -17,10 +17,17 @@ __all__ = ["cross_length", "key_padding", "query_padding"]
 
 
 @named
-def key_padding(lengths: Data | None = None, *, keep: Data | None = None, side: Literal["right", "left"] = "right") -> Mask:
+def key_padding(
+    lengths: Data | None = None,
+    *,
+    keep: Data | None = None,
+    hide: Data | None = None,
+    side: Literal["right", "left"] = "right",
+) -> Mask:
     """Hides the keys that are padding. Queries that are padding still see the real keys: see :func:`query_padding`.
 
-    Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask
+    Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask,
+    ``~hide[b, kv]`` for its opposite
 
     ``key_padding(lengths=3)`` at 4 x 4 and 3 x 5::
 
@@ -36,24 +43,38 @@ def key_padding(lengths: Data | None = None, *, keep: Data | None = None, side: 
         ⬚ ■ ■ ■     ⬚ ⬚ ■ ■ ■
         ⬚ ■ ■ ■
 
+    ``key_padding(hide=[False, False, True, False])`` at 4 x 4 and 3 x 4::
+
+        ■ ■ ⬚ ■     ■ ■ ⬚ ■
+        ■ ■ ⬚ ■     ■ ■ ⬚ ■
+        ■ ■ ⬚ ■     ■ ■ ⬚ ■
+        ■ ■ ⬚ ■
+
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
-        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token. (The
-            ``key_padding_mask`` of ``torch.nn.MultiheadAttention`` is the opposite: True for padding.)
+        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token.
+        hide: likewise with True for padding, as the ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
         side: where the padding stands.
 
     Raises:
-        ExpressionError: not exactly one of ``lengths`` and ``keep``, or values out of range.
-        OperandError: a keep-mask that is not boolean.
+        ExpressionError: not exactly one of ``lengths``, ``keep`` and ``hide``, or values out of range.
+        OperandError: a keep-mask or hide-mask that is not boolean.
     """
-    return _padding("key_padding", lengths, keep, side, kv, kv_len)
+    return _padding("key_padding", lengths, {"keep": keep, "hide": hide}, side, kv, kv_len)
 
 
 @named
-def query_padding(lengths: Data | None = None, *, keep: Data | None = None, side: Literal["right", "left"] = "right") -> Mask:
+def query_padding(
+    lengths: Data | None = None,
+    *,
+    keep: Data | None = None,
+    hide: Data | None = None,
+    side: Literal["right", "left"] = "right",
+) -> Mask:
     """Hides every key from the queries that are padding, so that attention gives 0 there.
 
-    Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask
+    Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask,
+    ``~hide[b, q]`` for its opposite
 
     ``query_padding(lengths=3)`` at 4 x 4 and 4 x 6::
 
@@ -62,16 +83,24 @@ def query_padding(lengths: Data | None = None, *, keep: Data | None = None, side
         ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
         ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
 
+    ``query_padding(hide=[False, False, True, False])`` at 4 x 4 and 4 x 6::
+
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
         keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token.
+        hide: likewise with True for padding.
         side: where the padding stands.
 
     Raises:
-        ExpressionError: not exactly one of ``lengths`` and ``keep``, or values out of range.
-        OperandError: a keep-mask that is not boolean.
+        ExpressionError: not exactly one of ``lengths``, ``keep`` and ``hide``, or values out of range.
+        OperandError: a keep-mask or hide-mask that is not boolean.
     """
-    return _padding("query_padding", lengths, keep, side, q, q_len)
+    return _padding("query_padding", lengths, {"keep": keep, "hide": hide}, side, q, q_len)
 
 
 @named
@@ -104,20 +133,25 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
     return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len))
 
 
-def _padding(name: str, lengths: Data | None, keep: Data | None, side: str, position: Index, length: Symbol) -> Mask:
-    if (lengths is None) == (keep is None):
-        raise ExpressionError(f"{name}: give exactly one of lengths and keep; got {'neither' if keep is None else 'both'}")
+def _padding(name: str, lengths: Data | None, tokens: dict[str, Data | None], side: str, position: Index, length: Symbol) -> Mask:
+    given = [what for what, data in {"lengths": lengths, **tokens}.items() if data is not None]
+    if len(given) != 1:
+        raise ExpressionError(f"{name}: give exactly one of lengths, keep and hide; got {' and '.join(given) or 'none'}")
     if side not in ("right", "left"):
         raise ExpressionError(f"{name}: side must be 'right' or 'left', got {side!r}.{nearest(str(side), ('right', 'left'))}")
-    if keep is not None:
+    (what,) = given
+    data = tokens.get(what)
+    if data is not None:
         if side != "right":
-            raise ExpressionError(f"{name}: a keep-mask says itself where the padding is; leave side= out")
-        values = keep if isinstance(keep, Param) else as_table(keep, f"{name}: keep")
+            raise ExpressionError(f"{name}: a {what}-mask says itself where the padding is; leave side= out")
+        values = data if isinstance(data, Param) else as_table(data, f"{name}: {what}")
         if not isinstance(values, Param):
             if not values.boolean:
-                raise OperandError(f"{name}: keep must be boolean, True for a real token; give token counts as lengths=")
+                wanted = "a real token" if what == "keep" else "padding"
+                raise OperandError(f"{name}: {what} must be boolean, True for {wanted}; give token counts as lengths=")
             if len(values.shape) not in (1, 2):
-                raise ExpressionError(f"{name}: keep must have the axes [S] or [B, S], got shape {list(values.shape)}")
-        return along(values, position) != 0
+                raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
+        looked_up = along(values, position)
+        return looked_up != 0 if what == "keep" else looked_up == 0
     real = per_batch(cast("Data", lengths), f"{name}: lengths", length)
     return position >= length - real if side == "left" else position < real

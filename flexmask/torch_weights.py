@@ -1,0 +1,95 @@
+"""The sizes and weights of ``torch.nn.MultiheadAttention``, there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexmask.errors import LoweringError, OperandError
+
+__all__ = ["as_torch", "sizes_of_torch", "weights_of_torch"]
+
+
+def sizes_of_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
+    """The arguments with which a :class:`flexmask.MultiheadFlexAttention` computes the same.
+
+    Raises:
+        OperandError: not a ``torch.nn.MultiheadAttention``.
+        LoweringError: what has no counterpart: keys and values of two widths, ``add_bias_kv``, ``add_zero_attn``.
+    """
+    if not isinstance(module, nn.MultiheadAttention):
+        raise OperandError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
+    if module.kdim != module.vdim:
+        raise LoweringError(f"kdim={module.kdim} and vdim={module.vdim} differ, but keys and values come from one context here")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise LoweringError("add_bias_kv and add_zero_attn add keys that no mask can hide; they have no counterpart here")
+    has_bias = module.in_proj_bias is not None
+    return {
+        "d_in": module.embed_dim,
+        "d_out": module.embed_dim,
+        "n_heads": module.num_heads,
+        "bias": has_bias,
+        "out_bias": module.out_proj.bias is not None,
+        "dropout": module.dropout,
+        "d_context": None if module.kdim == module.embed_dim else module.kdim,
+        "device": module.out_proj.weight.device,
+        "dtype": module.out_proj.weight.dtype,
+    }
+
+
+def weights_of_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
+    """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights."""
+    state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor] = {}
+    if module.kdim == module.embed_dim:
+        weights = {"in_proj": module.in_proj_weight}
+        if module.in_proj_bias is not None:
+            biases = {"in_proj": module.in_proj_bias}
+    else:
+        weights = {"q_proj": module.q_proj_weight, "kv_proj": torch.cat((module.k_proj_weight, module.v_proj_weight))}
+        if module.in_proj_bias is not None:
+            at = module.embed_dim
+            biases = {"q_proj": module.in_proj_bias[:at], "kv_proj": module.in_proj_bias[at:]}
+    state |= {f"{name}.weight": weight for name, weight in weights.items()}
+    state |= {f"{name}.bias": bias for name, bias in biases.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def as_torch(sizes: dict[str, Any], state: dict[str, Tensor], batch_first: bool) -> nn.MultiheadAttention:
+    """A ``torch.nn.MultiheadAttention`` with the same weights; a bias that only one side has is 0.
+
+    Args:
+        sizes: as :func:`sizes_of_torch` gives them.
+        state: the module's state.
+        batch_first: as in torch's module.
+    """
+    width = sizes["d_out"]
+    module = nn.MultiheadAttention(
+        width,
+        sizes["n_heads"],
+        dropout=sizes["dropout"],
+        bias=sizes["bias"] or sizes["out_bias"],
+        kdim=sizes["d_context"],
+        vdim=sizes["d_context"],
+        batch_first=batch_first,
+        device=sizes["device"],
+        dtype=sizes["dtype"],
+    )
+    made = {name: torch.zeros_like(weight) for name, weight in module.state_dict().items()}
+    made["out_proj.weight"] = state["out_proj.weight"]
+    if "in_proj.weight" in state:
+        made["in_proj_weight"] = state["in_proj.weight"]
+    else:
+        made["q_proj_weight"] = state["q_proj.weight"]
+        made["k_proj_weight"], made["v_proj_weight"] = state["kv_proj.weight"].chunk(2)
+    if "out_proj.bias" in state:
+        made["out_proj.bias"] = state["out_proj.bias"]
+    if "in_proj.bias" in state:
+        made["in_proj_bias"] = state["in_proj.bias"]
+    elif "q_proj.bias" in state:
+        made["in_proj_bias"] = torch.cat((state["q_proj.bias"], state["kv_proj.bias"]))
+    module.load_state_dict(made)
+    return module

@@ -1,0 +1,369 @@
+"""Decoding with a KVCache: each step's rows are those of the whole sequence, whose dense masked softmax is the measure."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import flexmask as fm
+from flexmask import KVCache, MultiheadFlexAttention
+from tests import oracle
+
+S, WINDOW = 23, 5
+IDS = [[0] * 7 + [1] * 6 + [2] * 10, [3] * 4 + [4] * 16 + [-1] * 3]
+STARTS = [3, 0]
+#: How the sequence comes in: at once, in chunks, and token by token.
+CHUNKS = {"prefill, then one by one": [9] + [1] * 14, "chunks": [4, 7, 1, 2, 9], "one by one": [1] * S, "at once": [S]}
+
+
+def turn(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions, of a frequency for each pair of channels."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None] * 10.0 ** -torch.arange(half, device=x.device).double()
+    angles = angles[:, None] if angles.dim() == 3 else angles
+    sine, cosine, (left, right) = angles.sin(), angles.cos(), x.chunk(2, -1)
+    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), -1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask with the data of the whole sequence, its meaning in plain Python, and how the module and its cache are made."""
+
+    mask: str
+    allowed: oracle.Predicate
+    data: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+
+    def module(self) -> MultiheadFlexAttention:
+        torch.manual_seed(0)
+        return MultiheadFlexAttention(6, 8, 4, mask=self.mask, **self.options).double()
+
+    def cache(self) -> KVCache:
+        return KVCache(window=self.window) if self.window else KVCache(S)
+
+
+def after_start(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return STARTS[b] <= kv <= q
+
+
+def third_diagonals(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return kv <= q and (q - kv) % 3 == 0
+
+
+WINDOWED = oracle.sliding_window(size=WINDOW)
+DOCUMENTS = oracle.both(oracle.causal(), oracle.document(IDS))
+LENGTHS = torch.tensor([S, 17])
+KEEP = torch.rand(2, S, generator=torch.Generator().manual_seed(3)) < 0.7
+PACKED = [[7, 6, 10], [4, 16, 0]]
+
+CASES: dict[str, Case] = {
+    "causal": Case("causal", oracle.causal()),
+    "window": Case(f"sliding_window(size={WINDOW})", WINDOWED),
+    "window, its keys only": Case(f"sliding_window(size={WINDOW})", WINDOWED, window=WINDOW),
+    "window of 1": Case("sliding_window(size=1)", oracle.sliding_window(size=1), window=1),
+    "documents": Case("causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}),
+    "documents, literal": Case(f"causal & document(ids={IDS})", DOCUMENTS),
+    "documents by lengths": Case(f"causal & document(lengths={PACKED})", DOCUMENTS),
+    "documents restart": Case("per_document(causal, ids)", oracle.per_document(oracle.causal(), IDS), {"ids": torch.tensor(IDS)}),
+    "documents in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & document(ids)", oracle.both(WINDOWED, DOCUMENTS), {"ids": torch.tensor(IDS)}, {}, WINDOW
+    ),
+    "documents by lengths in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & document(lengths={PACKED})", oracle.both(WINDOWED, DOCUMENTS), window=WINDOW
+    ),
+    "lengths of the whole": Case(
+        "causal & key_padding(lengths)", oracle.both(oracle.causal(), oracle.key_padding(LENGTHS.tolist())), {"lengths": LENGTHS}
+    ),
+    "keep, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & key_padding(keep=keep)",
+        oracle.both(WINDOWED, oracle.key_keep(KEEP.tolist())),
+        {"keep": KEEP},
+        window=WINDOW,
+    ),
+    "padding on the left": Case("causal & (kv >= start[b])", after_start, {"start": torch.tensor(STARTS)}),
+    "diagonals": Case("causal & ((q - kv) % 3 == 0)", third_diagonals),
+    "diagonals in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & ((q - kv) % 3 == 0)", oracle.both(WINDOWED, third_diagonals), window=WINDOW
+    ),
+    "grouped heads": Case("causal", oracle.causal(), options={"n_kv_heads": 2}),
+    "one key head, rope, its keys only": Case(
+        f"sliding_window(size={WINDOW})", WINDOWED, options={"n_kv_heads": 1, "rope": turn}, window=WINDOW
+    ),
+    "rope": Case("causal", oracle.causal(), options={"rope": turn}),
+    "score_mod": Case(
+        "causal",
+        oracle.causal(),
+        options={"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (h + 1) * (q_idx - kv_idx)},
+    ),
+    "score_mod, its keys only": Case(
+        f"sliding_window(size={WINDOW})",
+        WINDOWED,
+        options={"score_mod": lambda score, b, h, q_idx, kv_idx: score * (1 + 0.2 * b + 0.01 * q_idx * kv_idx)},
+        window=WINDOW,
+    ),
+}
+
+
+def inputs(length: int = S, batch: int = 2) -> Tensor:
+    return torch.randn(batch, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tensor:
+    """The whole sequence by masked softmax in float64, without anything of the library but the weights."""
+    query, key, value = (
+        part.unflatten(-1, (-1, module.d_head)).transpose(1, 2)
+        for part in module.in_proj(x).split([8, 2 * module.n_kv_heads, 2 * module.n_kv_heads], -1)
+    )
+    places = torch.arange(x.shape[1])
+    if module.rope is not None:
+        query, key = turn(query, places), turn(key, places)
+    key, value = (part.repeat_interleave(4 // module.n_kv_heads, 1) for part in (key, value))
+    visible = torch.tensor(oracle.table_of(case.allowed, x.shape[1], x.shape[1], batch=2, heads=4, q_offset=0))
+    scores = query @ key.mT / module.d_head**0.5
+    if module.score_mod is not None:
+        axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
+        scores = module.score_mod(scores, *axes)
+    blind = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    out: Tensor = module.out_proj((weights @ value).transpose(1, 2).flatten(2))
+    return out
+
+
+def decode(module: MultiheadFlexAttention, x: Tensor, chunks: Iterable[int], cache: KVCache, **data: Any) -> Tensor:
+    parts = x.split(list(chunks), 1)
+    return torch.cat([module(part, cache=cache, **data) for part in parts], 1)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_the_whole_sequence(name: str, chunks: str) -> None:
+    case, x = CASES[name], inputs()
+    module = case.module()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        check_close(module(x, **case.data), expected)
+        check_close(decode(module, x, CHUNKS[chunks], case.cache(), **case.data), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_at_other_positions(name: str) -> None:
+    """Two prompts of 12 and 7 tokens, padded on the right, then steps that each sequence takes at its own position."""
+    case, x, prompts, steps = CASES[name], inputs(), [12, 7], [1, 3, 1, 1, 4, 1]
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        found = module(x[:, :12], cache=cache, **case.data)
+        for b, length in enumerate(prompts):
+            check_close(found[b, :length], expected[b, :length])
+        cache.truncate(prompts)
+        at = torch.tensor(prompts)
+        for step in steps:
+            places = at[:, None] + torch.arange(step)
+            rows = torch.arange(2)[:, None]
+            check_close(module(x[rows, places], cache=cache, **case.data), expected[rows, places])
+            at += step
+            assert isinstance(cache.length, Tensor)
+            assert torch.equal(cache.length, at)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["causal", "documents", "documents in a window, its keys only"])
+def test_on_each_device_in_float32(name: str, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case, x = CASES[name], inputs()
+    module, cache = case.module(), case.cache()
+    expected = dense_forward(case, module, x)
+    module = module.float().to(device)
+    data = {key: value.to(device) for key, value in case.data.items()}
+    with torch.no_grad():
+        found = decode(module, x.float().to(device), CHUNKS["chunks"], cache, **data)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_data_of_the_tokens_so_far_does_as_well() -> None:
+    case, x, ids = CASES["documents"], inputs(), torch.tensor(IDS)
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        for place in range(S):
+            found = module(x[:, place : place + 1], cache=cache, ids=ids[:, : place + 1])
+            check_close(found, expected[:, place : place + 1])
+
+
+def test_no_mask_sees_the_tokens_so_far() -> None:
+    module, x = MultiheadFlexAttention(6, 8, 4).double(), inputs()
+    cache, ragged = KVCache(S), KVCache(S)
+    module(x[:, :4], cache=cache)
+    check_close(module(x[:, 4:6], cache=cache), module(x[:, :6])[:, 4:])
+    module(x[:, :4], cache=ragged)
+    ragged.truncate([4, 2])
+    check_close(module(x[:, 4:6], cache=ragged)[1], module(x[1:, [0, 1, 4, 5]])[0, 2:])
+
+
+@pytest.mark.parametrize("rope", [None, turn])
+@pytest.mark.parametrize("d_context", [6, 10])
+def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
+    mask = "key_padding(lengths) & ((q + kv) % 4 != 0)"
+    module = MultiheadFlexAttention(6, 8, 4, d_context=d_context, n_kv_heads=2, rope=rope, mask=mask).double()
+    x, context, lengths = inputs(9), torch.randn(2, 7, d_context, dtype=torch.float64), torch.tensor([7, 3])
+    expected = module(x, context=context, lengths=lengths)
+    first, *rest = x.split([4, 1, 1, 3], 1)
+    cache = KVCache()
+    found = [module(first, context=context, cache=cache, lengths=lengths)]
+    context.zero_()
+    found += [module(part, cache=cache, context=context if place else None, lengths=lengths) for place, part in enumerate(rest)]
+    check_close(torch.cat(found, 1), expected)
+    assert cache.length == 9
+    with pytest.raises(fm.LoweringError, match="holds the keys of a context"):
+        cache.append(torch.ones(2, 2, 1, 2), torch.ones(2, 2, 1, 2))
+
+
+def test_truncate_takes_drafts_back() -> None:
+    for name in ("causal", "window, its keys only"):
+        case, x = CASES[name], inputs()
+        module, cache = case.module(), case.cache()
+        with torch.no_grad():
+            expected = dense_forward(case, module, x)
+            module(x[:, :9], cache=cache)
+            module(torch.cat((x[:, 9:10], -x[:, 10:13]), 1), cache=cache)  # the first of four was right
+            cache.truncate(10)
+            check_close(module(x[:, 10:15], cache=cache), expected[:, 10:15])
+
+
+def test_reorder_moves_sequences() -> None:
+    for name in ("rope", "window, its keys only"):
+        case, x = CASES[name], inputs()
+        module, cache = case.module(), case.cache()
+        with torch.no_grad():
+            module(x[:, :12], cache=cache)
+            cache.truncate([12, 8])
+            module(x[:, 12:14], cache=cache)
+            order = torch.tensor([1, 0, 1])
+            same = copy.deepcopy(cache)
+            cache.reorder(order)
+            expected = module(x[:, 14:15], cache=same)
+            check_close(module(x[order, 14:15], cache=cache), expected[order])
+
+
+def test_reset_begins_anew() -> None:
+    module, cache, x = CASES["causal"].module(), KVCache(S), inputs()
+    module(x, cache=cache)
+    cache.reset()
+    assert cache.length == 0
+    check_close(module(x[:1, :3], cache=cache), module(x[:1, :3]))
+
+
+def test_gradients_reach_the_tokens_of_the_call() -> None:
+    case, x = CASES["rope"], inputs()
+    for cut in (None, [9, 9]):
+        module, cache = case.module(), case.cache()
+        old, new = x[:, :9].clone().requires_grad_(), x[:, 9:12].clone().requires_grad_()
+        module(old, cache=cache)
+        assert cache.key is not None and not cache.key.requires_grad  # noqa: PT018
+        if cut is not None:
+            cache.truncate(cut)
+        out = module(new, cache=cache)
+        module(x[:, 12:], cache=cache)  # what is saved for the backward pass stays as it is
+        found = torch.autograd.grad(out.square().sum(), [new, module.in_proj.weight])
+        plain = module(torch.cat((old.detach(), new), 1))[:, 9:]
+        check_close(found[0], torch.autograd.grad(plain.square().sum(), new)[0])
+        assert found[1].isfinite().all()
+
+
+def test_copies_and_pickles() -> None:
+    case, x = CASES["window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        module(x[:, :9], cache=cache)
+        twins = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        expected = module(x[:, 9:], cache=cache)
+        for twin in twins:
+            check_close(module(x[:, 9:], cache=twin), expected)
+    assert repr(cache) == f"KVCache(capacity=None, window={WINDOW}, length={S})"
+
+
+def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
+    case, x = CASES["documents in a window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        module(x[:, :9], cache=cache, **case.data)
+        with pytest.raises(fm.LoweringError, match="9 values along kv, but the keys reach position 12"):
+            module(x[:, 9:12], cache=cache, ids=torch.tensor(IDS)[:, :9])
+        check_close(module(x[:, 9:12], cache=cache, **case.data), expected[:, 9:12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True])
+def test_compiled_decoding_takes_two_graphs(ragged: bool) -> None:
+    """A BlockMask over the capacity has one size for every step."""
+    torch.compiler.reset()
+    counters.clear()
+    module, x, cache = MultiheadFlexAttention(6, 32, 2, rope=turn), torch.randn(2, 12, 6), KVCache(16)
+    compiled = torch.compile(module, fullgraph=True)
+    with torch.no_grad():
+        expected = module(x, "causal")
+        module(x[:, :4], "causal", cache=cache)
+        if ragged:
+            cache.truncate([4, 3])
+        for step in range(8):
+            places = torch.tensor([4, 3 if ragged else 4]) + step
+            rows = torch.arange(2)[:, None]
+            found = compiled(x[rows, places[:, None]], fm.causal().block_mask(1, 16, q_offset=places), cache=cache)
+            torch.testing.assert_close(found, expected[rows, places[:, None]], rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def filled(number: int, cache: KVCache) -> KVCache:
+    MultiheadFlexAttention(6, 8, 4).double()(inputs(number), cache=cache)
+    return cache
+
+
+def call(cache: Any, x: Tensor | None = None, **options: Any) -> Callable[[], object]:
+    module = MultiheadFlexAttention(6, 8, 4).double()
+    return lambda: module(inputs(3) if x is None else x, cache=cache, **options)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "float": (lambda: KVCache(2.0), fm.OperandError, r"capacity.*2\.0"),  # type: ignore[arg-type]
+    "nothing": (lambda: KVCache(0), fm.ExpressionError, "capacity.*at least 1.*0"),
+    "no window": (lambda: KVCache(window=0), fm.ExpressionError, "window.*at least 1.*0"),
+    "no cache": (call({}), fm.OperandError, "KVCache.*dict"),
+    "no capacity": (call(KVCache()), fm.LoweringError, r"KVCache\(capacity\)"),
+    "overflow": (call(filled(6, KVCache(8))), fm.LoweringError, "capacity=8.*6 are taken.*3 more.*window=.*reset"),
+    "another batch": (call(filled(3, KVCache(8)), inputs(1, batch=3)), fm.LoweringError, "2 sequences.*reset"),
+    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), fm.LoweringError, "holds tokens.*own"),
+    "truncate the empty": (lambda: KVCache(8).truncate(0), fm.LoweringError, "empty"),
+    "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), fm.LoweringError, "empty"),
+    "truncate to more": (lambda: filled(3, KVCache(8)).truncate([4, 1]), fm.LoweringError, r"\[3, 3\].*\[4, 1\]"),
+    "truncate three": (lambda: filled(3, KVCache(8)).truncate([1, 1, 1]), fm.LoweringError, r"int\[2\].*\[3\]"),
+    "window gone": (
+        lambda: filled(3, filled(9, KVCache(window=4))).truncate(7),
+        fm.LoweringError,
+        r"window of 4.*\[7, 7\].*\[6, 6\]",
+    ),
+    "unbound": (call(KVCache(8), mask="key_padding(n)"), fm.ExpressionError, "n=..."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    attempt, kind, message = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
