@@ -246,7 +246,7 @@ def draw(model: Translator, pairs: Pairs, folder: Path | None) -> None:
     digits = [str(digit) for digit in pairs.source[0, : pairs.source_lengths[0]].tolist()]
     figure = Figure(figsize=(1 + 0.5 * len(digits), 1 + 0.4 * len(words)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(weights_between(model, pairs)[0, : len(words), : len(digits)], cmap="magma", vmin=0, vmax=1)
+    axes.imshow(weights_between(model, pairs)[0, : len(words), : len(digits)].numpy(), cmap="magma", vmin=0, vmax=1)
     axes.set_xticks(range(len(digits)), digits)
     axes.set_yticks(range(len(words)), words)
     axes.set_title("each next word looks at")
