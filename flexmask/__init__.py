@@ -69,7 +69,8 @@ from flexmask.errors import (
 )
 from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
 from flexmask.naming import named
-from flexmask.tables import Table, document_ids, document_starts, param, table
+from flexmask.packing import document_ids, document_starts
+from flexmask.tables import Table, param, table
 from flexmask.text import parse
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from flexmask.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as
 from flexmask.lowerable import Lowerable
 from flexmask.nodes import Node, key_of
 from flexmask.opaque import Captured
-from flexmask.tables import Derived, Lookup, Param, TensorTable, as_table, document_ids, document_starts, is_tensor
+from flexmask.packing import Derived, document_ids, document_starts
+from flexmask.tables import Lookup, Param, TensorTable, as_table, is_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -22,11 +22,12 @@ from flexmask.errors import LoweringError
 from flexmask.evaluation import Evaluation
 from flexmask.frame import Frame
 from flexmask.index import Index, Symbol, kv, q
+from flexmask.packing import Derived
 from flexmask.pieces import Pieces, direction
 from flexmask.rows import Rows
 from flexmask.runs import ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Linear, Matches, Reaches, Span, separate
-from flexmask.tables import Derived, Lookup, Param, Table, TensorTable, is_constant
+from flexmask.tables import Lookup, Param, Table, TensorTable
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
@@ -245,7 +246,7 @@ class _Analysis:
     def stamp(self, column: Index) -> Any:
         """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
         table = _table_of(column)
-        if table is not None and is_constant(table):
+        if isinstance(table, Table) and table.constant:
             return self.frame.kv_len, self.frame.batch, self.frame.heads, self.frame.device
         values = self.keys.tensor(column)
         if not devices.waits(values):

@@ -12,7 +12,8 @@ from flexmask.deriving import derive
 from flexmask.errors import LoweringError
 from flexmask.index import Constant, Index, Symbol, b, kv
 from flexmask.nodes import Node
-from flexmask.tables import Derived, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.packing import Derived
+from flexmask.tables import Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["grown"]
 

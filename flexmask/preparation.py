@@ -21,8 +21,9 @@ from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
 from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
+from flexmask.packing import Derived
 from flexmask.ranges import AXES, check_ranges, is_computed
-from flexmask.tables import Derived, Literal, Lookup, Param, Ranged, Table, TensorTable, is_constant
+from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["MAX_VALUE", "check_mask", "frame_of"]
 
@@ -270,7 +271,7 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
             return _tensor(source, frame)
         case Derived(rule, source):
             positions = max(frame.kv_len, frame.q_end or 0)
-            if not is_constant(source):
+            if not (isinstance(source, Table) and source.constant):
                 return derive(rule, _tensor(source, frame), positions)
             place, made = table.memo.get("derived", (None, None))
             if place != (positions, frame.device):
@@ -299,7 +300,7 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
     extent = ranged.memo.get("extent")
     if extent is None:
         extent = tuple(int(v) for v in values.aminmax())
-        if is_constant(ranged.source):
+        if ranged.source.constant:
             ranged.memo["extent"] = extent
     least, most = extent
     if least < ranged.low:

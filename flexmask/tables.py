@@ -1,4 +1,4 @@
-"""Data that masks look up: literal tables, tensors, parameters to be bound later, and tables derived from these.
+"""Data that masks look up: literal tables, tensors, and parameters to be bound later.
 
 Literal data (integers, lists, NumPy arrays) is kept by value and becomes a tensor only when a mask is lowered. A tensor is
 kept as it is, compares by identity and stays on its device.
@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
-from typing import Literal as Lit
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import PRECEDENCE, Index, Symbol, as_index, b
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     Data: TypeAlias = "int | Sequence[Any] | SupportsArray | Tensor | Table | Param"
 
 __all__ = [
-    "Derived",
     "Literal",
     "Lookup",
     "Param",
@@ -40,12 +38,10 @@ __all__ = [
     "TensorTable",
     "along",
     "as_table",
-    "document_ids",
-    "document_starts",
-    "is_constant",
     "is_tensor",
     "param",
     "per_batch",
+    "ranged",
     "table",
 ]
 
@@ -67,6 +63,11 @@ class Table(Node):
     @property
     def boolean(self) -> bool:
         """Whether the values are truth values."""
+        return False
+
+    @property
+    def constant(self) -> bool:
+        """Whether the values can never change, as those of a tensor can."""
         return False
 
     def to_tensor(self) -> Tensor:
@@ -96,6 +97,10 @@ class Literal(Table):
     @property
     def boolean(self) -> bool:
         return self.truth
+
+    @property
+    def constant(self) -> bool:
+        return True
 
     def tolist(self) -> Any:
         """The values as an integer or nested lists."""
@@ -171,29 +176,15 @@ class Ranged(Table):
     def boolean(self) -> bool:
         return self.source.boolean
 
+    @property
+    def constant(self) -> bool:
+        return self.source.constant
+
     def to_tensor(self) -> Tensor:
         return self.source.to_tensor()
 
     def write(self, bare: bool) -> tuple[str, int]:
         return self.source.write(bare)
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Derived(Table):
-    """A table computed from another when a mask is lowered, for each position up to the length that is needed."""
-
-    rule: Lit["lengths", "cu_seqlens", "position_ids", "starts"]
-    source: Table | Param
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        source = (None,) if isinstance(self.source, Param) else self.source.shape
-        return source if self.rule in {"position_ids", "starts"} else (*source[:-1], None)
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        text = write_data(self.source, bare)
-        call = f"document_starts({text})" if self.rule == "starts" else f"document_ids({self.rule}={text})"
-        return call, PRECEDENCE["atom"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -234,11 +225,6 @@ class Lookup(Index):
     def write(self, bare: bool) -> tuple[str, int]:
         indices = ", ".join(index.write(bare)[0] for index in self.indices) or "()"
         return f"{self.table.write(bare)[0]}[{indices}]", PRECEDENCE["atom"]
-
-
-def is_constant(data: Table | Param) -> bool:
-    """Whether the data can never change, as that of a tensor can."""
-    return isinstance(data, Literal) or (isinstance(data, Ranged | Derived) and is_constant(data.source))
 
 
 def write_data(data: Table | Param, bare: bool) -> str:
@@ -344,7 +330,7 @@ def per_batch(data: Data, what: str, high: Symbol | None) -> Index:
     """
     if isinstance(data, Param):
         return data[b]
-    values = _ranged(data, what, 0, high)
+    values = ranged(data, what, 0, high)
     if len(values.shape) > 1:
         raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}")
     if values.boolean:
@@ -359,7 +345,8 @@ def along(data: Table | Param, position: Index) -> Lookup:
     return data[position]
 
 
-def _ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
+def ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
+    """A table whose values must lie in a range: see :class:`Ranged`. Literal data is checked at once against ``low``."""
     values = as_table(data, what)
     source = values.source if isinstance(values, Ranged) else values
     if isinstance(source, Literal):
@@ -367,52 +354,3 @@ def _ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
         if worst < low:
             raise ExpressionError(f"{what} must be at least {low}, got {worst}")
     return Ranged(source, what, low, high)
-
-
-def _sequence_table(data: object, what: str) -> Table | Param:
-    if isinstance(data, Param):
-        return data
-    values = as_table(data, what)
-    if len(values.shape) not in {1, 2}:
-        raise ExpressionError(f"{what} must have the axes [positions] or [batch, positions], got shape {list(values.shape)}")
-    if values.boolean:
-        raise OperandError(f"{what} must hold integers, got truth values")
-    return values
-
-
-def document_ids(
-    ids: Data | None = None,
-    *,
-    lengths: Data | None = None,
-    cu_seqlens: Data | None = None,
-    position_ids: Data | None = None,
-) -> Table | Param:
-    """The document of each position, from exactly one source. Ids below 0 are padding.
-
-    Args:
-        ids: the ids themselves, ``[S]`` or ``[B, S]``.
-        lengths: the documents' lengths in tokens, ``[n]`` or ``[B, n]``; positions behind the last document are padding.
-        cu_seqlens: their cumulative lengths from 0, ``[n + 1]`` or ``[B, n + 1]``, as variable-length kernels take them.
-        position_ids: positions that restart in each document, ``[S]`` or ``[B, S]``; a document starts wherever a
-            position is not the previous one plus 1.
-
-    Raises:
-        ExpressionError: no source or several, a wrong shape, or values that contradict themselves.
-    """
-    given = {"ids": ids, "lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-    sources = {name: data for name, data in given.items() if data is not None}
-    if len(sources) != 1:
-        got = ", ".join(sources) or "none"
-        raise ExpressionError(f"documents come from exactly one of ids, lengths, cu_seqlens and position_ids; got {got}")
-    ((name, data),) = sources.items()
-    values = _sequence_table(data, f"document: {name}")
-    if name == "ids":
-        return values
-    if isinstance(values, Table):
-        values = _ranged(values, f"document: {name}", 0, None)
-    return Derived(cast(Any, name), values)
-
-
-def document_starts(ids: Data) -> Table:
-    """For each position the first position of its document; each document must be one run of equal ids."""
-    return Derived("starts", _sequence_table(ids, "document_starts: ids"))

@@ -14,7 +14,8 @@ from flexmask.catalogue import __all__ as _built_in
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
 from flexmask.naming import NAMES, nearest, signature_of
-from flexmask.tables import Param, Table, document_ids, document_starts, param, table
+from flexmask.packing import document_ids, document_starts
+from flexmask.tables import Param, Table, param, table
 
 __all__ = ["parse"]
 

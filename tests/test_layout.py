@@ -21,7 +21,7 @@ PACKAGE = Path(flexmask.__file__).parent
 
 #: The layers from the bottom up; a module imports, at its top, only from those before its own, or beside it in a group.
 LAYERS = """\
-errors nodes index tables opaque lowerable algebra naming registry masks
+errors nodes index tables packing opaque lowerable algebra naming registry masks
 catalogue.arguments catalogue.local catalogue.windows catalogue.padding catalogue.documents catalogue.combinators
 catalogue.prefixes catalogue.blocks catalogue.vision catalogue.trees catalogue.sparse catalogue text
 devices deriving frame rows runs pieces vectorising closures ranges preparation evaluation separation analysis

@@ -102,7 +102,7 @@ def test_every_kind_of_reference(name: str) -> None:
         (fm.sliding_window(3, 0), (30,), {"dtypes": (torch.float64, torch.bfloat16, torch.float16)}),
         (fm.full(), (300,), {"backends": (), "block_size": 128}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_is_right_passes(mask: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
     assert_equivalent(mask, *lengths, **options)

@@ -12,7 +12,8 @@ from flexmask.catalogue.local import local
 from flexmask.errors import ExpressionError
 from flexmask.index import Index, kv, maximum, q
 from flexmask.naming import named
-from flexmask.tables import Param, along, as_table, document_ids, document_starts
+from flexmask.packing import document_ids, document_starts
+from flexmask.tables import Param, along, as_table
 
 if TYPE_CHECKING:
     from flexmask.tables import Data, Table

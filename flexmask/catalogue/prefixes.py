@@ -9,7 +9,8 @@ from flexmask.catalogue.arguments import lookup, per_sequence
 from flexmask.errors import ExpressionError
 from flexmask.index import b, kv, kv_len, maximum, q
 from flexmask.naming import named
-from flexmask.tables import Literal, Param, Ranged, Table, along, as_table, document_ids, per_batch
+from flexmask.packing import document_ids
+from flexmask.tables import Literal, Param, Ranged, Table, along, as_table, per_batch
 
 if TYPE_CHECKING:
     from flexmask.tables import Data

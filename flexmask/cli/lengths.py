@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexmask.algebra import Mask
 from flexmask.index import Symbol
-from flexmask.tables import Derived, Literal, Lookup, Ranged, Table
+from flexmask.packing import Derived
+from flexmask.tables import Literal, Lookup, Ranged, Table
 
 __all__ = ["said_lengths"]
 
