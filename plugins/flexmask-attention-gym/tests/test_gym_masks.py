@@ -287,4 +287,6 @@ finally:
 def test_readme_runs() -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    exec(compile(block, "README", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(block, "README", "exec"), names)
+    assert names["block_mask"].seq_lengths == (256, 256)
