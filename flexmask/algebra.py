@@ -67,7 +67,7 @@ class Mask(Lowerable):
         """The names of the parameters that are not bound yet, in alphabetical order."""
         return tuple(sorted({node.name for node in self.walk() if isinstance(node, Param)}))
 
-    def bind(self, **values: object) -> Mask:
+    def bind(self, /, **values: object) -> Mask:
         """The same mask with parameters given their values: integers, or data where they are looked up.
 
         Raises:

@@ -20,12 +20,12 @@ BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
 STEP = 0x9E3779B1
 FIRST, SECOND = 0x7FEB352D, 0x45D9F3B
-#: What tells the two states of a row apart.
+#: Where the second of the two chains begins.
 OTHER = 0x85EBCA6B
 
 
 def _mixed(x: Any) -> Any:
-    """A bijection of 32-bit numbers that spreads each bit over all."""
+    """A bijection of 32-bit numbers, by multiplications and shifts as in the finalisers of MurmurHash and their successors."""
     x = ((x ^ (x >> 16)) * FIRST) & BITS
     x = ((x ^ (x >> 15)) * SECOND) & BITS
     return x ^ (x >> 16)
@@ -33,6 +33,14 @@ def _mixed(x: Any) -> Any:
 
 def _joined(state: Any, number: Any) -> Any:
     return _mixed((state + (number + 1) * STEP) & BITS)
+
+
+def _row(start: int, seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> Any:
+    """One of the two states of a row, which together have 64 bits, so that no two rows are alike."""
+    state: Any = start
+    for number in (seed & BITS, (seed >> 32) & BITS, b, h, q):
+        state = _joined(state, number)
+    return state
 
 
 def kept(seed: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, p: float) -> Tensor:
@@ -50,9 +58,7 @@ def kept(seed: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, p: float) ->
         ``bool``, shaped as the indices broadcast.
     """
     b, h, q, kv = (index.to(torch.int64) for index in (b, h, q, kv))
-    start = _joined(_joined(0, seed & BITS), (seed >> 32) & BITS)
-    head = _joined(_joined(start, b), h)
-    first, second = _joined(head, q), _joined(head ^ OTHER, q)  # a row has 64 bits of state, so that no two rows are alike
+    first, second = (_row(start, seed, b, h, q) for start in (0, OTHER))
     found: Tensor = _mixed(((first + kv * STEP) & BITS) ^ second)
     return found >= round(p * 2**32)
 
@@ -101,9 +107,9 @@ def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=device)
 
 
-def check_dropout(p: float) -> None:
-    """Raises unless ``p`` is a probability."""
+def check_dropout(p: float, name: str = "dropout_p") -> None:
+    """Raises an OperandError unless ``p`` is a number, and an ExpressionError unless it is a probability."""
     if isinstance(p, bool) or not isinstance(p, int | float):
-        raise OperandError(f"dropout_p must be a number from 0 to 1, got {p!r}")
+        raise OperandError(f"{name} must be a number from 0 to 1, got {p!r}")
     if not 0 <= p <= 1:
-        raise ExpressionError(f"dropout_p must be between 0 and 1, got {p}")
+        raise ExpressionError(f"{name} must be between 0 and 1, got {p}")

@@ -18,7 +18,7 @@ from flexmask.tables import Lookup, Param, Ranged, Table, TensorTable
 __all__ = ["grown"]
 
 
-def grown(mask: Mask, end: int, batch: int, device: torch.device, first: int | Tensor = 0) -> Mask:
+def grown(mask: Mask, end: int, batch: int, device: torch.device, first: int | Tensor = 0, *, complete: bool = False) -> Mask:
     """The mask of a whole sequence as one over the keys that are there.
 
     Data along queries and keys may have more values than there are tokens so far, and lengths may be those of the whole
@@ -30,6 +30,7 @@ def grown(mask: Mask, end: int, batch: int, device: torch.device, first: int | T
         batch: sequences, which data with a batch axis must have.
         device: where tables of literal data are made.
         first: the position of the first key that is there, an int, or ``int[B]``; below 0 there is no key.
+        complete: whether the keys are all there, as those of a context; then only data along the queries may be longer.
 
     Raises:
         LoweringError: an unbound parameter, or data that ends before the tokens do.
@@ -37,7 +38,7 @@ def grown(mask: Mask, end: int, batch: int, device: torch.device, first: int | T
     if mask.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
-    grows = _Growth(end, batch, device, first)
+    grows = _Growth(end, batch, device, first, complete)
     moved = cast(Mask, mask.expand().replace(grows.node))
     return moved & (grows.kv >= 0) if isinstance(first, Tensor) else moved
 
@@ -45,7 +46,8 @@ def grown(mask: Mask, end: int, batch: int, device: torch.device, first: int | T
 class _Growth:
     """How each part of an expression changes."""
 
-    def __init__(self, end: int, batch: int, device: torch.device, first: int | Tensor) -> None:
+    def __init__(self, end: int, batch: int, device: torch.device, first: int | Tensor, complete: bool) -> None:
+        self.complete = complete
         self.end, self.batch, self.device = end, batch, device
         self.shifts = isinstance(first, Tensor) or first != 0
         self.kv: Index = kv + (TensorTable(first)[b] if isinstance(first, Tensor) else first)
@@ -64,6 +66,8 @@ class _Growth:
     def table(self, lookup: Lookup, source: Table, indices: tuple[Index, ...]) -> Table:
         """The table of a lookup, which may have values to spare where a position looks it up."""
         names = [index.name if isinstance(index, Symbol) else "" for index in indices]
+        if self.complete and "q" not in names:
+            return source  # the keys of a context are complete
         if not {"q", "kv"} & set(names):
             # A limit by the length is one by the whole sequence's, which nothing says.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source

@@ -36,9 +36,9 @@ class KVCache:
     The cache holds no gradients: within a call they reach its own tokens, never those before.
 
     Args:
-        capacity: tokens that fit. May be left out with ``window``.
-        window: keys that a query sees at most, with its own, as in ``sliding_window(size=window)``: no more are kept. A mask that
-            shows a key further back sees nothing there.
+        capacity: tokens that fit. May be left out with ``window``, and for a context's keys.
+        window: keys that a query sees at most, with its own, as in ``sliding_window(size=window)``. Besides the tokens of the
+            last call no more are kept. It must not be less than the mask shows: keys further back are gone.
 
     Attributes:
         length: positions so far, an int, or ``int64[B]`` once sequences stand at different ones.
@@ -109,7 +109,8 @@ class KVCache:
             return self._shifted(key, value)
         shape = (*key.shape[:2], cast(int, self.capacity))
         if self.key is None:
-            self.key, self.value = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])
+            with torch.inference_mode(False):  # so that steps with other settings can follow
+                self.key, self.value = (torch.zeros(*shape, n.shape[3], dtype=n.dtype, device=n.device) for n in (key, value))
         pair = []
         for held, new in ((self.key, key), (cast(Tensor, self.value), value)):
             self._write(held, new.detach())
@@ -145,7 +146,8 @@ class KVCache:
         """
         batch = cast(Tensor, self.key).shape[0]
         if mask is not None:
-            mask = grown(mask, self._end + number, batch, device, 0 if self.holds_context else self.first)
+            first = 0 if self.holds_context else self.first
+            mask = grown(mask, self._end + number, batch, device, first, complete=self.holds_context)
         elif isinstance(self.first, Tensor):
             mask = grown(Truth(True), self._end + number, batch, device, self.first)
         if isinstance(self.length, Tensor) and self.window is None and not self.holds_context:
@@ -164,6 +166,9 @@ class KVCache:
         if self.key is None:
             raise LoweringError("the cache is empty: there is nothing to cut")
         device, batch = self.key.device, self.key.shape[0]
+        kind = lengths.dtype if isinstance(lengths, Tensor) else torch.as_tensor(lengths).dtype
+        if kind == torch.bool or kind.is_floating_point:
+            raise OperandError(f"truncate: lengths must be integers, got {lengths!r}")
         wanted = lengths if isinstance(lengths, int) else torch.as_tensor(lengths, device=device).long()
         if isinstance(wanted, Tensor) and wanted.shape != (batch,):
             raise LoweringError(f"truncate: lengths must be an int or int[{batch}], got shape {list(wanted.shape)}")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A result, the tensors that it was made from, and what these held. The mask keeps its tensors, so that no id is reused."""
+    """A result, the tensors that it was made from, and what these held. They are kept, so that no id or memory is reused."""
 
     mask: Mask
     tensors: list[Tensor]
@@ -35,7 +35,8 @@ class _Entry:
 
 
 class MaskCache:
-    """Within ``with MaskCache(): model(x)`` each mask is lowered once, whatever number of layers use it.
+    """Within ``with MaskCache(): model(x)`` each mask is lowered once, whatever number of layers use it. (With a KVCache in each
+    layer, where the mask holds tensors and the sequences have one length; else the tables of each layer are its own.)
 
     Masks are the same where they are equal: the same text bound with the same tensors in two layers is. Sizes, ``q_offset``
     and device count as well. A result is made anew once a tensor of its mask holds other values: on the CPU the values are
@@ -72,7 +73,10 @@ class MaskCache:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _ACTIVE.set(_ACTIVE.get()[:-1])
+        active = list(_ACTIVE.get())
+        if self in active:
+            del active[len(active) - 1 - active[::-1].index(self)]
+        _ACTIVE.set(tuple(active))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,9 +97,10 @@ class MaskCache:
         """
         tensors = _tensors_of(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
         if not all(_has_stamp(tensor) for tensor in tensors):
+            result = build()
             with self._lock:
                 self.builds += 1
-            return build()
+            return result
         # What is made in inference mode cannot be used in training.
         offset = ("tensor", tuple(q_offset.shape)) if isinstance(q_offset, Tensor) else q_offset
         key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
@@ -105,8 +110,8 @@ class MaskCache:
                 self.hits += 1
             else:
                 stamps = [_stamp(tensor) for tensor in tensors]
-                self.builds += 1
                 entry = _Entry(mask, tensors, stamps, build())
+                self.builds += 1
             self._entries[key] = entry
             while len(self._entries) > self.size:
                 self._entries.popitem(last=False)
@@ -141,7 +146,7 @@ def _stamp(tensor: Tensor) -> Any:
     """What tells whether a tensor has changed: a copy on the CPU, elsewhere its place and torch's count of changes."""
     if not devices.waits(tensor):
         return tensor.detach().clone()
-    return tensor.data_ptr(), tensor._version, tuple(tensor.shape)
+    return tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _is_unchanged(tensor: Tensor, stamp: Any) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["MultiheadFlexAttention", "Rope"]
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 #: The names that forward has itself, so that no parameter of a mask can be given by them.
-TAKEN = {"x", "mask", "context", "cache", "positions", "return_qk"}
+TAKEN = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
 
 
 class MultiheadFlexAttention(nn.Module):
@@ -91,17 +91,17 @@ class MultiheadFlexAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_backend(backend)
-        check_dropout(dropout)
+        check_dropout(dropout, "dropout")
         required = {"d_in": d_in, "d_out": d_out, "n_heads": n_heads}
         optional = {"n_kv_heads": n_kv_heads, "d_head": d_head, "d_context": d_context}
         given = required | {name: size for name, size in optional.items() if size is not None}
         for name, size in given.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise OperandError(f"{name} must be an integer, got {size!r}")
-        if min(given.values()) < 1 or (d_head is None and d_out % n_heads):
-            got = ", ".join(f"{name}={size}" for name, size in given.items())
-            mend = "" if d_head is not None else "; give d_head= for heads of another width"
-            raise ExpressionError(f"n_heads must divide d_out, and all must be at least 1; got {got}{mend}")
+        if min(given.values()) < 1:
+            raise ExpressionError(f"sizes must be at least 1; got {', '.join(f'{name}={size}' for name, size in given.items())}")
+        if d_head is None and d_out % n_heads:
+            raise ExpressionError(f"n_heads must divide d_out, got {d_out=}, {n_heads=}; give d_head= for heads of another width")
         if n_kv_heads is not None and n_heads % n_kv_heads:
             raise ExpressionError(f"n_kv_heads must divide n_heads, got {n_kv_heads=}, {n_heads=}")
         self.d_in, self.d_out, self.n_heads = d_in, d_out, n_heads
@@ -141,7 +141,7 @@ class MultiheadFlexAttention(nn.Module):
             cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
                 sequence. A BlockMask has ``q_offset`` in it, and as many keys as the cache has capacity or tokens.
             positions: for ``rope``, of the tokens of ``x``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart in each
-                document. By default they count from the start of the sequence.
+                document. By default they count from the start of the sequence, as the keys of a context do from the context's.
             return_qk: whether to return the queries and keys as well, as ``rope`` has turned them.
             parameters: the values of the mask's parameters, e.g. ``lengths=`` of ``"key_padding(lengths)"``.
 
@@ -154,7 +154,7 @@ class MultiheadFlexAttention(nn.Module):
             LoweringError: shapes that do not fit, a mask that contradicts them, or a cache without room.
             OperandError: an argument of a wrong type or dtype.
         """
-        self._check(x, context, cache)
+        self._check(x, context, cache, positions)
         mask = self._bound(mask, parameters, bind=0 not in x.shape)
         offset = 0 if cache is None else cache.length
         if positions is None:
@@ -172,6 +172,8 @@ class MultiheadFlexAttention(nn.Module):
             key, value = self._cached(cache, new, mask, is_context=context is not None)
             placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], x.device)
             first = cache.first
+            if torch.compiler.is_compiling():  # of a new cache dynamo forgets what is written behind FlexAttention
+                cache.advance(x.shape[1])
         seen = attention(
             query,
             key,
@@ -184,7 +186,7 @@ class MultiheadFlexAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        if cache is not None:
+        if cache is not None and not torch.compiler.is_compiling():  # a call that failed leaves it as it was
             cache.advance(x.shape[1])
         out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
@@ -244,7 +246,7 @@ class MultiheadFlexAttention(nn.Module):
 
     # ---------------------------------------------------------------- parts of forward
 
-    def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
+    def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None, positions: Tensor | None) -> None:
         weight = self.out_proj.weight
         for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
             if tensor is None and name == "context":
@@ -259,13 +261,18 @@ class MultiheadFlexAttention(nn.Module):
             raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
         if cache is not None and not isinstance(cache, KVCache):
             raise OperandError(f"cache must be a flexmask.KVCache, got {type(cache).__name__}")
+        if positions is not None:
+            fits = isinstance(positions, Tensor) and not (positions.is_floating_point() or positions.dtype == torch.bool)
+            if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
+                got = f"{positions.dtype}{list(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+                raise LoweringError(f"positions must be int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}], got {got}")
         holds = cache is not None and cache.holds_context
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
 
     def _bound(self, mask: Any, parameters: dict[str, Any], *, bind: bool) -> Mask | BlockMask | None:
         """The mask of a call with its parameters; without them where there is nothing to attend with."""
-        mask = self.mask if mask is None else _as_mask(mask) if isinstance(mask, str) else mask
+        mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask)
         wanted = set(mask.params) if isinstance(mask, Mask) else set()
         if not wanted and not parameters:
             return cast("Mask | BlockMask | None", mask)
@@ -280,7 +287,7 @@ class MultiheadFlexAttention(nn.Module):
         return cast(Mask, mask).bind(**parameters) if bind else None
 
     def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
-        return heads if self.rope is None else self.rope(heads, positions)
+        return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)
 
     def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
         """Queries, keys and values, as heads; without the keys and values, which are not needed, where a cache holds them."""

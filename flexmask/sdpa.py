@@ -34,7 +34,7 @@ BACKWARD_SCORES_PER_THREAD = 2**19
 KEPT_PICTURES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drop:
     """Dropout of weights: its probability, and the seed that decides, int64 without axes."""
 
@@ -92,6 +92,8 @@ def block_sdpa(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     _check(query, key, value, bounds, cells)
+    if dropout_p and seed is None:
+        raise LoweringError(f"dropout_p={dropout_p} needs a seed, a tensor int64 without axes")
     if scale is None:
         scale = 1 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
     drop = Drop.of(dropout_p, seed) if dropout_p else None
@@ -218,16 +220,16 @@ def _backward(
 def _biased(
     tiles: list[Tile], bounds: Tensor, cells: Cells, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
-    """Each tile with its bias and blind rows, which are kept for tiles to come that show the same."""
+    """Each tile with its bias and blind rows, which are held for tiles to come that show the same."""
     to_come = Counter(tile.picture for tile in tiles if cells is None)
-    kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    held: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     for tile in tiles:
-        found = kept.pop(tile.picture, None) or tile.bias(bounds, cells, dtype)
+        found = held.pop(tile.picture, None) or tile.bias(bounds, cells, dtype)
         to_come[tile.picture] -= 1
         if to_come[tile.picture] > 0:
-            kept[tile.picture] = found
-        if len(kept) > KEPT_PICTURES:
-            kept.pop(next(iter(kept)))
+            held[tile.picture] = found
+        if len(held) > KEPT_PICTURES:
+            held.pop(next(iter(held)))
         yield tile, *found
 
 

@@ -73,7 +73,7 @@ INSTEAD: dict[type[ast.AST], str] = {
 }
 
 
-def parse(text: str, **values: object) -> Mask:
+def parse(text: str, /, **values: object) -> Mask:
     """Reads a mask from text, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
 
     The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
@@ -84,8 +84,7 @@ def parse(text: str, **values: object) -> Mask:
 
     Args:
         text: the mask.
-        values: of its parameters, by name, as ``mask.bind`` takes them. Those that shape a mask, such as a canvas, can only be
-            given here.
+        values: of its parameters, by name: numbers, or data. Those that shape a mask, such as a canvas, can only be given here.
 
     Raises:
         ExpressionError: a value for a parameter that the text does not have.

@@ -29,10 +29,10 @@ def joined(state: int, number: int) -> int:
 
 
 def is_kept(seed: int, p: float, b: int, h: int, row: int, column: int) -> bool:
-    low, high = seed % 2**32, seed % 2**64 // 2**32
-    head = joined(joined(joined(joined(0, low), high), b), h)
-    cell = (joined(head, row) + column * 0x9E3779B1) % 2**32 ^ joined(head ^ 0x85EBCA6B, row)
-    return mixed(cell) >= round(p * 2**32)
+    states = [0, 0x85EBCA6B]
+    for number in (seed % 2**32, seed % 2**64 // 2**32, b, h, row):
+        states = [joined(state, number) for state in states]
+    return mixed((states[0] + column * 0x9E3779B1) % 2**32 ^ states[1]) >= round(p * 2**32)
 
 
 def kept_of(seed: int, p: float, *sizes: int) -> Tensor:
@@ -88,6 +88,13 @@ def test_no_two_rows_or_columns_are_alike(axis: int) -> None:
     lines = (DRAWN.double() - P).movedim(axis, -1).reshape(-1, SIZES[axis])[:1200]
     among = lines @ lines.T / (P * (1 - P)) / math.sqrt(lines.shape[1])
     assert among.fill_diagonal_(0).abs().max() < 6.5
+
+
+def test_many_heads_are_not_alike() -> None:
+    """Of 2**17 heads some would share a state of 32 bits."""
+    sizes = 512, 256, 1, 64
+    rows = dropout_cells(76, 0.5, *sizes).reshape(-1, 64)
+    assert len(torch.unique(rows, dim=0)) == len(rows)
 
 
 def test_seeds_are_independent() -> None:

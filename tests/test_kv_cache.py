@@ -367,3 +367,42 @@ def test_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         attempt()
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_compiled_moves_the_position() -> None:
+    torch.manual_seed(0)
+    layer, x = fm.MultiheadFlexAttention(16, 16, 4), torch.randn(2, 12, 16)
+    torch.compiler.reset()
+    compiled, cache = torch.compile(layer, fullgraph=True, backend="eager"), fm.KVCache(12)
+    with torch.no_grad():
+        whole = layer(x, fm.causal())
+        parts = [compiled(x[:, :4], fm.causal().block_mask(4, 12), cache=cache)]
+        assert cache.length == 4
+        parts += [compiled(x[:, i : i + 1], fm.causal().block_mask(1, 12, q_offset=i), cache=cache) for i in (4, 5)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole[:, :6], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [fm.key_padding([99, 99]), fm.key_padding(keep=[True] * 9)])
+def test_a_context_is_checked_with_a_cache_too(mask: fm.Mask) -> None:
+    layer, x, context = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    for cache in (None, fm.KVCache()):
+        with pytest.raises(fm.LoweringError):
+            layer(x, mask, context=context, cache=cache)
+
+
+def test_a_prompt_in_inference_mode_can_go_on_without() -> None:
+    layer, x, cache = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(1, 5, 8), fm.KVCache(8)
+    whole = layer(x, fm.causal())
+    with torch.inference_mode():
+        layer(x[:, :4], fm.causal(), cache=cache)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[:, 4:], fm.causal(), cache=cache), whole[:, 4:].detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [True, 2.5, torch.tensor([2.9, 1.2]), [True, False]], ids=str)
+def test_lengths_to_keep_are_integers(lengths: Any) -> None:
+    layer, cache = fm.MultiheadFlexAttention(8, 8, 2), fm.KVCache(8)
+    layer(torch.randn(2, 4, 8), fm.causal(), cache=cache)
+    with pytest.raises(fm.OperandError, match="lengths must be integers"):
+        cache.truncate(lengths)

@@ -251,3 +251,23 @@ def test_changed_data_is_seen_on_cuda(change: str) -> None:
 def test_sizes_that_are_refused(size: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="size"):
         MaskCache(size)
+
+
+def test_offsets_of_other_strides_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where values are not looked at."""
+    monkeypatch.setattr("flexmask.mask_cache.devices.waits", lambda tensor: True)
+    offsets, cache = torch.tensor([[0, 3], [7, 9]]), fm.MaskCache()
+    for offset in (offsets[0], offsets[:, 0]):
+        cache.get(fm.causal(), (), offset, object)
+    assert cache.builds == 2
+
+
+def test_caches_that_end_in_another_order() -> None:
+    first, second = fm.MaskCache(), fm.MaskCache()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    query = torch.randn(1, 1, 4, 8)
+    fm.attention(query, query, query, fm.sliding_window(size=2))
+    assert (first.builds, second.builds) == (0, 1)
+    second.__exit__(None, None, None)

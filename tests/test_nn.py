@@ -354,3 +354,23 @@ def test_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         attempt()
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_rope_in_float32_under_autocast() -> None:
+    def rope(x: Tensor, positions: Tensor) -> Tensor:
+        return x * torch.cos(positions.float())[:, None]
+
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2, rope=rope), torch.randn(2, 5, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x, fm.causal())
+    torch.testing.assert_close(found.float(), layer(x, fm.causal()), rtol=3e-2, atol=3e-2)
+
+
+def test_names_that_forward_takes() -> None:
+    layer, x = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(1, 3, 8)
+    for text in ("kv < self", "kv < context"):
+        with pytest.raises(fm.ExpressionError, match="which forward takes itself"):
+            layer(x, text)
+    with pytest.raises(fm.OperandError, match="mask must be a Mask"):
+        layer(x, torch.ones(3, 3, dtype=torch.bool), cache=fm.KVCache(4))
+    assert fm.parse("kv < text", **{"text": 3}) == fm.parse("kv < 3")

@@ -40,7 +40,7 @@ def test_it_is_registered() -> None:
 
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
-    result = pytester.runpytest("-p", "no:randomly")
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
     result.assert_outcomes(passed=2, failed=2)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
     result.stdout.no_fnmatch_line("*flexmask/testing/equivalence.py*")  # the traceback ends in the user's own line
@@ -48,9 +48,9 @@ def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
 
 def test_the_device_is_asked_for(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'cpu'")
-    pytester.runpytest().assert_outcomes(passed=1)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
     pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'meta'")
-    pytester.runpytest("--flexmask-device", "meta").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("--flexmask-device", "meta").assert_outcomes(passed=1)
 
 
 def test_several_devices(pytester: pytest.Pytester) -> None:
@@ -59,7 +59,7 @@ def test_several_devices(pytester: pytest.Pytester) -> None:
         "def test_fixture(assert_equivalent):\n    assert assert_equivalent.keywords['device'] in ('cpu', 'meta')\n"
         "def test_other():\n    pass"
     )
-    result = pytester.runpytest("-v", "--flexmask-device=cpu", "--flexmask-device=meta")
+    result = pytester.runpytest_subprocess("-v", "--flexmask-device=cpu", "--flexmask-device=meta")
     result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines(
         ["*test_device[[]cpu]*", "*test_device[[]meta]*", "*test_fixture[[]cpu]*", "*test_fixture[[]meta]*"]
@@ -68,13 +68,13 @@ def test_several_devices(pytester: pytest.Pytester) -> None:
 
 def test_a_device_that_is_not_there_is_an_error(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_device(flexmask_device):\n    pass")
-    result = pytester.runpytest("--flexmask-device", "abacus")
+    result = pytester.runpytest_subprocess("--flexmask-device", "abacus")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*--flexmask-device abacus: *"])
 
 
 def test_help(pytester: pytest.Pytester) -> None:
-    output = pytester.runpytest("--help").stdout.str()
+    output = pytester.runpytest_subprocess("--help").stdout.str()
     assert "attention masks:" in output
     assert "--flexmask-device=DEVICE" in output
 

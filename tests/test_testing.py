@@ -551,3 +551,17 @@ def test_checks_on_cuda() -> None:
     assert_subset(PACKED, "causal", 12, device="cuda")
     message = check_fails(lambda: assert_equivalent(PACKED, 12, reference=fm.causal(), device="cuda"), "cells differ")
     assert "flex float32 output" in message
+
+
+def test_a_modules_own_mask_is_what_is_checked() -> None:
+    wrong = fm.MultiheadFlexAttention(8, 8, 2, mask=fm.sliding_window(20, 1)).eval()
+    with pytest.raises(AssertionError, match="leak"):
+        assert_no_leak(wrong, fm.causal(), torch.randn(2, 12, 8))
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2, mask="causal"), fm.causal(), torch.randn(2, 12, 8))
+
+
+def test_a_mask_that_would_not_be_looked_at_is_refused() -> None:
+    with pytest.raises(fm.ExpressionError, match="self_mask is for a model with context="):
+        assert_no_leak(lambda x: x, fm.full(), torch.randn(1, 3, 2), self_mask=fm.causal())
+    with pytest.raises(fm.OperandError, match="wanted a function, a mask and a tensor, got function, Named and list"):
+        assert_no_leak(lambda x: x, fm.causal(), [[1.0]])

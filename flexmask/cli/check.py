@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import click
 
 from flexmask.cli.inputs import REFERENCE, BlockSize, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import Refused
+from flexmask.cli.messages import Refused, print_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,10 +95,7 @@ def _shared(parameters: Parameters, expression: str, against: str | None) -> tup
     """The parameters of each of the two masks; one that neither has goes to the first, which refuses it."""
     if against is None or REFERENCE.fullmatch(against.strip()):
         return parameters, ()
-    from flexmask.text import parse
-
-    theirs = parse(against).params
-    ours = () if REFERENCE.fullmatch(expression.strip()) else parse(expression).params
+    theirs, ours = (set(re.findall(r"[A-Za-z_]\w*", text)) for text in (against, expression))
     its = tuple(pair for pair in parameters if pair[0] in theirs)
     return tuple(pair for pair in parameters if pair[0] in ours or pair[0] not in theirs), its
 
@@ -135,7 +133,7 @@ def _report(findings: Iterable[Finding]) -> bool:
         table.add_row(Text(finding.name), verdict, Text(finding.text))
         wrong += [finding] if finding.wrong else []
     console = Console()
-    console.print(table)
+    print_plainly(console, table)
     drawn = next((finding for finding in wrong if finding.picture), None)
     if drawn is not None:
         console.print(Text(f"\n{drawn.name}:\n{drawn.picture}"))

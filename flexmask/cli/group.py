@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -19,12 +21,23 @@ class Commands(click.Group):
     """A group whose commands report the library's errors as messages, with exit code 2, and warnings about plugins in a line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _current_folder():
             warnings.showwarning = _in_a_line(warnings.showwarning)
             try:
                 return super().invoke(ctx)
             except FlexmaskError as error:
                 raise Refused(message_of(error)) from error
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Modules of the current folder can be imported, as with ``python -m``."""
+    before = list(sys.path)
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["list_masks"]
 
-#: Where the output cannot show the glyphs of a picture.
 #: A reference as documentation has it, such as :func:`flexmask.causal`.
 ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
+#: Where the output cannot show the glyphs of a picture.
 PLAIN = str.maketrans({"■": "#", "⬚": "."})
 
 

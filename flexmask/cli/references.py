@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
@@ -28,13 +26,12 @@ def referred_mask(reference: str) -> Mask:
         return found
     from flexmask.tracing.trace import trace
 
-    with _current_folder():
-        try:
-            return trace(found)
-        except FlexmaskError:
-            raise
-        except Exception as error:  # whatever a user's function raises is theirs to mend
-            raise Refused(f"{reference} fails: {type(error).__name__}: {error}") from error
+    try:
+        return trace(found)
+    except FlexmaskError:
+        raise
+    except Exception as error:  # whatever a user's function raises is theirs to mend
+        raise Refused(f"{reference} fails: {type(error).__name__}: {error}") from error
 
 
 def referred(reference: str) -> Mask | Callable[..., Any]:
@@ -44,12 +41,11 @@ def referred(reference: str) -> Mask | Callable[..., Any]:
         Refused: as for :func:`referred_mask`.
     """
     module_name, _, names = reference.partition(":")
-    with _current_folder():
-        try:
-            found: Any = import_module(module_name)
-        except Exception as error:  # whatever a user's module raises is theirs to mend
-            reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            raise Refused(f"cannot import {module_name}: {reason}") from error
+    try:
+        found: Any = import_module(module_name)
+    except Exception as error:  # whatever a user's module raises is theirs to mend
+        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise Refused(f"cannot import {module_name}: {reason}") from error
     for name in names.split("."):
         if not hasattr(found, name):
             raise Refused(f"{module_name} has no {names}.{nearest(name, dir(found))}")
@@ -59,14 +55,3 @@ def referred(reference: str) -> Mask | Callable[..., Any]:
     if not callable(found):
         raise Refused(f"{reference} is neither a mask nor a function of (b, h, q_idx, kv_idx), but {type(found).__name__}")
     return cast(Callable[..., Any], found)
-
-
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Modules of the current folder can be imported, as with ``python -m``."""
-    before = list(sys.path)
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path[:] = before

@@ -1,8 +1,8 @@
 """Checks for the test suites of those who use masks: each raises an AssertionError that shows where.
 
 ``assert_equivalent`` holds everything that a mask lowers to against a reference, ``assert_no_leak`` a model against the mask
-that it should obey, and ``assert_subset`` one mask against another. With pytest, :mod:`flexmask.pytest_plugin` has them as
-fixtures.
+that it should obey, and ``assert_subset`` one mask against another. With pytest, :mod:`flexmask.pytest_plugin` has the first two
+as fixtures.
 """
 
 from flexmask.testing.equivalence import assert_equivalent, assert_subset

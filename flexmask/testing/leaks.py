@@ -25,7 +25,7 @@ MEND = "check fewer or shorter sequences"
 def assert_no_leak(
     function: Callable[..., Any],
     mask: Mask | str | Sequence[Mask | str],
-    x: Tensor,
+    x: Any,
     *,
     context: Tensor | None = None,
     self_mask: Mask | str | None = None,
@@ -42,8 +42,9 @@ def assert_no_leak(
     the batch change another.
 
     ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``; where it has a parameter
-    ``mask``, that is given as well. Wrap it in a lambda where it wants another form. Of a tuple the first item counts. Its
-    output is ``[B, length, ...]``, and the same for the same input: put modules with dropout into ``eval()``.
+    ``mask``, that is given as well, unless it is a module with a mask of its own. Wrap it in a lambda where it wants another
+    form. Of a tuple the first item counts. Its output is ``[B, length, ...]``, and the same for the same input: put modules with
+    dropout into ``eval()``.
 
     In self-attention a position may always depend on itself, since its query is made of it. Integer tokens have no gradient:
     they are replaced by other tokens that occur in ``x``. With ``embed`` the model starts behind its embedding:
@@ -72,9 +73,14 @@ def assert_no_leak(
         OperandError: an argument or the output is of a wrong type.
     """
     __tracebackhide__ = True
+    if not isinstance(x, Tensor) or not callable(function) or mask is None:
+        kinds = f"{type(function).__name__}, {type(mask).__name__} and {type(x).__name__}"
+        raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
     masks = [as_mask(part) for part in ([mask] if isinstance(mask, Mask | str) else mask)]
-    if not isinstance(layers, int) or layers < 1 or not masks:
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")
+    if self_mask is not None and context is None:
+        raise ExpressionError("self_mask is for a model with context=; in self-attention give the mask as mask")
     if context is not None and len(masks) > 1:
         raise ExpressionError(f"with context there is one mask for it, got {len(masks)}")
     where = torch.device(device) if device is not None else x.device
@@ -172,6 +178,9 @@ def _guilty(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
 
 
 def _takes_mask(function: Callable[..., Any]) -> bool:
+    """Whether a function is to be given the mask: its own, where it has one, is what is checked."""
+    if isinstance(function, nn.Module) and getattr(function, "mask", None) is not None:
+        return False
     try:
         return "mask" in inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
     except ValueError:  # functions written in C tell no signature
