@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import pytest
 import torch
@@ -378,6 +378,20 @@ def test_flex_gradients_on_cuda(name: str) -> None:
     for backend in ("flex", "sdpa"):
         out = attention(*tensors, mask, backend=backend)
         check_same(out, expected, tensors, copies, GPU_TOLERANCE)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_backward_at_32k_needs_no_scores_on_cuda(backend: Literal["flex", "sdpa"]) -> None:
+    """The scores of one head alone would take 2 GiB."""
+    length = 2**15
+    query, key, value = (torch.randn(1, 1, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(query, key, value, fm.sliding_window(size=256), backend=backend).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**31 // 8
+    assert all(tensor.grad is not None and bool(tensor.grad.isfinite().all()) for tensor in (query, key, value))
 
 
 @needs_gpu
