@@ -1,12 +1,15 @@
-"""Devices: where looking at a value has to wait until the device has worked it out."""
+"""Devices: which there are, and where looking at a value has to wait until the device has worked it out."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Limit", "waits"]
+from flexmask.errors import LoweringError
+
+__all__ = ["Limit", "found", "waits"]
 
 
 def waits(tensor: Tensor) -> bool:
@@ -15,6 +18,18 @@ def waits(tensor: Tensor) -> bool:
     Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
     """
     return tensor.device.type != "cpu"
+
+
+def found(device: torch.device | str) -> torch.device:
+    """A device with its number, as tensors on it name it.
+
+    Raises:
+        LoweringError: there is none of that name.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 class Limit(NamedTuple):

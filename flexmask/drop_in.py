@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask import devices
 from flexmask.algebra import Mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import block_mask
@@ -65,17 +66,10 @@ def create_block_mask(
     if isinstance(mask_mod, Mask):
         made = block_mask(frame_of(mask_mod, Q_LEN, KV_LEN, B, H, 0, device), BLOCK_SIZE)
     else:
-        where = _device(device)
+        where = devices.found(device or torch.accelerator.current_accelerator() or "cpu")
         mask = follow(mask_mod, device=where)
         made = block_mask(frame_of(mask, Q_LEN, KV_LEN, B or 1, H or 1, 0, where), BLOCK_SIZE, mod=mask_mod)
     return _with_heads(made, H or 1)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    try:
-        return torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-    except RuntimeError as error:
-        raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 def _with_heads(made: BlockMask, heads: int) -> BlockMask:

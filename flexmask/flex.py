@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -43,28 +43,21 @@ def flex_sdpa(
         raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
     batch, heads, q_len, _ = query.shape
     if isinstance(mask, Mask):
-        lowered = mask, q_len, key.shape[2], batch, heads, q_offset, query.device
-        mask = shared(mask, ("flex", *lowered[1:5], query.device), q_offset, lambda: _block_mask(*lowered))
+        made = partial(mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+        mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), q_offset, made)
     elif mask is not None:
         _check_block_mask(mask, query, key, q_offset)
     if query.device.type == "cpu":
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
         query, key, value = query.detach(), key.detach(), value.detach()
-        if (
-            torch.compiler.is_compiling()
-        ):  # of some views of a projection, torch's CPU kernels read other numbers, or do not build
+        # Of some views of a projection torch's CPU kernels read other numbers, or do not build.
+        if torch.compiler.is_compiling():
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
     if seed is None:
         return cast(Tensor, _called(query, key, value, score_mod=score_mod, **options))
     return _dropped(query, key, value, score_mod, dropout_p, seed, options)
-
-
-def _block_mask(
-    mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, q_offset: int | Tensor, device: torch.device
-) -> BlockMask:
-    return mask.block_mask(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
 
 
 def _dropped(

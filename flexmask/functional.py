@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa
 from flexmask.separation import Span, separate
-from flexmask.text import parse
+from flexmask.text import as_mask
 from flexmask.tiles import Cells
 
 __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
@@ -76,7 +75,8 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     _check(query, key, value, enable_gqa)
-    mask = _as_mask(mask)
+    if mask is not None and not isinstance(mask, BlockMask):
+        mask = as_mask(mask, "a Mask, its text, a BlockMask or None")
     check_backend(backend)
     check_dropout(dropout_p)
     if 0 in query.shape or 0 in value.shape:
@@ -107,22 +107,6 @@ def choose_backend(query: Tensor, value: Tensor, mask: Mask | str | BlockMask | 
         return "flex"
     able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
     return "flex" if query.device.type == "cuda" and able else "sdpa"
-
-
-@lru_cache(maxsize=256)
-def _parsed(text: str) -> Mask:
-    return parse(text)
-
-
-def _as_mask(mask: Any) -> Mask | BlockMask | None:
-    if isinstance(mask, str):
-        return _parsed(mask)
-    if mask is None or isinstance(mask, Mask | BlockMask):
-        return mask
-    raise OperandError(
-        f"mask must be a Mask, its text, a BlockMask or None, got {type(mask).__name__}. "
-        "A boolean tensor becomes a mask with flexmask.dense(tensor), a mask_mod with flexmask.trace(function)."
-    )
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:

@@ -16,7 +16,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.functional import Backend, attention, check_backend
 from flexmask.kv_cache import KVCache
 from flexmask.sdpa import ScoreMod
-from flexmask.text import parse
+from flexmask.text import MEND, as_mask
 from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
@@ -339,16 +339,14 @@ class MultiheadFlexAttention(nn.Module):
         return ", ".join(parts)
 
 
-def _as_mask(mask: Any) -> Mask | None:
-    if isinstance(mask, str):
-        mask = parse(mask)
-    if mask is not None and not isinstance(mask, Mask):
-        mend = "; give it to forward" if isinstance(mask, BlockMask) else ""
-        raise OperandError(f"mask must be a Mask, its text or None, got {type(mask).__name__}{mend}")
-    if mask is not None and TAKEN & set(mask.params):
-        taken = ", ".join(sorted(TAKEN & set(mask.params)))
-        raise ExpressionError(f"{mask.brief()} has the parameter {taken}, which forward takes itself; rename it")
-    return mask
+def _as_mask(mask: object) -> Mask | None:
+    if mask is None:
+        return None
+    found = as_mask(mask, "a Mask, its text or None", "give it to forward" if isinstance(mask, BlockMask) else MEND)
+    if TAKEN & set(found.params):
+        taken = ", ".join(sorted(TAKEN & set(found.params)))
+        raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
+    return found
 
 
 def _moved(score_mod: ScoreMod | None, offset: int | Tensor, first: int | Tensor, x: Tensor) -> ScoreMod | None:

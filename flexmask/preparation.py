@@ -158,10 +158,7 @@ def _device(tensors: list[TensorTable | Captured], device: torch.device | str | 
         found.setdefault(tensor.tensor.device, tensor)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)
-    try:  # tensors name the number of their device
-        asked = next(iter(found), torch.device("cpu")) if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
+    asked = next(iter(found), torch.device("cpu")) if device is None else devices.found(device)
     for where, strange in found.items():
         if where != asked:
             text = f"the mask's tensor {strange}" if strange is not None else "q_offset"

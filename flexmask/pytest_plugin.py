@@ -43,14 +43,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def flexmask_device(request: pytest.FixtureRequest) -> str:
     """The device of the checks, as ``--flexmask-device`` names it."""
-    import torch
+    from flexmask import LoweringError, devices
 
     asked = request.config.getoption("flexmask_device") or ["cpu"]
     device = str(getattr(request, "param", asked[0]))
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise pytest.UsageError(f"--flexmask-device {device}: {str(error).splitlines()[0]}") from None
+        devices.found(device)
+    except LoweringError as error:
+        raise pytest.UsageError(f"--flexmask-device {device}: {error}") from None
     return device
 
 

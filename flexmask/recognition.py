@@ -95,9 +95,7 @@ def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tupl
 
 def _named(mask: Compare) -> Mask:
     """A comparison under the name that it has, if any."""
-    form = _form(mask)
-    kind = type(form) if isinstance(form, And | Or) else None
-    parts = form.operands if isinstance(form, And | Or) else (form,)
+    kind, parts = _parts(mask)
     for pattern in _patterns():
         if pattern.kind is kind and len(parts) == len(pattern.parts):
             for _, binding in _assigned(pattern.parts, parts, {}):
@@ -139,10 +137,14 @@ def _patterns() -> tuple[Pattern, ...]:
     made = []
     for text in PATTERNS:
         mask = parse(text)
-        form = _form(mask)
-        kind = type(form) if isinstance(form, And | Or) else None
-        made.append(Pattern(mask, kind, form.operands if isinstance(form, And | Or) else (form,)))
+        made.append(Pattern(mask, *_parts(mask)))
     return tuple(sorted(made, key=lambda pattern: -len(pattern.parts)))
+
+
+def _parts(mask: Mask) -> tuple[type[And | Or] | None, tuple[Mask, ...]]:
+    """The operator of a mask's form and the parts that it joins, or the form alone."""
+    form = _form(mask)
+    return (type(form), form.operands) if isinstance(form, And | Or) else (None, (form,))
 
 
 def _form(mask: Mask) -> Mask:

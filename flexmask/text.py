@@ -6,6 +6,7 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from flexmask import registry
@@ -17,7 +18,7 @@ from flexmask.naming import NAMES, nearest, signature_of
 from flexmask.packing import document_ids, document_starts
 from flexmask.tables import Param, Table, param, table
 
-__all__ = ["parse"]
+__all__ = ["MEND", "as_mask", "parse"]
 
 #: The longest text, in characters, and the deepest nesting that is read.
 MAX_LENGTH = 1_000_000
@@ -114,6 +115,34 @@ def parse(text: str, /, **values: object) -> Mask:
         known = ", ".join(sorted({*reader.used, *mask.params})) or "none"
         raise ExpressionError(f"the mask {mask.brief()} has no parameter {', '.join(unknown)}; it has {known}")
     return mask
+
+
+#: How what is no mask becomes one.
+MEND = "flexmask.trace(function) makes a mask of a mask_mod, flexmask.dense(tensor) of a boolean tensor"
+
+
+def as_mask(mask: object, kinds: str = "a Mask or its text", mend: str = MEND) -> Mask:
+    """A mask as it is, or that of a text, which is kept for the next time.
+
+    Args:
+        mask: a mask or its text.
+        kinds: what there may be, for the message.
+        mend: what to do with anything else, likewise.
+
+    Raises:
+        TextError: text that is not a mask.
+        OperandError: neither.
+    """
+    if isinstance(mask, str):
+        return _kept(mask)
+    if isinstance(mask, Mask):
+        return mask
+    raise OperandError(f"mask must be {kinds}, got {type(mask).__name__}; {mend}")
+
+
+@lru_cache(maxsize=256)
+def _kept(text: str) -> Mask:
+    return parse(text)
 
 
 def _check_nesting(line: str) -> None:

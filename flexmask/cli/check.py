@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexmask.cli.inputs import REFERENCE, BlockSize, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import Refused, print_plainly
+from flexmask.cli.messages import print_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,21 +73,13 @@ def check(
     mask = read_mask(expression, own)
     reference = None if against is None else _reference(against, its)
     queries, keys = lengths_of(mask, seq_len, q_len, kv_len)
+    from flexmask import devices
     from flexmask.testing.equivalence import agreement
+    from flexmask.testing.settings import setting_of
 
-    findings = agreement(
-        mask,
-        queries,
-        keys,
-        reference=reference,
-        batch=batch,
-        heads=heads,
-        q_offset=q_offset,
-        device=_device(device),
-        block_size=block_size,
-        backends=backends or None,  # type: ignore[arg-type]
-    )
-    if not _report(findings):
+    where = devices.found(device)
+    setting = setting_of(mask, queries, keys, batch=batch, heads=heads, q_offset=q_offset, device=where, reference=reference)
+    if not _report(agreement(setting, reference, block_size, backends or None)):  # type: ignore[arg-type]
         ctx.exit(1)
 
 
@@ -106,16 +98,6 @@ def _reference(against: str, parameters: Parameters) -> Reference:
     from flexmask.cli.references import referred
 
     return referred(against.strip())
-
-
-def _device(device: str) -> str:
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise Refused(f"there is no device {device!r}: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _report(findings: Iterable[Finding]) -> bool:

@@ -13,7 +13,8 @@ from flexmask.preparation import frame_of
 from flexmask.testing.backends import Backend, check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
 from flexmask.testing.lowerings import check_lowerings
-from flexmask.testing.settings import Reference, as_mask, reference_cells, setting_of
+from flexmask.testing.settings import Reference, Setting, reference_cells, setting_of
+from flexmask.text import as_mask
 
 __all__ = ["agreement", "assert_equivalent", "assert_subset"]
 
@@ -66,51 +67,31 @@ def assert_equivalent(
         OperandError: ``mask`` or ``reference`` is of a wrong type, or does not fit.
     """
     __tracebackhide__ = True
-    findings = agreement(
-        mask,
-        q_len,
-        kv_len,
-        reference=reference,
-        batch=batch,
-        heads=heads,
-        q_offset=q_offset,
-        device=device,
-        block_size=block_size,
-        backends=backends,
-        dtypes=dtypes,
-        tolerance=tolerance,
-    )
+    setting = setting_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, reference=reference)
+    findings = agreement(setting, reference, block_size, backends, dtypes, tolerance)
     wrong = [finding for finding in findings if finding.wrong]
     if wrong:
         against = "its own expression" if reference is None else "the reference"
         others = f"\nalso wrong: {', '.join(finding.name for finding in wrong[1:])}" if len(wrong) > 1 else ""
         picture = f"\n\n{wrong[0].picture}" if wrong[0].picture else ""
-        raise AssertionError(f"{as_mask(mask).brief()}\n{wrong[0].name}, against {against}: {wrong[0].text}{others}{picture}")
+        raise AssertionError(f"{setting.mask.brief()}\n{wrong[0].name}, against {against}: {wrong[0].text}{others}{picture}")
 
 
 def agreement(
-    mask: Mask | str,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
+    setting: Setting,
     reference: Reference | None = None,
-    batch: int | None = None,
-    heads: int | None = None,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 8,
     backends: Sequence[Backend] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> Iterator[Finding]:
-    """What :func:`assert_equivalent` finds, one finding for each check."""
-    setting = setting_of(mask, q_len, kv_len, batch, heads, q_offset, device, reference)
+    """What :func:`assert_equivalent` finds in a setting, one finding for each check; the other arguments are its own."""
     if reference is None:
         wanted = setting.mask.dense(**setting.lowering).expand(setting.shape)
     else:
         wanted = reference_cells(reference, setting)
     yield from check_lowerings(setting, wanted, block_size)
-    yield from check_backends(setting, wanted, own_backends(device) if backends is None else backends, dtypes, tolerance)
+    yield from check_backends(setting, wanted, own_backends(setting.device) if backends is None else backends, dtypes, tolerance)
 
 
 def assert_subset(

@@ -15,7 +15,8 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
-from flexmask.testing.settings import as_mask, check_size
+from flexmask.testing.settings import check_size
+from flexmask.text import as_mask
 
 __all__ = ["assert_no_leak"]
 

@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import create_mask
 from flexmask.algebra import Mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.preparation import frame_of
-from flexmask.text import parse
+from flexmask.text import as_mask
 
-__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "as_mask", "check_size", "reference_cells", "setting_of"]
+__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "reference_cells", "setting_of"]
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Reference: TypeAlias = Mask | MaskMod | Tensor
@@ -68,17 +68,6 @@ class Setting:
         return create_mask(mask_mod, *self.shape, device=str(self.device))
 
 
-def as_mask(mask: Mask | str) -> Mask:
-    """A mask, also from its text."""
-    if isinstance(mask, str):
-        return parse(mask)
-    if isinstance(mask, Mask):
-        return mask
-    raise OperandError(
-        f"mask must be a Mask or its text, got {type(mask).__name__}; flexmask.trace(mask_mod) and flexmask.dense(table) make one"
-    )
-
-
 def check_size(shape: tuple[int, ...], mend: str) -> None:
     """Refuses a table that is too large to be checked cell by cell.
 
@@ -93,12 +82,13 @@ def check_size(shape: tuple[int, ...], mend: str) -> None:
 def setting_of(
     mask: Mask | str,
     q_len: int,
-    kv_len: int | None,
-    batch: int | None,
-    heads: int | None,
-    q_offset: int | Tensor,
-    device: torch.device | str,
-    reference: Reference | None,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+    reference: Reference | None = None,
 ) -> Setting:
     """The setting of a check, with as many sequences and heads as the mask, the reference or the offset speak of.
 

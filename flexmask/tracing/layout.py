@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmask.algebra import Mask, where
 from flexmask.index import Constant, Index, maximum, minimum
 from flexmask.tracing.cells import MAX_CELLS, Beyond, Cell, Cells, Source, Traced, number, truth
-from flexmask.tracing.rules import RULES, Rule, holds_traced, mapped, rule
+from flexmask.tracing.rules import RULES, Rule, holds_traced, mapped, rule, together
 
 __all__: list[str] = []
 
@@ -158,20 +158,17 @@ def _looked_up(cells: Cells, source: Source, advanced: dict[int, Traced]) -> Tra
 
     if all(item.dim() == 0 for item in advanced.values()):
         return cells.opened(Source(source.tensor, entries([item.cells[0] for item in advanced.values()])))
-    places = torch.broadcast_tensors(*(torch.arange(item.numel()).view(item.shape) for item in advanced.values()))
-    if places[0].numel() > MAX_CELLS:
+    rows, shape = together(list(advanced.values()))
+    if len(rows) > MAX_CELLS:
         raise Beyond
-    rows = zip(
-        *([item.cells[i] for i in p.flatten().tolist()] for item, p in zip(advanced.values(), places, strict=True)), strict=True
-    )
     parts = [cells.opened(Source(source.tensor, entries(row))) for row in rows]
     if any(part.is_large for part in parts):
         raise Beyond
     stacked = _moved(cells, torch.stack, parts)
-    shaped = _moved(cells, torch.Tensor.reshape, stacked, (*places[0].shape, *parts[0].shape))
+    shaped = _moved(cells, torch.Tensor.reshape, stacked, (*shape, *parts[0].shape))
     order = [source.open.index(axis) for axis in advanced]
     front = order[0] if all(b - a == 1 for a, b in pairwise(order)) else 0
-    width = places[0].dim()
+    width = len(shape)
     return cast(Traced, _moved(cells, torch.movedim, shaped, list(range(width)), list(range(front, front + width))))
 
 

@@ -6,14 +6,14 @@ A rule takes the common state of the cells, the function that was called, and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flexmask.tracing.cells import Cell, Cells, Traced
 
-__all__ = ["METADATA", "RANDOM", "READS", "RULES", "Rule", "each", "holds_traced", "mapped", "rule"]
+__all__ = ["METADATA", "RANDOM", "READS", "RULES", "Rule", "each", "holds_traced", "mapped", "rule", "together"]
 
 Rule = Callable[..., Any]
 
@@ -63,6 +63,12 @@ def each(cells: Cells, dtype: torch.dtype, function: Callable[..., Cell], *value
     traced = [cells.lift(value) for value in values]
     if all(value.dim() == 0 for value in traced):
         return cells.one(function(*(value.cells[0] for value in traced)), dtype)
+    rows, shape = together(traced)
+    return cells.make((function(*row) for row in rows), shape, dtype)
+
+
+def together(traced: Sequence[Traced]) -> tuple[list[tuple[Cell, ...]], torch.Size]:
+    """The cells of stand-ins that broadcast, those of one place in a row, and the shape that they have then."""
     places = torch.broadcast_tensors(*(torch.arange(value.numel()).view(value.shape) for value in traced))
     columns = [[value.cells[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
-    return cells.make((function(*row) for row in zip(*columns, strict=True)), places[0].shape, dtype)
+    return list(zip(*columns, strict=True)), places[0].shape
