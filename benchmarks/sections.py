@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import flexmask
 from benchmarks.gym import generated, same_blocks
 from benchmarks.measuring import Measurement, measure, wait
+from benchmarks.pictures import drawings
 from benchmarks.workloads import MaskMod, Workload, causal_work, even_work, packed_work, window_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
 
@@ -62,6 +63,7 @@ def sections(device: str, *, quick: bool) -> list[Section]:
     if find_spec("attn_gym") and not quick:
         found.insert(1, _generators(device))
     found += [] if quick else [_kernels(device)]
+    found += [_pictures(quick)] if device == "cpu" else []
     return found + ([_long(device)] if device == "cuda" else [])
 
 
@@ -264,6 +266,22 @@ def _backward(work: Workload, inputs: Inputs, device: str) -> dict[str, Callable
         "flexmask sdpa": lambda: trained(lambda q, k, v: attention(q, k, v, mask, backend="sdpa")),
         "dense SDPA": lambda: trained(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)),
     }
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def _pictures(quick: bool) -> Section:
+    rows = []
+    for length in [2**12] if quick else [2**12, 2**14, 2**17, 2**20]:
+        for name, runs in drawings(packed_work(length, "cpu")):
+            rows.append(Row(name, length, {of: partial(measure, _drawn(run)) for of, run in runs.items()}))
+    text = "From a packed mask (causal & document & key_padding) to the written file."
+    return Section("Pictures", text, "flexmask", rows)
+
+
+def _drawn(run: Callable[[], object]) -> Callable[[None], object]:
+    return lambda _: run()
 
 
 # ---------------------------------------------------------------- long sequences on a GPU

@@ -14,20 +14,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 import torch
-from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flexmask import KVCache, Mask, MaskCache, MultiheadFlexAttention, causal, cross_length, key_padding
-from flexmask.render.picture import picture
-from flexmask.render.plot import save
-from flexmask.render.terminal import show
+from flexmask import KVCache, Mask, MaskCache, MultiheadFlexAttention, causal, cross_length, key_padding, plot_scores
 from flexmask.testing import assert_no_leak
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 GREATEST = 10**6
@@ -211,7 +210,7 @@ def check(model: Translator, pairs: Pairs) -> None:
 
 @torch.no_grad()
 def weights_between(model: Translator, pairs: Pairs) -> Tensor:
-    """The weights of cross-attention in the last layer, the mean of all heads, ``[B, target length - 1, source length]``."""
+    """The weights of cross-attention in the last layer, ``[B, heads, target length - 1, source length]``."""
     masks = pairs.masks
     source = model.encode(model.embed_source(pairs), masks["encoder"])
     x = model.embed_words(pairs.target[:, :-1])
@@ -220,11 +219,7 @@ def weights_between(model: Translator, pairs: Pairs) -> Tensor:
     for layer in before:
         x = layer(x, masks["decoder"], source, masks["cross-attention"])
     x = x + last.own(last.norms[0](x), masks["decoder"])
-    _, query, key = last.cross(last.norms[1](x), masks["cross-attention"], context=source, return_qk=True)
-    scores = query @ key.mT / (WIDTH // HEADS) ** 0.5
-    hidden = ~masks["cross-attention"].dense(query.shape[2], key.shape[2])
-    weights: Tensor = scores.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
-    return weights
+    return last.cross.attention_weights(last.norms[1](x), masks["cross-attention"], context=source)
 
 
 def draw(model: Translator, pairs: Pairs, folder: Path | None) -> None:
@@ -237,20 +232,16 @@ def draw(model: Translator, pairs: Pairs, folder: Path | None) -> None:
     for name, mask in pairs.masks.items():
         if folder is None:
             click.echo(f"{name}:")
-            show(mask, *lengths[name])
+            mask.show(*lengths[name])
         else:
-            save(picture(mask, *lengths[name]), folder / f"{name}.png")
+            mask.save_picture(folder / f"{name}.png", *lengths[name], why=True)
     if folder is None:
         return
     words = [WORDS[number] for number in pairs.target[0, 1 : pairs.target_lengths[0]].tolist()]
     digits = [str(digit) for digit in pairs.source[0, : pairs.source_lengths[0]].tolist()]
-    figure = Figure(figsize=(1 + 0.5 * len(digits), 1 + 0.4 * len(words)), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.imshow(weights_between(model, pairs)[0, : len(words), : len(digits)].numpy(), cmap="magma", vmin=0, vmax=1)
-    axes.set_xticks(range(len(digits)), digits)
-    axes.set_yticks(range(len(words)), words)
-    axes.set_title("each next word looks at")
-    figure.savefig(folder / "attention.png", metadata={"Software": None})
+    weights = weights_between(model, pairs)[:1, :, : len(words), : len(digits)]
+    axes = plot_scores(weights, tokens=words, kv_tokens=digits, title="each next word looks at")
+    cast("Figure", axes.figure).savefig(folder / "attention.png", metadata={"Software": None})
     click.echo(f"wrote {', '.join([*lengths, 'attention'])} as .png to {folder}\n")
 
 

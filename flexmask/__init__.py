@@ -83,10 +83,11 @@ if TYPE_CHECKING:
     from flexmask.lowering.stats import Stats
     from flexmask.mask_cache import MaskCache
     from flexmask.nn import MultiheadFlexAttention
-    from flexmask.render.plot import plot
-    from flexmask.render.terminal import show
+    from flexmask.render.panels import plot_score_panels
+    from flexmask.render.plot import plot_scores
     from flexmask.rows import Rows
     from flexmask.tracing.trace import trace
+    from flexmask.weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -112,6 +113,7 @@ __all__ = [
     "TextError",
     "TraceError",
     "attention",
+    "attention_weights",
     "b",
     "bidirectional_spans",
     "block_causal",
@@ -154,7 +156,8 @@ __all__ = [
     "per_chunk",
     "per_document",
     "per_head",
-    "plot",
+    "plot_score_panels",
+    "plot_scores",
     "prefix_lm",
     "q",
     "q_len",
@@ -164,7 +167,6 @@ __all__ = [
     "reorder",
     "shared_prefix",
     "shift",
-    "show",
     "sink_window",
     "sliding_tile",
     "sliding_window",
@@ -189,11 +191,12 @@ _HEAVY = {
     "Rows": "flexmask.rows",
     "Stats": "flexmask.lowering.stats",
     "attention": "flexmask.functional",
+    "attention_weights": "flexmask.weights",
     "choose_backend": "flexmask.functional",
     "create_block_mask": "flexmask.drop_in",
     "explain": "flexmask.explaining",
-    "plot": "flexmask.render.plot",
-    "show": "flexmask.render.terminal",
+    "plot_score_panels": "flexmask.render.panels",
+    "plot_scores": "flexmask.render.plot",
     "trace": "flexmask.tracing.trace",
 }
 

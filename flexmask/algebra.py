@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
+from flexmask.drawable import Drawable
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
-from flexmask.lowerable import Lowerable
 from flexmask.nodes import Node, key_of
 from flexmask.opaque import Captured
 from flexmask.packing import Derived, document_ids, document_starts
@@ -25,7 +25,7 @@ SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Mask(Lowerable):
+class Mask(Drawable):
     """A predicate over batch, head, query and key index: ``True`` where the query may attend to the key.
 
     Masks are values: immutable, hashable, equal where they are the same expression. ``a & b``, ``a | b``, ``a ^ b``,

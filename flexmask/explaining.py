@@ -17,7 +17,7 @@ from flexmask.lowering.stats import Stats, stats
 from flexmask.preparation import frame_of
 from flexmask.separation import Linear, Matches, Reaches, Span, separate
 
-__all__ = ["Explanation", "Leaf", "explain"]
+__all__ = ["Explanation", "Leaf", "explain", "memory_text"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Explanation:
         sizes = " x ".join(map(str, found.block_size))
         groups = f"{_counted(found.batch, 'sequence')}, {_counted(found.heads, 'head')}"
         hidden = _counted(found.empty_rows, "query", "queries")
-        memory = f"BlockMask {_size(found.block_mask_bytes)}, rows {_size(self.row_bytes)}, dense {_size(self.dense_bytes)}"
+        kinds = {"BlockMask": found.block_mask_bytes, "rows": self.row_bytes, "dense": self.dense_bytes}
+        memory = ", ".join(f"{kind} {memory_text(size)}" for kind, size in kinds.items())
         rows = f"at most {_counted(self.intervals, 'interval')} of keys, {self.mean_intervals:.2f} on average"
         blocks = "from the rows alone"
         if not self.exact:
@@ -200,7 +201,8 @@ def _counted(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _size(number: int) -> str:
+def memory_text(number: int) -> str:
+    """A number of bytes in the unit that suits it."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= factor:
             return f"{number / factor:,.1f} {unit}"

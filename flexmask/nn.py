@@ -18,6 +18,7 @@ from flexmask.kv_cache import KVCache
 from flexmask.sdpa import ScoreMod
 from flexmask.text import MEND, as_mask
 from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
+from flexmask.weights import attention_weights
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
 
@@ -157,14 +158,9 @@ class MultiheadFlexAttention(nn.Module):
         self._check(x, context, cache, positions)
         mask = self._bound(mask, parameters, bind=0 not in x.shape)
         offset = 0 if cache is None else cache.length
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device) if cache is None else cache.positions(x.shape[1], x.device)
-        holds = cache is not None and cache.holds_context
-        query, *new = self._project(x, context, keys=not holds)
-        query = self._turned(query, positions)
-        if new:
-            of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
-            new[0] = self._turned(new[0], of_keys)
+        if positions is None and cache is not None:
+            positions = cache.positions(x.shape[1], x.device)
+        query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         placed, first = mask, cast("int | Tensor", 0)
         if cache is None:
             key, value = new
@@ -190,6 +186,28 @@ class MultiheadFlexAttention(nn.Module):
             cache.advance(x.shape[1])
         out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
+
+    @torch.no_grad()
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: Mask | str | None = None,
+        *,
+        context: Tensor | None = None,
+        positions: Tensor | None = None,
+        **parameters: Any,
+    ) -> Tensor:
+        """What a call with these arguments multiplies the values with, without dropout: ``float[B, n_heads, q_len, kv_len]``.
+
+        The arguments and errors are those of :meth:`forward`. ``flexmask.plot_scores`` draws the weights. A BlockMask has none
+        to give.
+        """
+        self._check(x, context, None, positions)
+        bound = self._bound(mask, parameters, bind=True)
+        if isinstance(bound, BlockMask):
+            raise OperandError("attention_weights takes a Mask or its text, got a BlockMask")
+        query, key, _ = self._heads(x, context, positions, keys=True)
+        return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
 
     # ---------------------------------------------------------------- torch's module
 
@@ -285,6 +303,16 @@ class MultiheadFlexAttention(nn.Module):
             calls = ", ".join(f"{name}=..." for name in missing)
             raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
         return cast(Mask, mask).bind(**parameters) if bind else None
+
+    def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
+        """As :meth:`_project`, queries and keys turned by ``rope``; positions that are not given count from 0."""
+        query, *others = self._project(x, context, keys=keys)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        if others:
+            of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
+            others[0] = self._turned(others[0], of_keys)
+        return [self._turned(query, positions), *others]
 
     def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
         return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)

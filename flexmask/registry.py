@@ -23,7 +23,7 @@ from flexmask.errors import DuplicateNameError, PluginWarning
 from flexmask.naming import NAMES, withdraw
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
     from flexmask.algebra import Mask
 
@@ -129,7 +129,7 @@ def origin(name: str) -> Origin:
     if entry is None:
         return Origin(_loader.during.get(name, package_of(module)), None, module.rpartition(".")[2])
     family = entry.name if _module(entry) == module else module.rpartition(".")[2]
-    return Origin(_package(entry), getattr(entry.dist, "version", None), family)
+    return Origin(_package(entry), _described(entry.dist)[1], family)
 
 
 def package_of(module: str) -> str:
@@ -199,7 +199,13 @@ def _entries() -> tuple[EntryPoint, ...]:
 
 
 def _package(entry: EntryPoint) -> str:
-    return getattr(entry.dist, "name", None) or _module(entry).split(".")[0]
+    return _described(entry.dist)[0] or _module(entry).split(".")[0]
+
+
+@cache
+def _described(package: Distribution | None) -> tuple[str | None, str | None]:
+    """The name and version of an installed package, for each of which its whole description is parsed."""
+    return getattr(package, "name", None), getattr(package, "version", None)
 
 
 def _module(entry: EntryPoint) -> str:

@@ -151,7 +151,8 @@ class Rows:
     def _sifted(self, sieve: Rows) -> Rows:
         """The keys that are also in a set that is the same for all rows; in time that follows what is left."""
         lo, hi = sieve.lo.flatten(), sieve.hi.flatten()
-        first, behind = torch.searchsorted(hi, self.lo, right=True), torch.searchsorted(lo, self.hi)
+        first = torch.searchsorted(hi, self.lo.contiguous(), right=True)
+        behind = torch.searchsorted(lo, self.hi.contiguous())
         number = (behind - first).clamp(min=0).where(self.lo < self.hi, 0)
         step = torch.arange(max(1, int(number.max())), device=lo.device)
         at = (first.unsqueeze(-1) + step).clamp(max=sieve.slots - 1)

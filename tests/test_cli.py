@@ -14,7 +14,6 @@ from matplotlib.image import imread
 
 import flexmask as fm
 from flexmask.cli import main
-from flexmask.cli.lengths import said_lengths
 
 #: What rich looks at; without these a test sees the same width and no colours wherever it runs.
 PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "TTY_INTERACTIVE": None, "NO_COLOR": None}
@@ -75,76 +74,45 @@ def test_block_grid() -> None:
     assert "blocks of 4 x 2" in render("causal", "--seq-len", "4", "--block-size", "4,2")
 
 
-@pytest.mark.parametrize(
-    ("value", "cells"),
-    [("[0, 0, 1]", "##. ##. ..#"), ("[0,1,1]", "#.. .## .##"), ("(0, 0, 0)", None), ("[[0, 0], [0, 1]]", "## ##")],
-)
-def test_parameters(value: str, cells: str | None) -> None:
-    result = run("render", "document(ids)", "-p", f"ids={value}")
-    if cells is None:
-        assert result.exit_code == 2
-        return
-    assert [line.replace(" ", "") for line in grid(result.stdout)] == cells.split()
+def shows(cells: str, *arguments: str) -> bool:
+    """Whether a mask with its parameters shows just these cells, ``#`` or ``.`` in rows between blanks."""
+    table = [[cell == "#" for cell in row] for row in cells.split()]
+    result = run("diff", *arguments, f"dense({table})")
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code == 0
+
+
+@pytest.mark.parametrize(("value", "cells"), [("[0, 0, 1]", "##. ##. ..#"), ("[0,1,1]", "#.. .## .##"), ("[[0, 0]]", "## ##")])
+def test_parameters(value: str, cells: str) -> None:
+    assert shows(cells, "-p", f"ids={value}", "document(ids)")
+    assert not shows(cells.replace("##", "#.", 1), "-p", f"ids={value}", "document(ids)")
 
 
 def test_parameters_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps([0, 0, 1, 1]))
     (tmp_path / "keep.txt").write_text("[True, False,\n True, True]\n")
-    output = render(
-        "document(ids) & key_padding(keep=keep)", "-p", f"ids=@{tmp_path / 'ids.json'}", "-p", f"keep=@{tmp_path / 'keep.txt'}"
-    )
-    assert grid(output) == ["# . . .", "# . . .", ". . # #", ". . # #"]
+    values = ("-p", f"ids=@{tmp_path / 'ids.json'}", "-p", f"keep=@{tmp_path / 'keep.txt'}")
+    assert shows("#... #... ..## ..##", *values, "document(ids) & key_padding(keep=keep)")
 
 
 def test_integer_parameter() -> None:
-    assert grid(render("(q - kv < w) & causal", "-p", "w=2", "--seq-len", "3")) == ["# . .", "# # .", ". # #"]
-
-
-LENGTHS: list[tuple[str, str]] = [
-    ("causal", "16 queries x 16 keys"),
-    ("document([0, 0, 1])", "3 queries x 3 keys"),
-    ("document([[0, 0, 1, 1], [0, 1, 1, 1]])", "4 queries x 4 keys"),
-    ("document([0, 0, 1], kv_ids=[0, 0, 1, 1, 1])", "3 queries x 5 keys"),
-    ("document(lengths=[3, 4])", "7 queries x 7 keys"),
-    ("document(lengths=[[3, 4], [5, 5]])", "10 queries x 10 keys"),
-    ("document(cu_seqlens=[0, 3, 9])", "9 queries x 9 keys"),
-    ("document(position_ids=[0, 1, 0, 1, 2])", "5 queries x 5 keys"),
-    ("per_document(causal, lengths=[3, 4])", "7 queries x 7 keys"),
-    ("key_padding([3, 6, 4])", "6 queries x 6 keys"),
-    ("key_padding(5)", "5 queries x 5 keys"),
-    ("query_padding([3, 6, 4])", "6 queries x 6 keys"),
-    ("key_padding(keep=[True, False])", "2 queries x 2 keys"),
-    ("cross_length([3, 5, 4], [7, 6, 2])", "7 queries x 5 keys"),
-    ("prefix_lm([2, 3])", "16 queries x 16 keys"),
-    ("dense([[True, False, True], [True, True, True]])", "2 queries x 3 keys"),
-    ("key_padding(0)", "16 queries x 16 keys"),
-    ("document([0, 0, 1]) & key_padding(2)", "3 queries x 3 keys"),
-]
-
-
-@pytest.mark.parametrize(("expression", "lengths"), LENGTHS)
-def test_lengths_come_from_the_data(expression: str, lengths: str) -> None:
-    assert lengths in render(expression)
-
-
-def test_tensors_say_their_length() -> None:
-    import torch
-
-    assert said_lengths(fm.document(torch.zeros(2, 9, dtype=torch.long))) == {"q": 9, "kv": 9}
-    assert said_lengths(fm.document(lengths=torch.tensor([2, 3]))) == {}
+    assert shows("#.. ##. .##", "-p", "w=2", "--seq-len", "3", "(q - kv < w) & causal")
 
 
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [
-        (["--seq-len", "3"], "3 queries x 3 keys"),
-        (["--q-len", "3"], "3 queries x 3 keys"),
-        (["--kv-len", "3"], "3 queries x 3 keys"),
-        (["--q-len", "1", "--kv-len", "3"], "1 query x 3 keys"),
+        (["--seq-len", "3"], (3, 3)),
+        (["--q-len", "3"], (3, 3)),
+        (["--kv-len", "3"], (3, 3)),
+        (["--q-len", "1", "--kv-len", "3"], (1, 3)),
+        ([], (16, 16)),
     ],
 )
-def test_lengths_as_given(options: list[str], lengths: str) -> None:
-    assert lengths in render("causal", *options)
+@pytest.mark.parametrize("command", [["stats"], ["diff", "full"]], ids=" ".join)
+def test_lengths_as_given(command: list[str], options: list[str], lengths: tuple[int, int]) -> None:
+    found = json.loads(run(*command, "causal", *options, "--json").stdout)
+    assert (found["q_len"], found["kv_len"]) == lengths
 
 
 # ---------------------------------------------------------------- files
@@ -169,49 +137,52 @@ def test_svg(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bad input
 
 BAD: list[tuple[Sequence[str], str]] = [
-    (["casual & full"], "Error: casual is not a named mask. Did you mean causal?\n  casual & full\n  ^\n"),
-    (["causal & (kv < "], "Error: this is not an expression ... \n  causal & (kv <\n           ^\n"),
-    (["causal.__class__"], "attributes are not part of a mask's text"),
-    (["kv + 1"], "not a mask"),
-    ([""], "empty"),
-    (["causal & document(ids)"], "needs a value for the parameter ids: add -p 'ids=...'"),
-    (["key_padding(n) & document(ids)"], "needs values for the parameters ids, n: add -p 'ids=...' -p 'n=...'"),
-    (["key_padding(n) & document(ids)", "-p", "n=3"], "parameter ids"),
-    (["causal", "-p", "ids=[0]"], "no parameter ids"),
-    (["document(ids)", "-p", "ids=[0]", "-p", "ids=[1]"], "ids is given twice"),
-    (["document(ids)", "-p", "ids"], "'ids' is not of the form name=VALUE"),
-    (["document(ids)", "-p", "2=3"], "name=VALUE"),
-    (["document(ids)", "-p", "ids=0 0 1"], "ids: '0 0 1' is neither a number nor a list"),
-    (["document(ids)", "-p", "ids={}"], "neither a number nor a list"),
-    (["document(ids)", "-p", "ids=open('x')"], "neither a number nor a list"),
-    (["document(ids)", "-p", "ids=[0.5]"], "0.5"),
-    (["document(ids)", "-p", "ids=[[0], [0, 1]]"], "uneven"),
-    (["document(ids)", "-p", "ids=@no/such/file"], "cannot read 'no/such/file': No such file"),
-    (["key_padding([3, 5, 4])", "--seq-len", "4"], "at most kv_len = 4, got 5"),
-    (["key_padding([3, 5, 4])", "--batch", "3"], "batch 3 is out of range: the sequences are 0 to 2"),
-    (["causal", "--batch", "1"], "batch 1 is out of range"),
-    (["causal", "--batch", "-1"], "-1"),
-    (["causal", "--head", "2"], "head 2 is out of range"),
-    (["causal", "--seq-len", "0"], "q_len must be at least 1, got 0"),
-    (["causal", "--q-len", "4", "--kv-len", "-2"], "kv_len must be at least 1, got -2"),
-    (["causal", "--seq-len", "many"], "'many' is not a valid integer"),
-    (["causal", "--seq-len", "4", "--q-len", "4"], "--seq-len, or --q-len and --kv-len"),
-    (["causal", "--seq-len", "99999999999"], "too long to draw"),
-    (["causal", "--q-offset", "-1"], "q_offset must not be negative, got -1"),
-    (["causal", "--block-size", "0"], "'0' is neither a positive number nor two of them"),
-    (["causal", "--block-size", "4,4,4"], "'4,4,4' is neither"),
-    (["causal", "--block-size", "big"], "'big' is neither"),
-    (["causal", "-o", "mask.pdf"], "'mask.pdf' must end in .png or .svg"),
-    (["causal", "-o", "mask"], "'mask' must end in .png or .svg"),
-    (["causal", "-o", "no/such/folder/mask.png"], "there is no folder 'no/such/folder'"),
-    ([], "Missing argument 'EXPR'"),
-    (["causal", "--colour"], "No such option"),
+    (["explain", "casual & full"], "Error: casual is not a named mask. Did you mean causal?\n  casual & full\n  ^\n"),
+    (["explain", "causal & (kv < "], "Error: this is not an expression ... \n  causal & (kv <\n           ^\n"),
+    (["explain", "causal.__class__"], "attributes are not part of a mask's text"),
+    (["explain", "kv + 1"], "not a mask"),
+    (["explain", ""], "empty"),
+    (["explain", "causal & document(ids)"], "needs a value for the parameter ids: add -p 'ids=...'"),
+    (["explain", "key_padding(n) & document(ids)"], "needs values for the parameters ids, n: add -p 'ids=...' -p 'n=...'"),
+    (["explain", "key_padding(n) & document(ids)", "-p", "n=3"], "parameter ids"),
+    (["explain", "causal", "-p", "ids=[0]"], "no parameter ids"),
+    (["explain", "document(ids)", "-p", "ids=[0]", "-p", "ids=[1]"], "ids is given twice"),
+    (["explain", "document(ids)", "-p", "ids"], "'ids' is not of the form name=VALUE"),
+    (["explain", "document(ids)", "-p", "2=3"], "name=VALUE"),
+    (["explain", "document(ids)", "-p", "ids=0 0 1"], "ids: '0 0 1' is neither a number nor a list"),
+    (["explain", "document(ids)", "-p", "ids={}"], "neither a number nor a list"),
+    (["explain", "document(ids)", "-p", "ids=open('x')"], "neither a number nor a list"),
+    (["explain", "document(ids)", "-p", "ids=[0.5]"], "0.5"),
+    (["explain", "document(ids)", "-p", "ids=(0, 0, 0)"], "neither a number nor a list"),
+    (["explain", "document(ids)", "-p", "ids=[[0], [0, 1]]"], "uneven"),
+    (["explain", "document(ids)", "-p", "ids=@no/such/file"], "cannot read 'no/such/file': No such file"),
+    (["explain", "key_padding([3, 5, 4])", "--seq-len", "4"], "at most kv_len = 4, got 5"),
+    (["explain", "causal", "--seq-len", "0"], "'--seq-len': 0 is not in the range x>=1"),
+    (["explain", "causal", "--q-len", "4", "--kv-len", "-2"], "'--kv-len': -2 is not in the range x>=1"),
+    (["explain", "causal", "--seq-len", "many"], "'many' is not a valid integer"),
+    (["explain", "causal", "--seq-len", "4", "--q-len", "4"], "--seq-len, or --q-len and --kv-len"),
+    (["explain", "causal", "--seq-len", "99999999999"], "q_len 99,999,999,999 is too long; at most 134,217,728"),
+    (["explain", "causal & key_padding(99999999999)"], "is too long; at most 134,217,728"),
+    (["explain", "causal", "--q-offset", "-1"], "'--q-offset': -1 is not in the range"),
+    (["explain", "causal", "--q-offset", "99999999999999999999"], "'--q-offset': 99999999999999999999 is not in the range"),
+    (["explain", "causal", "--block-size", "0"], "'0' is neither a positive number nor two of them"),
+    (["explain", "causal", "--block-size", "4,4,4"], "'4,4,4' is neither"),
+    (["explain", "causal", "--block-size", "big"], "'big' is neither"),
+    (["explain"], "Missing argument 'EXPR'"),
+    (["explain", "causal", "--colour"], "No such option"),
+    (["render", "key_padding([3, 5, 4])", "--batch", "3"], "batch 3 is out of range: the sequences are 0 to 2"),
+    (["render", "causal", "--batch", "1"], "batch 1 is out of range"),
+    (["render", "causal", "--batch", "-1"], "-1"),
+    (["render", "causal", "--head", "2"], "head 2 is out of range"),
+    (["render", "causal", "-o", "mask.pdf"], "'mask.pdf' must end in .png"),
+    (["render", "causal", "-o", "mask"], "'mask' must end in .png"),
+    (["render", "causal", "-o", "no/such/folder/mask.png"], "there is no folder 'no/such/folder'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(row[0])[:60] for row in BAD])
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(row[0])[:70] for row in BAD])
 def test_bad_input(arguments: Sequence[str], message: str) -> None:
-    result = run("render", *arguments)
+    result = run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.output
@@ -229,14 +200,14 @@ def test_unknown_command() -> None:
 
 def test_long_text_is_cut_around_the_caret() -> None:
     long = f"document({[0] * 500}) & nothing & document({[0] * 500})"
-    lines = run("render", long).stderr.splitlines()
+    lines = run("explain", long).stderr.splitlines()
     assert lines[0].startswith("Error: nothing is not a named mask. ")
     assert max(map(len, lines[1:])) < 90
     assert lines[1][lines[2].index("^") :].startswith("nothing & ")
 
 
 def test_long_data_is_cut_in_messages() -> None:
-    result = run("render", f"key_padding({[3] * 5000})", "--seq-len", "2")
+    result = run("explain", f"key_padding({[3] * 5000})", "--seq-len", "2")
     assert result.exit_code == 2
     assert len(result.stderr) < 500
 
@@ -267,10 +238,13 @@ except SystemExit as done:
         (["--help"], "0"),
         (["--version"], "0"),
         (["render", "--help"], "0"),
-        (["list"], "0 rich"),
+        (["list"], "0"),
+        (["list", "--json"], "0"),
         (["list", "causal"], "0"),
+        (["stats", "--help"], "0"),
+        (["diff", "causal"], "2"),
         (["render", "causal", "-o", "mask.pdf"], "2"),
-        (["render", "causal", "--seq-len", "2"], "0 torch rich numpy"),
+        (["stats", "causal"], "0 torch numpy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -290,6 +264,31 @@ def test_help_tells_all() -> None:
     assert "flexmask list" in run("list", "-h").stdout
     assert run("-h").stdout == run("--help").stdout
     assert run("--version").stdout == f"flexmask {fm.__version__}\n"
+    for text in ("Exit codes:", "_FLEXMASK_COMPLETE=bash_source", "zsh_source", "fish_source"):
+        assert text in run("--help").stdout
+
+
+#: The options that every command which lowers masks has.
+SHARED = ("--seq-len", "--q-len", "--kv-len", "--q-offset", "--param", "--batch", "--heads", "--device", "--json")
+
+
+def test_the_same_options_for_the_same_thing() -> None:
+    described: dict[str, set[tuple[object, ...]]] = {}
+    for command in ("check", "diff", "explain", "stats"):
+        options = {name: option for option in main.commands[command].params for name in option.opts}
+        assert set(SHARED) <= set(options)
+        assert "Examples:" in run(command, "--help").stdout
+        for name in SHARED[:-1]:
+            option = options[name]
+            described.setdefault(name, set()).add(
+                (getattr(option, "help", ""), option.metavar, option.default, type(option.type).__name__)
+            )
+    assert {name: len(texts) for name, texts in described.items()} == dict.fromkeys(SHARED[:-1], 1)
+
+
+@pytest.mark.parametrize("command", ["check", "diff"])
+def test_commands_that_can_differ_say_so(command: str) -> None:
+    assert "with 1 w" in " ".join(run(command, "--help").stdout.split())
 
 
 @pytest.mark.parametrize(

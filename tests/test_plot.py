@@ -8,12 +8,14 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -21,8 +23,10 @@ from matplotlib.image import imread
 import flexmask as fm
 from flexmask import Mask
 from flexmask.render import area
+from flexmask.render.panels import save_sheet
 from flexmask.render.picture import picture
 from flexmask.render.plot import plot, save
+from flexmask.render.scores import score_picture, score_sheet
 from tests.test_render import STRIDED, packed
 
 BASELINE = Path(__file__).parent / "baseline"
@@ -118,6 +122,8 @@ def test_pyplot_is_never_imported() -> None:
 
 # ---------------------------------------------------------------- golden images
 
+PACKED = fm.causal() & fm.document(lengths=[[8, 10, 6], [5, 19, 0]]) & fm.key_padding(lengths=[22, 20])
+
 GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
     "padded": (fm.causal() & fm.key_padding([3, 5, 4]), {"q_len": 5}),
     "packed_blocks": (fm.causal() & fm.document([0] * 9 + [1] * 4 + [2] * 9 + [-1] * 2), {"q_len": 24, "block_size": 4}),
@@ -125,6 +131,11 @@ GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
     "packed_long": (fm.causal() & fm.document(packed(4096, 400)), {"q_len": 4096, "block_size": 128}),
     "wide": (fm.cross_length([300, 650], [200, 320]), {"q_len": 400, "kv_len": 900, "batch": 1}),
     "estimated": (STRIDED & fm.sliding_window(90, 90), {"q_len": 300, "most_pixels": (100, 100)}),
+    "why": (PACKED, {"why": True, "batch": 1}),
+    "why_blocks": (PACKED, {"why": True, "block_size": 8}),
+    "why_long": (fm.causal() & fm.document(packed(4096, 400)) & fm.key_padding(3900), {"q_len": 4096, "why": True}),
+    "against": (fm.sliding_window(size=6), {"q_len": 20, "against": fm.causal() & (fm.q - fm.kv < 8) & (fm.kv > 1)}),
+    "tokens": (fm.causal() & fm.key_padding(5), {"tokens": "The quick brown fox jumps <pad> <pad>"}),
 }
 
 
@@ -140,15 +151,37 @@ def test_golden_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     mask, options = GOLDEN[name]
     if name == "estimated":
         monkeypatch.setattr(area, "MAX_CELLS", 0)
-    regenerate = bool(os.environ.get("FLEXMASK_REGENERATE"))
-    path = (BASELINE if regenerate else tmp_path) / f"{name}.png"
-    save(picture(mask, **options), path)
+    assert_golden(name, tmp_path, lambda path: save(picture(mask, **options), path))
+
+
+def assert_golden(name: str, folder: Path, write: Callable[[Path], None]) -> None:
+    path = (BASELINE if os.environ.get("FLEXMASK_REGENERATE") else folder) / f"{name}.png"
+    write(path)
     assert difference(path, BASELINE / f"{name}.png") <= TOLERANCE
+
+
+def test_golden_panels(tmp_path: Path) -> None:
+    mask = fm.per_head([fm.causal(), fm.sliding_window(size=4)]) & fm.key_padding(lengths=[12, 9])
+    assert_golden("panels", tmp_path, lambda path: mask.save_picture(path, 12, batch="all", head="all", block_size=4))
+
+
+def test_golden_terms(tmp_path: Path) -> None:
+    assert_golden("terms", tmp_path, lambda path: PACKED.save_picture(path, terms=True))
+
+
+def test_golden_scores(tmp_path: Path) -> None:
+    place = torch.arange(9.0)
+    query = torch.stack([torch.cos(place), torch.sin(place)], -1).expand(1, 3, 9, 2) * torch.tensor([1.0, 3, 9]).view(1, 3, 1, 1)
+    mask = fm.causal() & fm.key_padding(7)
+    weights = fm.attention_weights(query, query[:, :1], mask)
+    tokens = "The quick brown fox jumps over the <pad> <pad>"
+    assert_golden("scores", tmp_path, lambda path: save(score_picture(weights, mask, tokens=tokens), path))
+    assert_golden("score_heads", tmp_path, lambda path: save_sheet(score_sheet(weights, mask, tokens=tokens), path))
 
 
 def test_golden_images_would_show_one_wrong_cell(tmp_path: Path) -> None:
     mask, options = GOLDEN["packed_blocks"]
     wrong = mask ^ ((fm.q == 23) & (fm.kv == 22))
-    save(picture(wrong, **options), tmp_path / "wrong.png", title=str(mask).replace("table", ""))
-    save(picture(mask, **options), tmp_path / "right.png", title=str(mask).replace("table", ""))
+    save(picture(wrong, **options, bands=False), tmp_path / "wrong.png", title=str(mask).replace("table", ""))
+    save(picture(mask, **options, bands=False), tmp_path / "right.png", title=str(mask).replace("table", ""))
     assert difference(tmp_path / "wrong.png", tmp_path / "right.png") > TOLERANCE

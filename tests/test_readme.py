@@ -17,8 +17,9 @@ LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) f
 COMMANDS = [line.removeprefix("flexmask ") for line in LINES if line.startswith("flexmask ")]
 
 
-def test_python_blocks_run() -> None:
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each after the others, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for number, block in enumerate(PYTHON):
         exec(compile(block, f"README block {number}", "exec"), names)

@@ -1,6 +1,5 @@
-"""Pictures: the arrays that are drawn against dense masks, their words, and the drawing in a terminal."""
+"""Pictures: the arrays that are drawn against dense masks, and their words."""
 
-import io
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -12,8 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.text import Text
 
 import flexmask as fm
 from flexmask import FlexmaskError, LoweringError, Mask, OperandError, RenderError
@@ -21,7 +18,6 @@ from flexmask.render import area
 from flexmask.render.caption import notes, numbered, shortened, title_lines
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, picture
 from flexmask.render.plot import save
-from flexmask.render.terminal import show
 from tests.strategies import Case, Shape, shaped_masks
 
 STRIDED = fm.causal() & ((fm.q - fm.kv) % 3 == 0)  # its rows are only bounds
@@ -71,13 +67,14 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
                 assert batch or head
                 continue
             assert shown.every_cell
-            assert np.array_equal(shown.visible, expected[batch, head])
-            assert shown.pairs == (expected[batch, head].sum(),) * 2
+            assert np.array_equal(shown.cells == 0, expected[batch, head])
+            assert np.array_equal(shown.shares[0], expected[batch, head])
+            assert shown.pairs[0] == (expected[batch, head].sum(),) * 2
     pixels = data.draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
     block = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     shown = picture(case.mask, **lowering, most_pixels=pixels, block_size=block)
-    assert shown.visible.shape <= pixels
-    assert np.allclose(shown.visible, averaged(expected[0, 0], shown.step), atol=1e-6)
+    assert shown.shares.shape[1:] <= pixels
+    assert np.allclose(shown.shares[0], averaged(expected[0, 0], shown.step), atol=1e-6)
     assert shown.blocks is not None
     assert np.array_equal(shown.blocks, block_kinds(expected[0, 0], block))
 
@@ -111,9 +108,9 @@ def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: p
     shown = picture(mask, 500, most_pixels=pixels)
     assert shown.estimated is None
     cells = mask.dense(500)[0, 0].numpy()
-    assert np.allclose(shown.visible, averaged(cells, shown.step), atol=1e-6)
-    assert shown.pairs == (cells.sum(), cells.sum())
-    assert ((shown.visible == 0) == (averaged(cells, shown.step) == 0)).all()
+    assert np.allclose(shown.shares[0], averaged(cells, shown.step), atol=1e-6)
+    assert shown.pairs[0] == (cells.sum(), cells.sum())
+    assert ((shown.shares[0] == 0) == (averaged(cells, shown.step) == 0)).all()
 
 
 def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +120,17 @@ def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.estimated is not None
     assert exact.blocks is not None
     assert shown.blocks is not None
-    assert np.array_equal(shown.visible[~shown.estimated], exact.visible[~shown.estimated])
+    assert np.array_equal(shown.shares[:, ~shown.estimated], exact.shares[:, ~shown.estimated])
     assert (~shown.estimated).sum() == 60 * 59 / 2
-    assert np.abs(shown.visible - exact.visible).max() < 0.35
+    assert np.abs(shown.shares - exact.shares).max() < 0.35
     known = shown.blocks != UNKNOWN
     assert known.sum() > 800
     assert np.array_equal(shown.blocks[known], exact.blocks[known])
-    assert shown.pairs[0] <= exact.pairs[0] <= shown.pairs[1]
+    for (least, most), (pairs, _) in zip(shown.pairs, exact.pairs, strict=True):
+        assert least <= pairs <= most
     assert "shades estimated from samples" in notes(shown)
     assert notes(shown)[1] == "0 to 50.1 % visible"
-    assert np.array_equal(shown.visible, picture(STRIDED, 600, most_pixels=(60, 60)).visible)
+    assert np.array_equal(shown.shares, picture(STRIDED, 600, most_pixels=(60, 60)).shares)
 
 
 def test_long_masks_need_no_dense_tensor() -> None:
@@ -146,7 +144,7 @@ def test_long_masks_need_no_dense_tensor() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert shown.step == (128, 128)
-    assert shown.pairs[0] == int(mask.rows(tokens).upper.counts().sum())
+    assert shown.pairs[0][0] == int(mask.rows(tokens).upper.counts().sum())
     assert seconds < 5
     assert peak < 100e6
 
@@ -155,14 +153,14 @@ def test_indices_that_nothing_counts() -> None:
     mask = (fm.kv - fm.b <= fm.q) & (fm.kv >= fm.h)
     shown = picture(mask, 6, batch=2, head=1)
     assert (shown.batches, shown.heads) == (None, None)
-    assert np.array_equal(shown.visible, mask.dense(6, batch=3, heads=2)[2, 1])
+    assert np.array_equal(shown.cells == 0, mask.dense(6, batch=3, heads=2)[2, 1])
     assert notes(shown)[:2] == ["sequence 2", "head 1"]
 
 
 def test_offset_for_each_sequence() -> None:
     shown = picture(fm.causal(), 2, 8, batch=1, q_offset=torch.tensor([0, 5]))
     assert shown.q_offset == 5
-    assert shown.visible.sum(1).tolist() == [6, 7]
+    assert shown.shares[0].sum(1).tolist() == [6, 7]
     assert "sequence 1 of 2" in notes(shown)
 
 
@@ -177,7 +175,6 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("block size", lambda: picture(PADDED, 5, block_size=0), OperandError, r"block_size .*0"),
     ("three block sizes", lambda: picture(PADDED, 5, block_size=(1, 2, 3)), OperandError, r"block_size"),  # type: ignore[arg-type]
     ("no queries", lambda: picture(PADDED, 0), LoweringError, r"q_len .*0"),
-    ("no queries in a terminal", lambda: show(PADDED, 0), LoweringError, r"q_len .*0"),
     ("too long", lambda: picture(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
     ("length", lambda: picture(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: picture(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
@@ -217,112 +214,3 @@ def test_numbers_are_round_and_fit() -> None:
     assert list(numbered(64, 5)) == [0, 16, 32, 48]
     assert list(numbered(12, 4, 3)) == [0, 3, 6, 9]
     assert list(numbered(7, 0.5)) == [0]
-
-
-# ---------------------------------------------------------------- the terminal
-
-
-def drawn(mask: Mask, q_len: int, kv_len: int | None = None, *, width: int = 80, terminal: bool = False, **options: Any) -> str:
-    """What a terminal of a width shows, or the plain text that a pipe gets."""
-    colors = {"force_terminal": True, "color_system": "truecolor"} if terminal else {"force_terminal": False}
-    console = Console(file=io.StringIO(), width=width, _environ={}, **colors)
-    show(mask, q_len, kv_len, console=console, **options)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def visible_text(colored: str) -> list[str]:
-    """The lines of a terminal's output without its colours."""
-    return Text.from_ansi(colored).plain.splitlines()
-
-
-CELLS = """\
-causal & key_padding(lengths=[3, 5, 4])
-sequence 2 of 3, 3 queries x 5 keys, 73.3 % visible, blocks of 2 x 2
-
-q\\kv 0 1 2 3 4
-   2 # #|x .|
-   3 # #|x x|
-     ---+---+-
-   4 x x|x x|
-
-# visible, full block   x visible, partial block   . hidden, partial block
-blank hidden, empty block
-"""
-
-
-def test_every_cell_as_plain_text() -> None:
-    mask = fm.causal() & PADDED
-    assert drawn(mask, 3, 5, batch=2, q_offset=2, block_size=2) == CELLS
-
-
-def test_every_cell_in_a_terminal() -> None:
-    colored = drawn(fm.causal(), 3, terminal=True)
-    assert "\x1b[" in colored
-    assert visible_text(colored)[3:] == ["q\\kv 0 1 2", "   0 ■ ⬚ ⬚", "   1 ■ ■ ⬚", "   2 ■ ■ ■", "", "■ visible   ⬚ hidden"]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 24, 33])
-def test_drawn_cells_are_the_mask(size: int, terminal: bool) -> None:
-    mask = fm.causal() & fm.document(packed(size, 3))
-    lines = visible_text(drawn(mask, size, terminal=terminal))[4 : 4 + size]
-    cells = [[glyph in "■#" for glyph in line[5::2]] for line in lines]
-    assert np.array_equal(cells, mask.dense(size)[0, 0])
-
-
-def test_every_cell_without_gaps_where_they_do_not_fit() -> None:
-    mask = fm.causal() & fm.document(packed(60, 9))
-    lines = drawn(mask, 60).splitlines()[4:64]
-    assert np.array_equal([[glyph == "#" for glyph in line[5:]] for line in lines], mask.dense(60)[0, 0])
-
-
-def test_blocks_where_cells_do_not_fit() -> None:
-    mask = fm.causal() & fm.document(packed(1000, 100))
-    shown = picture(mask, 1000, block_size=50)
-    assert shown.blocks is not None
-    lines = drawn(mask, 1000, block_size=50).splitlines()
-    glyphs = {EMPTY: ".", PARTIAL: "x", FULL: "#"}
-    assert [line[5::2] for line in lines[4:24]] == ["".join(glyphs[kind] for kind in row) for row in shown.blocks.tolist()]
-    assert lines[1] == f"1,000 queries x 1,000 keys, {100 * shown.pairs[0] / 1e6:.3g} % visible, blocks of 50 x 50"
-    assert lines[-1] == "   ".join(
-        f"{glyphs[kind]} {name} block ({(shown.blocks == kind).sum()})"
-        for kind, name in ((FULL, "full"), (PARTIAL, "partial"), (EMPTY, "empty"))
-    )
-
-
-def test_area_where_blocks_do_not_fit() -> None:
-    lines = drawn(fm.causal(), 1000, width=40, block_size=2).splitlines()
-    assert "blocks of 2 x 2 are too small to draw" in lines
-    start = next(number for number, line in enumerate(lines) if line.startswith("q\\kv")) + 1
-    area_lines = lines[start:-3]
-    assert area_lines[0] == "   0 *-" + "." * 33
-    assert set("".join(line[5:] for line in area_lines)) == set(".-+*#")
-    assert all(line[5:].rstrip(".").rstrip("-+*") == "#" * len(line[5:].rstrip(".").rstrip("-+*")) for line in area_lines)
-
-
-def test_area_in_color_shows_two_pixels_in_a_character() -> None:
-    colored = drawn(fm.causal(), 1000, width=60, terminal=True)
-    rows = [line for line in visible_text(colored) if "▀" in line]
-    assert len(rows) == 27
-    assert all(line.endswith("▀" * 53) for line in rows)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("block", [None, 16, 4])
-@pytest.mark.parametrize("lengths", [(3, 5), (30, 30), (65, 20), (500, 700), (1, 5000), (3000, 2)])
-@pytest.mark.parametrize("width", [20, 61, 120])
-def test_grid_fits_the_width(width: int, lengths: tuple[int, int], block: int | None, terminal: bool) -> None:
-    lines = visible_text(drawn(fm.causal(align="lower_right"), *lengths, width=width, block_size=block, terminal=terminal))
-    grid = lines[next(number for number, line in enumerate(lines) if "q\\kv" in line) :]
-    grid = grid[: grid.index("")]
-    assert max(map(len, grid)) <= width
-    assert len(grid) <= 1 + 64 * (2 if block else 1)
-
-
-def test_plain_text_is_ascii() -> None:
-    for size, block in ((9, 3), (300, 20), (300, None)):
-        text = drawn(fm.causal() & fm.document(packed(size, 5)), size, block_size=block)
-        assert text.isascii()
-        assert "\x1b" not in text
-        assert all(line == line.rstrip() for line in text.splitlines())

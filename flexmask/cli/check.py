@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import click
 
-from flexmask.cli.inputs import REFERENCE, BlockSize, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import print_plainly
+from flexmask.cli.completion import complete_expression
+from flexmask.cli.inputs import REFERENCE, Asked, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.output import Cell, heading, print_json, print_table, say
+from flexmask.cli.progress import working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
+    from flexmask.testing.backends import Backend
     from flexmask.testing.findings import Finding
     from flexmask.testing.settings import Reference
 
 __all__ = ["check"]
 
-Parameters = tuple[tuple[str, object], ...]
-
 
 @click.command()
-@mask_options
+@expression_argument("expression", "EXPR")
 @click.option(
     "--against",
     metavar="EXPR|MODULE:NAME",
+    shell_complete=complete_expression,
     help="What the mask should be: another mask, or a mask_mod function, which is called.",
 )
-@click.option("--device", default="cpu", metavar="DEVICE", help="Where all is done. [default: cpu]")
-@click.option("--batch", type=int, metavar="N", help="Number of sequences, where the mask's data does not say it.")
-@click.option("--heads", type=int, metavar="N", help="Number of heads, where the mask's data does not say it.")
-@click.option("--block-size", type=BlockSize(), default="8", metavar="N|Q,KV", help="Tokens in a block. [default: 8]")
+@lowering_options
+@block_size_option("8")
 @click.option(
     "--backend",
     "backends",
@@ -39,27 +38,22 @@ Parameters = tuple[tuple[str, object], ...]
     type=click.Choice(["sdpa", "flex"]),
     help="Backend of attention to check, repeatable. [default: sdpa, on CUDA also flex]",
 )
+@json_option("agrees, the mask, against or null, and the findings, each with name, wrong, text and picture")
 @click.pass_context
 def check(
     ctx: click.Context,
     expression: str,
-    seq_len: int | None,
-    q_len: int | None,
-    kv_len: int | None,
-    q_offset: int,
-    parameters: Parameters,
     against: str | None,
-    device: str,
-    batch: int | None,
-    heads: int | None,
+    asked: Asked,
     block_size: tuple[int, int],
-    backends: tuple[str, ...],
+    backends: tuple[Backend, ...],
+    as_json: bool,
 ) -> None:
-    """Check that all that the mask EXPR lowers to agrees.
+    """Check that all that the mask EXPR lowers to agrees. EXPR may be MODULE:NAME of a mask or mask_mod function.
 
     Its dense form, rows, mask_mod, BlockMask and figures are held against each other, and attention with its gradients
     against dense masked softmax in float64. With --against they are held against another mask, or against a function
-    (b, h, q_idx, kv_idx) in a module. EXPR may be MODULE:NAME too. Parameters count for both.
+    (b, h, q_idx, kv_idx) in a module. Parameters count for both. `flexmask diff` compares two masks at any length.
 
     Exits with 0 where all agree, with 1 where something differs, and with 2 for bad input.
 
@@ -69,54 +63,49 @@ def check(
       flexmask check "sliding_window(size=4)" --against "causal & (q - kv < 4)" --seq-len 32
       flexmask check "causal & key_padding(n)" --against "causal - (kv >= 5)" -p n=5
     """
-    own, its = _shared(parameters, expression, against)
-    mask = read_mask(expression, own)
-    reference = None if against is None else _reference(against, its)
-    queries, keys = lengths_of(mask, seq_len, q_len, kv_len)
-    from flexmask import devices
-    from flexmask.testing.equivalence import agreement
-    from flexmask.testing.settings import setting_of
-
-    where = devices.found(device)
-    setting = setting_of(mask, queries, keys, batch=batch, heads=heads, q_offset=q_offset, device=where, reference=reference)
-    if not _report(agreement(setting, reference, block_size, backends or None)):  # type: ignore[arg-type]
+    with working("preparing") as doing:
+        findings = []
+        for finding in _findings(expression, against, asked, block_size, backends):
+            findings.append(finding)
+            doing(f"{len(findings)} checks done, the last: {finding.name}")
+    agrees = not any(finding.wrong for finding in findings)
+    if as_json:
+        said = [{"name": one.name, "wrong": one.wrong, "text": one.text, "picture": one.picture} for one in findings]
+        print_json({"agrees": agrees, "mask": expression, "against": against, "findings": said})
+    else:
+        _report(findings)
+    if not agrees:
         ctx.exit(1)
 
 
-def _shared(parameters: Parameters, expression: str, against: str | None) -> tuple[Parameters, Parameters]:
-    """The parameters of each of the two masks; one that neither has goes to the first, which refuses it."""
-    if against is None or REFERENCE.fullmatch(against.strip()):
-        return parameters, ()
-    theirs, ours = (set(re.findall(r"[A-Za-z_]\w*", text)) for text in (against, expression))
-    its = tuple(pair for pair in parameters if pair[0] in theirs)
-    return tuple(pair for pair in parameters if pair[0] in ours or pair[0] not in theirs), its
+def _findings(
+    expression: str, against: str | None, asked: Asked, block_size: tuple[int, int], backends: tuple[Backend, ...]
+) -> Iterator[Finding]:
+    """What the checks find, one after another."""
+    from flexmask.testing.equivalence import agreement
+    from flexmask.testing.settings import setting_of
+
+    reference: Reference | None = None
+    if against is None:
+        masks = asked.masks(expression)
+    elif REFERENCE.fullmatch(against.strip()):
+        from flexmask.cli.references import referred
+
+        masks, reference = asked.masks(expression), referred(against.strip())
+    else:
+        masks = asked.masks(expression, against)
+        reference = masks[1]
+    setting = setting_of(masks[0], **asked.lowering(*masks), reference=reference)
+    yield from agreement(setting, reference, block_size, backends or None)
 
 
-def _reference(against: str, parameters: Parameters) -> Reference:
-    if not REFERENCE.fullmatch(against.strip()):
-        return read_mask(against, parameters)
-    from flexmask.cli.references import referred
-
-    return referred(against.strip())
-
-
-def _report(findings: Iterable[Finding]) -> bool:
-    """Prints a table of findings and where the first that is wrong is; whether none is."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("check", "", "result"):
-        table.add_column(column)
-    wrong = []
-    for finding in findings:
-        verdict = Text("differs", "bold red") if finding.wrong else Text("ok", "green")
-        table.add_row(Text(finding.name), verdict, Text(finding.text))
-        wrong += [finding] if finding.wrong else []
-    console = Console()
-    print_plainly(console, table)
-    drawn = next((finding for finding in wrong if finding.picture), None)
+def _report(findings: list[Finding]) -> None:
+    """Prints a table of findings, and where the first that is wrong is."""
+    rows = [
+        (finding.name, Cell("differs", "red", bold=True) if finding.wrong else Cell("ok", "green"), finding.text)
+        for finding in findings
+    ]
+    print_table(rows, heading("check", "", "result"))
+    drawn = next((finding for finding in findings if finding.wrong and finding.picture), None)
     if drawn is not None:
-        console.print(Text(f"\n{drawn.name}:\n{drawn.picture}"))
-    return not wrong
+        say(f"\n{drawn.name}:\n{drawn.picture}")

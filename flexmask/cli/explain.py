@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from flexmask.cli.inputs import BlockSize, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import print_plainly
+from flexmask.cli.figures import figures
+from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.output import Cell, print_json, print_table
+from flexmask.cli.progress import working
 from flexmask.render.caption import shortened
 
 __all__ = ["explain"]
@@ -15,25 +17,17 @@ MOST_VALUES = 12
 
 
 @click.command()
-@mask_options
-@click.option("--batch", type=int, metavar="N", help="Number of sequences, where the mask's data does not say it.")
-@click.option("--heads", type=int, metavar="N", help="Number of heads, where the mask's data does not say it.")
-@click.option("--block-size", type=BlockSize(), default="128", metavar="N|Q,KV", help="Tokens in a block. [default: 128]")
-def explain(
-    expression: str,
-    seq_len: int | None,
-    q_len: int | None,
-    kv_len: int | None,
-    q_offset: int,
-    parameters: tuple[tuple[str, object], ...],
-    batch: int | None,
-    heads: int | None,
-    block_size: tuple[int, int],
-) -> None:
-    """Explain the mask EXPR, or the mask_mod function NAME of a MODULE.
+@expression_argument("expression", "EXPR")
+@lowering_options
+@block_size_option("128")
+@json_option("what flexmask.explain() found, with all figures under stats")
+def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json: bool) -> None:
+    """Explain what the mask EXPR means and comes down to.
 
-    Shown are the mask under the names that it has, its definition, the conditions it comes down to and whether query and
-    key stand apart in them, the intervals of its rows, its blocks, its memory, and what attention costs with it.
+    EXPR may be MODULE:NAME of a mask or mask_mod function. Shown are the mask under the names that it has, its
+    definition, the conditions it comes down to and whether query and key stand apart in them, the intervals of its
+    rows, its blocks, its memory, and what attention costs with it. `flexmask stats` has the figures alone, of several
+    masks beside each other.
 
     \b
     Examples:
@@ -41,16 +35,14 @@ def explain(
       flexmask explain "sliding_window(left=256, right=0)" --seq-len 8192
       flexmask explain my_package.masks:my_mask_mod --seq-len 4096
     """
-    mask = read_mask(expression, parameters)
-    queries, keys = lengths_of(mask, seq_len, q_len, kv_len)
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    with working("explaining the mask"):
+        (mask,) = asked.masks(expression)
+        from flexmask.explaining import explain as explained
 
-    from flexmask.explaining import explain as explained
-
-    found = explained(mask, queries, keys, batch=batch, heads=heads, q_offset=q_offset, block_size=block_size)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for label, text in found.lines():
-        table.add_row(Text(label, "bold"), Text(shortened(text, MOST_VALUES)))
-    print_plainly(Console(), table)
+        found = explained(mask, **asked.lowering(mask), block_size=block_size)
+    if as_json:
+        leaves = [{"text": leaf.text, "kind": leaf.kind, "separates": leaf.separates} for leaf in found.leaves]
+        plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")
+        print_json({name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": figures(found.stats)})
+        return
+    print_table([(Cell(label, bold=True), shortened(text, MOST_VALUES)) for label, text in found.lines()])

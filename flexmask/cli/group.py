@@ -1,7 +1,8 @@
-"""The ``flexmask`` command that holds the others, and the one place where errors become messages."""
+"""The ``flexmask`` command that holds the others, and the one place where errors become messages and exit codes."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ import click
 
 import flexmask
 from flexmask.cli.messages import Refused, message_of
+from flexmask.cli.output import say
 from flexmask.errors import FlexmaskError, PluginWarning
 
 __all__ = ["main"]
+
+#: What a shell reports of a program that SIGINT or SIGPIPE ended: 1 would say that something differs.
+INTERRUPTED, UNREAD = 130, 141
 
 
 class Commands(click.Group):
@@ -27,6 +32,18 @@ class Commands(click.Group):
                 return super().invoke(ctx)
             except FlexmaskError as error:
                 raise Refused(message_of(error)) from error
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, MemoryError) or "memory" in str(error):  # so torch's allocators say it
+                    raise Refused("there is not enough memory for lengths and blocks of this size") from error
+                raise
+            except (BrokenPipeError, SystemExit) as error:
+                if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich exits at once
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is still to be written
+                    ctx.exit(UNREAD)
+                raise
+            except KeyboardInterrupt:
+                say("\nstopped", err=True)
+                ctx.exit(INTERRUPTED)
 
 
 @contextmanager
@@ -43,7 +60,7 @@ def _current_folder() -> Iterator[None]:
 def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:
     def line(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
         if issubclass(category, PluginWarning):
-            click.echo(f"Warning: {message}", err=True)
+            say(f"Warning: {message}", err=True)
         else:
             show(message, category, *rest, **options)
 
@@ -65,4 +82,16 @@ def main() -> None:
     your shell. Any other name, like ids, is a parameter: give its value with -p ids=...
 
     `flexmask list` shows the named masks, those of plugins too, and `flexmask COMMAND -h` all that a command takes.
+
+    \b
+    Exit codes:
+      0  all is well
+      1  the masks differ (diff), or something does not agree (check)
+      2  bad input; the message is on stderr
+
+    \b
+    Completion of commands, options and names of masks in the shell, for its start-up file:
+      bash  eval "$(_FLEXMASK_COMPLETE=bash_source flexmask)"
+      zsh   eval "$(_FLEXMASK_COMPLETE=zsh_source flexmask)"
+      fish  _FLEXMASK_COMPLETE=fish_source flexmask | source
     """

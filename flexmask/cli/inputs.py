@@ -1,77 +1,151 @@
-"""What the commands share: the mask's text, its parameters, and the lengths it is lowered with."""
+"""What the commands share: the mask's text, its parameters, and the lengths and sizes it is lowered with."""
 
 from __future__ import annotations
 
-import ast
-import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import click
 
+from flexmask.cli.completion import complete_expression
 from flexmask.cli.messages import Refused
+from flexmask.cli.values import BlockSize, Parameter
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
 
-__all__ = ["BlockSize", "REFERENCE", "lengths_of", "mask_options", "read_mask"]
+__all__ = [
+    "Asked",
+    "Lowering",
+    "Parameters",
+    "REFERENCE",
+    "block_size_option",
+    "expression_argument",
+    "json_option",
+    "lengths_of",
+    "lowering_options",
+    "mask_options",
+    "read_mask",
+    "read_masks",
+]
 
 #: A function or a mask in a module, as entry points are written.
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Parameters = tuple[tuple[str, object], ...]
 
-#: The length that is drawn where neither the options nor the mask's data say one.
-DEFAULT_LENGTH = 16
-
-
-class Parameter(click.ParamType[tuple[str, object]]):
-    """``name=VALUE``, where VALUE is an integer, a list, or @FILE with either of them in it."""
-
-    name = "name=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, object]:
-        name, equals, text = str(value).partition("=")
-        name = name.strip()
-        if not equals or not name.isidentifier():
-            self.fail(f"{_short(value)} is not of the form name=VALUE, e.g. ids=[0,0,1,1] or ids=@FILE", param, ctx)
-        if text.strip().startswith("@"):
-            path = Path(text.strip()[1:])
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not a text file"
-                self.fail(f"{name}: cannot read {str(path)!r}: {reason}", param, ctx)
-        found = _value(text.strip())
-        if not isinstance(found, int | float | list):
-            self.fail(f"{name}: {_short(text)} is neither a number nor a list of integers or truth values", param, ctx)
-        return name, found
+#: The most queries, over all sequences and heads, whose rows are worked out: they take about 6 GB.
+MOST = 2**27
+#: The greatest position of the first query, beyond all lengths.
+MOST_OFFSET = 2**30
 
 
-class BlockSize(click.ParamType[tuple[int, int]]):
-    """``N`` or ``Q,KV``: tokens in a block."""
+class Lowering(TypedDict):
+    """The arguments of a lowering."""
 
-    name = "n|q,kv"
+    q_len: int
+    kv_len: int
+    batch: int | None
+    heads: int | None
+    q_offset: int
+    device: str
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in str(value).split(",")]
-        if len(sizes) > 2 or min(sizes) < 1:
-            self.fail(f"{value!r} is neither a positive number nor two of them, Q,KV", param, ctx)
-        return sizes[0], sizes[-1]
+
+@dataclass(frozen=True)
+class Asked:
+    """How masks are to be read and lowered, as the options of :func:`lowering_options` say."""
+
+    seq_len: int | None
+    q_len: int | None
+    kv_len: int | None
+    q_offset: int
+    parameters: Parameters
+    batch: int | None
+    heads: int | None
+    device: str
+
+    def masks(self, *texts: str) -> list[Mask]:
+        """The masks of some texts, as for :func:`read_masks`, their data on the device."""
+        from flexmask import devices
+
+        where = devices.found(self.device)
+        return [mask.to(where) for mask in read_masks(texts, self.parameters)]
+
+    def lowering(self, *masks: Mask) -> Lowering:
+        """The arguments for lowering masks alike.
+
+        Raises:
+            UsageError: lengths that exclude each other.
+            Refused: more rows than fit into memory.
+        """
+        q_len, kv_len = lengths_of(masks, self.seq_len, self.q_len, self.kv_len)
+        symbols = {symbol for mask in masks for symbol in mask.expand().symbols}
+        rows = q_len * ((self.batch or 1) if "b" in symbols else 1) * ((self.heads or 1) if "h" in symbols else 1)
+        if rows > MOST:
+            raise Refused(f"{rows:,} queries in all sequences and heads are too many; at most {MOST:,}")
+        return Lowering(
+            q_len=q_len, kv_len=kv_len, batch=self.batch, heads=self.heads, q_offset=self.q_offset, device=self.device
+        )
+
+
+def expression_argument(name: str, metavar: str, **settings: Any) -> Callable[[Command], Command]:
+    """Adds the text of a mask, or MODULE:NAME."""
+    return click.argument(name, metavar=metavar, shell_complete=complete_expression, **settings)
+
+
+def block_size_option(default: str) -> Callable[[Command], Command]:
+    """Adds ``--block-size``."""
+    text = f"Tokens in a block. [default: {default}]"
+    return click.option("--block-size", type=BlockSize(), default=default, metavar="N|Q,KV", help=text)
+
+
+def json_option(what: str) -> Callable[[Command], Command]:
+    """Adds ``--json``, of which the help says what is in the document."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON document instead: {what}.")
 
 
 def mask_options(command: Command) -> Command:
-    """Adds the mask's text and all that says how it is lowered."""
-    decorators = [
-        click.argument("expression", metavar="EXPR"),
-        click.option("--seq-len", type=int, metavar="N", help="Number of queries and of keys."),
-        click.option("--q-len", type=int, metavar="N", help="Number of queries."),
-        click.option("--kv-len", type=int, metavar="N", help="Number of keys."),
-        click.option("--q-offset", type=int, default=0, metavar="N", help="Position of the first query. [default: 0]"),
+    """Adds the text of one mask, its parameters and its lengths."""
+    return expression_argument("expression", "EXPR")(_length_options(command))
+
+
+def lowering_options(command: Command) -> Command:
+    """Adds the parameters of masks and all that they are lowered with, which the command takes as ``asked``."""
+    options = [
+        click.option(
+            "--batch", type=click.IntRange(min=1), metavar="N", help="How many sequences there are, where no data says it."
+        ),
+        click.option("--heads", type=click.IntRange(min=1), metavar="N", help="How many heads there are, where no data says it."),
+        click.option("--device", default="cpu", metavar="DEVICE", help="Where all is worked out. [default: cpu]"),
+    ]
+
+    @wraps(command)
+    def collected(**values: Any) -> Any:
+        asked = Asked(**{name: values.pop(name) for name in Asked.__dataclass_fields__})
+        return command(asked=asked, **values)
+
+    for option in reversed(options):
+        collected = option(collected)
+    return cast(Command, _length_options(collected))
+
+
+def _length_options(command: Command) -> Command:
+    length = click.IntRange(min=1)
+    options = [
+        click.option("--seq-len", type=length, metavar="N", help="Number of queries and of keys. [default: as the data says]"),
+        click.option("--q-len", type=length, metavar="N", help="Number of queries."),
+        click.option("--kv-len", type=length, metavar="N", help="Number of keys."),
+        click.option(
+            "--q-offset",
+            type=click.IntRange(0, MOST_OFFSET),
+            default=0,
+            metavar="N",
+            help="Position of the first query. [default: 0]",
+        ),
         click.option(
             "-p",
             "--param",
@@ -79,71 +153,83 @@ def mask_options(command: Command) -> Command:
             type=Parameter(),
             multiple=True,
             metavar="NAME=VALUE",
-            help="Value of a parameter: an integer, a list such as [0,0,1,1], or @FILE that holds one. Repeatable.",
+            help="Value of a parameter: a number, a list such as [0,0,1,1], or @FILE that holds one. Repeatable.",
         ),
     ]
-    for decorator in reversed(decorators):
-        command = decorator(command)
+    for option in reversed(options):
+        command = option(command)
     return command
 
 
-def read_mask(expression: str, parameters: tuple[tuple[str, object], ...]) -> Mask:
-    """The mask of a text, or of a function in a module, with its parameters bound.
+def read_mask(expression: str, parameters: Parameters) -> Mask:
+    """The mask of one text: see :func:`read_masks`."""
+    return read_masks([expression], parameters)[0]
+
+
+def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
+    """The masks of texts, or of functions in modules, each with those parameters bound that it has.
 
     Raises:
-        FlexmaskError: text that is not a mask, a function that cannot be traced, or a value that does not fit.
+        FlexmaskError: text that is not a mask, a function that cannot be traced, a value that does not fit, or one for a
+            parameter that no mask has.
         Refused: a parameter without a value or with two, or a function that is not there.
     """
     names = [name for name, _ in parameters]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Refused(f"the parameter {twice[0]} is given twice")
-    if REFERENCE.fullmatch(expression.strip()):
-        from flexmask.cli.references import referred_mask
+    masks = [_referred(text.strip()) if REFERENCE.fullmatch(text.strip()) else None for text in texts]
+    known = [
+        set(re.findall(r"[^\W\d]\w*", text)) if mask is None else set(mask.params)
+        for text, mask in zip(texts, masks, strict=True)
+    ]
+    # What none of them has goes to the first, which refuses it.
+    known[0] |= set(names).difference(*known)
+    return [
+        _bound(text, mask, {name: value for name, value in parameters if name in own})
+        for text, mask, own in zip(texts, masks, known, strict=True)
+    ]
 
-        bound = referred_mask(expression.strip()).bind(**dict(parameters))
-    else:
+
+def _referred(reference: str) -> Mask:
+    from flexmask.cli.references import referred_mask
+
+    return referred_mask(reference)
+
+
+def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
+    if mask is None:
         from flexmask.text import parse
 
-        bound = parse(expression, **dict(parameters))
+        bound = parse(text, **values)
+    else:
+        bound = mask.bind(**values)
     if bound.params:
         missing = " ".join(f"-p '{name}=...'" for name in bound.params)
         plural = "values for the parameters" if len(bound.params) > 1 else "a value for the parameter"
         raise Refused(
-            f"the mask needs {plural} {', '.join(bound.params)}: add {missing} with an integer, a list such as [0,0,1,1], "
+            f"the mask needs {plural} {', '.join(bound.params)}: add {missing} with a number, a list such as [0,0,1,1], "
             "or @FILE that holds one"
         )
     return bound
 
 
-def lengths_of(mask: Mask, seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, else as the mask's data says, else the other one, else 16."""
+def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
+    """The numbers of queries and keys: as given, else as one of the masks says, else the other one, else 16.
+
+    Raises:
+        UsageError: ``seq_len`` besides another length.
+        Refused: lengths for which rows would not fit into memory.
+    """
     if seq_len is not None:
         if q_len is not None or kv_len is not None:
             raise click.UsageError("give --seq-len, or --q-len and --kv-len, not both")
-        return seq_len, seq_len
-    if q_len is None or kv_len is None:
-        from flexmask.cli.lengths import said_lengths
+        q_len = kv_len = seq_len
+    from flexmask.lengths import lengths_of as lengths
 
-        said = said_lengths(mask)
-        q_len = said.get("q") if q_len is None else q_len
-        kv_len = said.get("kv") if kv_len is None else kv_len
-    q_len = (DEFAULT_LENGTH if kv_len is None else kv_len) if q_len is None else q_len
-    return q_len, q_len if kv_len is None else kv_len
-
-
-def _value(text: str) -> object:
-    """What a text says: JSON, which is fast for long lists, or a Python literal."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+    mask, *others = masks if isinstance(masks, Sequence) else [masks]
+    found = lengths(mask, q_len, kv_len, *others)
+    for name, length in zip(("q_len", "kv_len"), found, strict=True):
+        if length > MOST:
+            raise Refused(f"{name} {length:,} is too long; at most {MOST:,}")
+    return found

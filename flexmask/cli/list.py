@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from flexmask import registry
-from flexmask.cli.messages import Refused, print_plainly
+from flexmask.cli.completion import complete_name
+from flexmask.cli.inputs import json_option
+from flexmask.cli.messages import Refused
+from flexmask.cli.output import Cell, Row, heading, print_json, print_table, say
 from flexmask.naming import NAMES, nearest, signature_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["list_masks"]
 
 #: A reference as documentation has it, such as :func:`flexmask.causal`.
 ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
-#: Where the output cannot show the glyphs of a picture.
-PLAIN = str.maketrans({"■": "#", "⬚": "."})
 
 
 @click.command("list")
-@click.argument("name", required=False)
-def list_masks(name: str | None) -> None:
+@click.argument("name", required=False, shell_complete=complete_name)
+@json_option("a list of objects with name, signature, predicate, family, package and version; with NAME one, and its description")
+def list_masks(name: str | None, as_json: bool) -> None:
     """List the named masks, or describe the one called NAME.
 
     Each is shown with its parameters and with its predicate: which key `kv` a query `q` sees. They are grouped by family,
@@ -39,42 +36,49 @@ def list_masks(name: str | None) -> None:
     Examples:
       flexmask list
       flexmask list sliding_window
+      flexmask list --json
     """
     if name is None:
-        _print_table(registry.names())
+        names = registry.names()
+        if as_json:
+            print_json([_entry(each) for each in names])
+        else:
+            print_table(_rows(names), heading("mask", "a query sees a key where"))
         return
     define = registry.find(name)
     if define is None:
         raise Refused(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
-    click.echo(_printable(_description(name, define)))
+    if as_json:
+        print_json(_entry(name) | {"description": _document(define)})
+    else:
+        say(_description(name, define))
 
 
-def _print_table(names: Iterable[str]) -> None:
-    from rich.console import Console
+def _entry(name: str) -> dict[str, str | None]:
+    """What a program wants to know about a mask."""
+    define, origin = NAMES[name], registry.origin(name)
+    return {
+        "name": name,
+        "signature": f"{name}{signature_of(define)}",
+        "predicate": _predicate(define),
+        "family": origin.family,
+        "package": origin.package,
+        "version": origin.version,
+    }
 
-    console = Console()
-    print_plainly(console, _table(names, console.width))
 
-
-def _table(names: Iterable[str], width: int) -> Table:
+def _rows(names: Iterable[str]) -> list[Row]:
     """A row for each mask under a row for each family: flexmask's own families, then those of plugins."""
-    from rich.table import Table
-    from rich.text import Text
 
     def place(name: str) -> tuple[bool, str, str]:
         origin = registry.origin(name)
         return origin.package != registry.OWN, origin.package, origin.family
 
-    calls = {name: f"{name}{signature_of(NAMES[name])}" for name in names}
-    left = min(max(map(len, calls.values())) + 2, max(24, width // 2 - 1))
-    table = Table("mask", "a query sees a key where", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for (_, package, family), members in groupby(sorted(calls, key=place), key=place):
-        table.add_row("")
-        table.add_row(Text(family, "bold cyan"), Text(f"package {package}", "cyan"))
-        for name in members:
-            call = fill(calls[name], left - 1, initial_indent="  ", subsequent_indent="      ")
-            table.add_row(Text(call), Text(_predicate(NAMES[name])))  # as Text, so that brackets are no markup
-    return table
+    rows: list[Row] = []
+    for (_, package, family), members in groupby(sorted(names, key=place), key=place):
+        rows += [("",), (Cell(family, "cyan", bold=True), Cell(f"package {package}", "cyan"))]
+        rows += [(f"  {name}{signature_of(NAMES[name])}", _predicate(NAMES[name])) for name in members]
+    return rows
 
 
 def _predicate(define: Callable[..., Any]) -> str:
@@ -85,18 +89,11 @@ def _predicate(define: Callable[..., Any]) -> str:
     return " ".join(ROLE.sub(r"\1", text).replace("``", "").split())
 
 
+def _document(define: Callable[..., Any]) -> str:
+    return ROLE.sub(r"`\1`", inspect.getdoc(define) or "It has no description.")
+
+
 def _description(name: str, define: Callable[..., Any]) -> str:
     origin = registry.origin(name)
     version = f" {origin.version}" if origin.version else ""
-    document = inspect.getdoc(define) or "It has no description."
-    document = ROLE.sub(r"`\1`", document)
-    return f"{name}{signature_of(define)}\n\n{document}\n\nFamily {origin.family}, package {origin.package}{version}"
-
-
-def _printable(text: str) -> str:
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(PLAIN).encode(encoding, "replace").decode(encoding)
-    return text
+    return f"{name}{signature_of(define)}\n\n{_document(define)}\n\nFamily {origin.family}, package {origin.package}{version}"

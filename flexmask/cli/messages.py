@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import IO, Any
 
 import click
 
+from flexmask.cli.output import say
 from flexmask.errors import TextError
 from flexmask.render.caption import shortened
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-__all__ = ["Refused", "message_of", "print_plainly"]
+__all__ = ["Refused", "message_of"]
 
 #: Characters of a long text that are shown around the place where it is wrong.
 EXCERPT = 76
@@ -25,6 +22,9 @@ class Refused(click.ClickException):
     """Bad input: its message is printed instead of a traceback."""
 
     exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        say(f"Error: {self.format_message()}", err=True)
 
 
 def message_of(error: Exception) -> str:
@@ -39,13 +39,3 @@ def _excerpt(text: str, column: int) -> str:
     start = max(0, min(column - EXCERPT // 2, len(text) - EXCERPT))
     part = ("..." if start else "") + text[start : start + EXCERPT] + ("..." if start + EXCERPT < len(text) else "")
     return f"  {part}\n  {' ' * (column - start + (3 if start else 0))}^"
-
-
-def print_plainly(console: Console, table: Table) -> None:
-    """Prints a table, without blanks at the ends of its lines where the output is no terminal."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -3,83 +3,92 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from flexmask.cli.inputs import BlockSize, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import Refused
+from flexmask.cli.drawings import Chosen, label_options, output_option, writing
+from flexmask.cli.inputs import Parameters, lengths_of, mask_options, read_mask
+from flexmask.cli.progress import working
+from flexmask.cli.values import BlockSize
+
+if TYPE_CHECKING:
+    from flexmask.render.options import Contents
+    from flexmask.render.sheet import Indices
 
 __all__ = ["render"]
-
-ENDINGS = (".png", ".svg")
-
-
-def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuses a file that cannot be written before any work is done."""
-    if value is None:
-        return None
-    if value.suffix.lower() not in ENDINGS:
-        raise click.BadParameter(f"{str(value)!r} must end in {' or '.join(ENDINGS)}", ctx, param)
-    if not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(value.parent)!r}", ctx, param)
-    return value
 
 
 @click.command()
 @mask_options
-@click.option("--batch", type=int, default=0, metavar="I", help="Which sequence of the batch. [default: 0]")
-@click.option("--head", type=int, default=0, metavar="I", help="Which head. [default: 0]")
+@click.option("--why", is_flag=True, help="Colour each hidden cell by the term of the mask that hides it.")
+@click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with what each hides.")
+@click.option("--batch", type=Chosen(), metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
+@click.option("--head", type=Chosen(), metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
 @click.option(
     "--block-size",
     type=BlockSize(),
     metavar="N|Q,KV",
     help="Also draw the blocks that a kernel skips, computes or masks, e.g. 128.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    callback=_output,
-    metavar="FILE",
-    help="Write a .png or .svg instead of drawing in the terminal.",
-)
+@label_options
+@output_option("instead of drawing in the terminal")
 def render(
     expression: str,
     seq_len: int | None,
     q_len: int | None,
     kv_len: int | None,
-    parameters: tuple[tuple[str, object], ...],
+    q_offset: int,
+    parameters: Parameters,
+    why: bool,
+    terms: bool,
+    batch: Indices | None,
+    head: Indices | None,
+    block_size: tuple[int, int] | None,
+    tokens: list[str] | None,
+    kv_tokens: list[str] | None,
+    no_bands: bool,
     output: Path | None,
-    **options: Any,
 ) -> None:
     """Draw the mask EXPR, or MODULE:NAME of a mask or mask_mod function: queries down, keys across.
 
-    Lengths that are not given come from the mask's own data (document ids, keep-masks, tables, lengths of documents and
-    of padded sequences), else one is as long as the other, else they are 16. Of a batch one sequence is drawn.
-    Where the output is no terminal, the picture is plain text.
+    Lengths that are not given come from the tokens or the mask's own data (document ids, keep-masks, tables, lengths of
+    documents and of padded sequences), else one is as long as the other, else they are 16. Where the output is no
+    terminal, the picture is plain text. An .html file can be searched cell by cell: which term hides it, in which block.
 
     \b
     Examples:
       flexmask render causal
-      flexmask render "causal & key_padding(lengths=[3, 5, 4])" --batch 2
+      flexmask render "causal & key_padding(lengths=[3, 5, 4])" --batch all --why
       flexmask render "sliding_window(left=3, right=0) | (kv < 1)" --seq-len 24 --block-size 8
-      flexmask render "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]" -o packed.svg
-      flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.png
+      flexmask render "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]" --terms -o packed.svg
+      flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.html
+      flexmask render "causal & key_padding(lengths=4)" --tokens "The cat sat down <pad>"
     """
     mask = read_mask(expression, parameters)
-    queries, keys = lengths_of(mask, seq_len, q_len, kv_len)
-    if output is None:
-        from flexmask.render.terminal import show
+    if seq_len is None:
+        keys = tokens if kv_tokens is None else kv_tokens
+        kv_len = len(keys) if keys is not None and kv_len is None else kv_len
+        q_len = len(tokens) - q_offset if tokens is not None and q_len is None else q_len
+    queries, across = lengths_of(mask, seq_len, q_len, kv_len)
+    options: Contents = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
+    if why:
+        options["why"] = True
+    if block_size is not None:
+        options["block_size"] = block_size
+    if output is not None:
+        from flexmask.render.files import save
 
-        show(mask, queries, keys, **options)
+        with working("drawing the mask"), writing(output):
+            save(mask, output, queries, across, batch=batch, head=head, terms=terms, **options)
         return
-    from flexmask.render.picture import picture
-    from flexmask.render.plot import save
+    from flexmask.render.picture import Picture
+    from flexmask.render.sheet import chosen
+    from flexmask.render.terminal import show_picture, show_sheet
 
-    shown = picture(mask, queries, keys, **options)
-    try:
-        save(shown, output)
-    except OSError as error:
-        raise Refused(f"cannot write {str(output)!r}: {error.strerror or error}") from error
-    click.echo(f"wrote {output}", err=True)
+    with working("drawing the mask"):
+        shown = chosen(mask, queries, across, batch=batch, head=head, terms=terms, **options)
+    if isinstance(shown, Picture):
+        show_picture(shown)
+    else:
+        show_sheet(shown)

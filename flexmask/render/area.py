@@ -18,7 +18,7 @@ from flexmask.closures import frame_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["Area", "SAMPLES", "count_intervals"]
+__all__ = ["Area", "Counts", "SAMPLES", "count_intervals"]
 
 Counts = NDArray[np.int64]
 

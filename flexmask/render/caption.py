@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexmask.render.picture import Picture
 
-__all__ = ["notes", "numbered", "packed", "shortened", "title_lines"]
+__all__ = ["notes", "numbered", "packed", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
 MOST_VALUES = 32
@@ -23,11 +23,14 @@ def shortened(text: str, most: int = MOST_VALUES) -> str:
 
 
 def title_lines(text: str, width: int) -> list[str]:
-    """The text of a mask in at most three lines of ``width`` characters, never broken inside a list.
+    """Each line of a text in at most three lines of ``width`` characters, never broken inside a list.
 
     Of lists only as many values are written as fit without another line; what still does not fit is left out.
     """
-    width = max(width, 8)
+    return [part for line in text.split("\n") for part in _fitted(line, max(width, 8))]
+
+
+def _fitted(text: str, width: int) -> list[str]:
     for lines in (1, 2, 3):
         for most in (MOST_VALUES, 16, 8, 4):
             wrapped = _wrapped(shortened(text, most), width, break_long_words=False)
@@ -65,16 +68,20 @@ def numbered(length: int, most: float, block: int | None = None) -> range:
     return range(0, length, next(step for step in steps if length / step <= most or step >= length))
 
 
-def notes(picture: Picture, *, pixels: bool = True) -> list[str]:
-    """Which part of the mask is drawn, and how much of it is visible; what a pixel is unless there are none."""
+def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[str]:
+    """Which part of the mask is drawn, and how much of it is visible; what a pixel is unless there are none.
+
+    Where a picture does not stand alone, only what holds for all that stand beside it.
+    """
     said = []
     for name, index, size in (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads)):
-        if size is None:
-            said.append(f"{name} {index}")
-        elif size > 1:
-            said.append(f"{name} {index} of {size}")
+        if alone and size != 1:
+            said.append(f"{name} {index}" if size is None else f"{name} {index} of {size}")
     said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
-    said.append(_visible(picture))
+    if picture.scores is not None and picture.scores.averaged is not None:
+        said.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
+    if alone and picture.kinds[0].role == "visible":
+        said.append(visible_text(picture))
     if picture.blocks is not None and picture.block_size:
         said.append("blocks of {:,} × {:,}".format(*picture.block_size))
     if pixels and picture.step != (1, 1):
@@ -86,8 +93,9 @@ def notes(picture: Picture, *, pixels: bool = True) -> list[str]:
     return said
 
 
-def _visible(picture: Picture) -> str:
-    least, most = (100 * pairs / (picture.q_len * picture.kv_len) for pairs in picture.pairs)
+def visible_text(picture: Picture) -> str:
+    """How much is visible, in percent."""
+    least, most = (100 * pairs / (picture.q_len * picture.kv_len) for pairs in picture.pairs[0])
     return f"{least:.3g} % visible" if least == most else f"{least:.3g} to {most:.3g} % visible"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,35 +10,50 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexmask.algebra import Mask, PerHead
-from flexmask.analysis import analyse
+from flexmask.algebra import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
-from flexmask.index import Symbol
-from flexmask.preparation import check_mask, frame_of
-from flexmask.render.area import Area
+from flexmask.preparation import check_mask
+from flexmask.render import kinds
+from flexmask.render.area import Area, Counts
+from flexmask.render.bands import Band, bands_of
 from flexmask.render.caption import shortened
-from flexmask.tables import Lookup
+from flexmask.render.kinds import Kind
+from flexmask.render.options import key_labels, lengths_with
+from flexmask.render.place import Place, place_of
+from flexmask.render.tokens import Tokens, query_labels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "UNKNOWN", "picture"]
+__all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "picture"]
 
 #: The kinds of blocks: nothing visible, something visible, all of a whole block visible, or (with a mask whose rows are
 #: only bounds, at lengths where its cells are too many to evaluate) not known.
 EMPTY, PARTIAL, FULL, UNKNOWN = range(4)
 
-#: Queries or keys that are drawn at most. Their rows take about 3 GB; longer masks would run out of memory unexplained.
-MOST_TOKENS = 2**27
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Attention weights in the pixels of a picture.
+
+    Attributes:
+        values: the weights, of several cells their mean, ``float32[rows, columns]``.
+        most: the weight that has the darkest colour.
+        averaged: of how many heads they are the mean; None of a single head.
+    """
+
+    values: NDArray[np.float32]
+    most: float
+    averaged: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One sequence and one head of a mask, ready to be drawn.
+    """One sequence and one head of a mask, or of two masks beside each other, ready to be drawn.
 
     Attributes:
-        title: the mask's text.
+        text: the mask's text; of two masks a line for each.
         q_len: number of queries.
         kv_len: number of keys.
         q_offset: position of the first query.
@@ -46,16 +62,23 @@ class Picture:
         head: index of the head.
         heads: heads of the mask, likewise.
         step: queries and keys in one pixel; ``(1, 1)`` where every cell is drawn.
-        visible: the visible fraction of each pixel, ``float32[rows, columns]``; pixels at the lower and right edge stand
-            for the cells that there are.
-        estimated: the pixels where ``visible`` is an estimate, ``bool[rows, columns]``; None where everything is exact.
-        pairs: visible (query, key) pairs, at least and at most; the two are equal where everything is exact.
+        kinds: what the cells are told apart by.
+        pairs: (query, key) pairs of each kind, at least and at most; the two are equal where everything is exact.
+        shares: the share of each kind in each pixel, ``float32[kinds, rows, columns]``; pixels at the lower and right edge
+            stand for the cells that there are.
+        estimated: the pixels whose shares are estimates, ``bool[rows, columns]``; None where everything is exact.
+        hidden_by: for each cell the kinds whose terms hide it, bit ``i`` for kind ``i``, ``uint32[rows, columns]``; None
+            where cells have no pixels of their own, or kinds no terms.
         block_size: queries and keys in a block, or None where no blocks were asked for.
         blocks: the kind of each block, ``int8[q_blocks, kv_blocks]``; None also where the blocks are too many to be told
             apart.
+        bands: documents and padding along the edges.
+        q_tokens: labels of the queries; None for their numbers.
+        kv_tokens: labels of the keys, likewise.
+        scores: attention weights, which are drawn where the mask shows cells; None for the mask alone.
     """
 
-    title: str
+    text: str
     q_len: int
     kv_len: int
     q_offset: int
@@ -64,27 +87,45 @@ class Picture:
     head: int
     heads: int | None
     step: tuple[int, int]
-    visible: NDArray[np.float32]
+    kinds: tuple[Kind, ...]
+    pairs: tuple[tuple[int, int], ...]
+    shares: NDArray[np.float32]
     estimated: NDArray[np.bool_] | None
-    pairs: tuple[int, int]
+    hidden_by: NDArray[np.uint32] | None
     block_size: tuple[int, int] | None
     blocks: NDArray[np.int8] | None
+    bands: tuple[Band, ...]
+    q_tokens: tuple[str, ...] | None
+    kv_tokens: tuple[str, ...] | None
+    scores: Scores | None = None
 
     @property
     def every_cell(self) -> bool:
-        """Whether each pixel is one cell and known, so that ``visible`` is 0 or 1 throughout."""
+        """Whether each pixel is one cell and known, so that each is of one kind."""
         return self.step == (1, 1) and self.estimated is None
+
+    @property
+    def cells(self) -> NDArray[np.uint8]:
+        """The kind of each cell, ``uint8[q_len, kv_len]``, where each is drawn."""
+        assert self.every_cell
+        kinds: NDArray[np.uint8] = self.shares.argmax(0).astype(np.uint8)
+        return kinds
 
 
 def picture(
     mask: Mask,
-    q_len: int,
+    q_len: int | None = None,
     kv_len: int | None = None,
     *,
     batch: int = 0,
     head: int = 0,
-    block_size: int | tuple[int, int] | None = None,
     q_offset: int | Tensor = 0,
+    block_size: int | tuple[int, int] | None = None,
+    why: bool = False,
+    against: Mask | None = None,
+    tokens: Tokens | None = None,
+    kv_tokens: Tokens | None = None,
+    bands: bool = True,
     most_pixels: tuple[int, int] = (1024, 1024),
     most_blocks: tuple[int, int] = (64, 64),
 ) -> Picture:
@@ -92,76 +133,93 @@ def picture(
 
     Args:
         mask: the mask.
-        q_len: number of queries.
-        kv_len: number of keys, by default ``q_len``.
+        q_len: number of queries; by default as the tokens or the mask's own data say, else as many as keys, else 16.
+        kv_len: number of keys; by default as many as queries, or likewise where ``q_len`` is not given either.
         batch: which sequence of the batch.
         head: which head.
-        block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
         q_offset: position of the first query.
+        block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
+        why: tells apart which term of the mask hides a cell; where several do, the first in reading order.
+        against: another mask (B): which cells both masks show, only the first (A), only the other, or neither.
+        tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and of the keys as well
+            unless ``kv_tokens`` is given; later queries have the later ones.
+        kv_tokens: labels of the keys, where they are others.
+        bands: also documents and padding along the edges, where the mask has them.
         most_pixels: rows and columns of the picture at most; longer masks are drawn by area.
         most_blocks: rows and columns of the block grid at most; a finer grid is left out.
 
     Raises:
-        RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, or what
-            :meth:`flexmask.Mask.rows` raises.
-        OperandError: an index or block size that is not a positive integer.
+        RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
+            many as positions, ``against`` together with ``why`` or blocks, or what :meth:`flexmask.Mask.rows` raises.
+        OperandError: an index or block size that is not a positive integer, or tokens that are no texts.
     """
-    frame, batches, heads = _frame(mask, q_len, kv_len, batch, head, q_offset)
-    block = _block_size(block_size)
-    area = Area(frame, analyse(frame), batch if frame.batch > 1 else 0, head if frame.heads > 1 else 0)
-    step = (-(-frame.q_len // most_pixels[0]), -(-frame.kv_len // most_pixels[1]))
-    least, most = area.counts(step)
-    visible, estimated = least / _cells_in(frame, step), None
-    if most is not least:
-        estimated = least != most
-        visible[estimated] = area.samples(least, most, step)[estimated]
-    offset = frame.q_offset
-    return Picture(
-        title=shortened(str(mask)),
-        q_len=frame.q_len,
-        kv_len=frame.kv_len,
-        q_offset=int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset,
-        batch=batch,
-        batches=batches,
-        head=head,
-        heads=heads,
-        step=step,
-        visible=visible.astype(np.float32),
-        estimated=estimated,
-        pairs=(int(least.sum()), int(most.sum())),
-        block_size=block,
-        blocks=_kinds(area, block, most_blocks) if block else None,
-    )
-
-
-def _frame(
-    mask: Mask, q_len: int, kv_len: int | None, batch: int, head: int, q_offset: int | Tensor
-) -> tuple[Frame, int | None, int | None]:
-    """The frame, and how many sequences and heads there are where the mask says it."""
     check_mask(mask)
-    for name, index in (("batch", batch), ("head", head)):
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise OperandError(f"{name} must be an index from 0, got {index!r}")
-    sized = {"b"} if isinstance(q_offset, torch.Tensor) else set()
-    for node in mask.expand().walk():
-        if isinstance(node, Lookup):
-            sized |= {index.name for index in node.indices if isinstance(index, Symbol)}
-        elif isinstance(node, PerHead):
-            sized.add("h")
-    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, int) and length > MOST_TOKENS:
-            raise RenderError(f"{name} {length:,} is too long to draw; at most {MOST_TOKENS:,} can be drawn")
-    # Where nothing says how many there are, as in `q - b >= kv`, there are as many as it takes.
-    free = {axis: axis in mask.symbols and axis not in sized for axis in ("b", "h")}
-    frame = frame_of(
-        mask, q_len, kv_len, batch=batch + 1 if free["b"] else None, heads=head + 1 if free["h"] else None, q_offset=q_offset
+    if against is not None:
+        check_mask(against)
+        if why or block_size is not None:
+            raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
+    block = _block_size(block_size)
+    queries, keys = lengths_with(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
+    place = place_of([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
+    told = (
+        kinds.difference(mask, against) if against is not None else kinds.reasons(mask, head) if why else kinds.visibility(mask)
     )
-    for name, index, size in (("batch", batch, frame.batch), ("head", head, frame.heads)):
-        if index >= size:
-            what = {"batch": "sequence", "head": "head"}[name]
-            there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"the mask is the same for every {what}: leave it 0"
-            raise RenderError(f"{name} {index} is out of range: {there}")
-    return frame, None if free["b"] else frame.batch, None if free["h"] else frame.heads
+    step = (-(-queries // most_pixels[0]), -(-keys // most_pixels[1]))
+    pairs, shares, estimated = _shares([place.area(kind.cells) for kind in told if kind.cells is not None], step)
+    whole = place.area(mask)
+    offset = whole.frame.q_offset
+    first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
+    return Picture(
+        text=shortened(str(mask)) if against is None else f"A: {shortened(str(mask))}\nB: {shortened(str(against))}",
+        q_len=queries,
+        kv_len=keys,
+        q_offset=first,
+        batch=batch,
+        batches=place.batches,
+        head=head,
+        heads=place.heads,
+        step=step,
+        kinds=told,
+        pairs=pairs,
+        shares=shares,
+        estimated=estimated,
+        hidden_by=_hidden_by(told, place) if step == (1, 1) and estimated is None else None,
+        block_size=block,
+        blocks=_blocks(whole, block, most_blocks) if block else None,
+        bands=bands_of(mask, whole.frame, batch, head) if bands else (),
+        q_tokens=None if tokens is None else query_labels(tokens, queries, keys, first),
+        kv_tokens=key_labels(keys, tokens, kv_tokens),
+    )
+
+
+def _shares(
+    areas: list[Area], step: tuple[int, int]
+) -> tuple[tuple[tuple[int, int], ...], NDArray[np.float32], NDArray[np.bool_] | None]:
+    """The pairs and shares of kinds, the last of which is what the others leave, and where the shares are estimates."""
+    cells = _cells_in(areas[0].frame, step)
+    counts = [area.counts(step) for area in areas]
+    estimated = np.logical_or.reduce([least != most for least, most in counts])
+    pairs = [(int(least.sum()), int(most.sum())) for least, most in counts]
+    total = int(cells.sum())
+    pairs.append((total - sum(most for _, most in pairs), total - sum(least for least, _ in pairs)))
+    shares = np.empty((len(areas) + 1, *cells.shape), dtype=np.float32)
+    for share, area, (least, most) in zip(shares, areas, counts, strict=False):
+        share[:] = least / cells
+        if most is not least:
+            unsure = least != most
+            share[unsure] = area.samples(least, most, step)[unsure]
+    shares[-1] = 1 - shares[:-1].sum(0)
+    return tuple((max(0, least), most) for least, most in pairs), shares.clip(0, 1), estimated if estimated.any() else None
+
+
+def _hidden_by(told: Iterable[Kind], place: Place) -> NDArray[np.uint32] | None:
+    """The kinds whose terms hide each cell, where there are terms."""
+    found = [
+        place.area(kind.hides).counts((1, 1))[0].astype(np.uint32) << np.uint32(number)
+        for number, kind in enumerate(told)
+        if kind.hides is not None
+    ]
+    return np.bitwise_or.reduce(found) if found else None
 
 
 def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -173,13 +231,13 @@ def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return pair
 
 
-def _cells_in(frame: Frame, step: tuple[int, int]) -> NDArray[np.int64]:
+def _cells_in(frame: Frame, step: tuple[int, int]) -> Counts:
     """How many cells each rectangle of a grid holds; fewer at the lower and right edge."""
     sides = [np.diff([*range(0, length, size), length]) for length, size in zip((frame.q_len, frame.kv_len), step, strict=True)]
     return np.multiply.outer(sides[0], sides[1]).astype(np.int64)
 
 
-def _kinds(area: Area, block: tuple[int, int], most_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
+def _blocks(area: Area, block: tuple[int, int], most_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
     """The kinds that FlexAttention's ``BlockMask`` has: one that reaches over the edge of the mask is never full there."""
     frame = area.frame
     if -(-frame.q_len // block[0]) > most_blocks[0] or -(-frame.kv_len // block[1]) > most_blocks[1]:

@@ -1,0 +1,48 @@
+"""Completion in the shell: the last name of an expression, from the named masks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from click.shell_completion import CompletionItem
+
+from flexmask import registry
+from flexmask.errors import FlexmaskError
+from flexmask.naming import NAMES, signature_of
+
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["complete_expression", "complete_name"]
+
+#: The name that an expression ends with, and what stands before it; no name stands behind a dot, a digit or a quote.
+LAST = re.compile(r"(?:(.*)(?<![\w.'\":]))?([A-Za-z_]\w*)", re.DOTALL)
+
+
+def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The named masks that begin so."""
+    return [CompletionItem(name, help=signature_of(NAMES[name])) for name in _names() if name.startswith(incomplete)]
+
+
+def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The expression with its last name completed; every name where it ends with an operator, nothing for ``module:name``."""
+    found = LAST.fullmatch(incomplete)
+    if found is not None:
+        before, begun = found[1] or "", found[2]
+    elif not incomplete or incomplete.rstrip()[-1:] in set("&|^-~(,["):
+        before, begun = incomplete, ""
+    else:
+        return []
+    return [CompletionItem(before + item.value, help=item.help) for item in complete_name(ctx, param, begun)]
+
+
+def _names() -> list[str]:
+    """The names that there are; what is wrong with plugins is said elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return registry.names()
+        except FlexmaskError:
+            return sorted(NAMES)

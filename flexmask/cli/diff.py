@@ -1,0 +1,105 @@
+"""``flexmask diff``: where two masks differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flexmask.cli.drawings import output_option, writing
+from flexmask.cli.inputs import Asked, expression_argument, json_option, lowering_options
+from flexmask.cli.output import Cell, print_json, print_table, say
+from flexmask.cli.progress import working
+from flexmask.render.caption import shortened
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+    from flexmask.cli.inputs import Lowering
+    from flexmask.comparing import Difference
+
+__all__ = ["diff"]
+
+#: Values of a list that are shown at most.
+MOST_VALUES = 12
+
+
+@click.command()
+@expression_argument("a", "A")
+@expression_argument("b", "B")
+@lowering_options
+@output_option("with the cells that only one of them shows")
+@json_option("differ, cells, only_a, only_b, the first cells first_a and first_b or null, the masks a and b, q_len, kv_len")
+@click.pass_context
+def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, as_json: bool) -> None:
+    """Show where the masks A and B differ.
+
+    Shown is how many cells only one of them shows, and the first of these. Each is an expression, or MODULE:NAME of a
+    mask or mask_mod function. They are compared at the same lengths, however they are written, and parameters count for
+    both. Queries count from 0 with --q-offset too.
+
+    Exits with 0 where they show the same, with 1 where they differ, and with 2 for bad input.
+
+    \b
+    Examples:
+      flexmask diff "sliding_window(size=4)" "causal & (q - kv < 4)"
+      flexmask diff causal "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]"
+      flexmask diff "sliding_window(size=4)" "sliding_window(size=5)" --seq-len 16 -o windows.png
+      flexmask diff causal my_package.masks:my_mask_mod --seq-len 4096 --json
+    """
+    with working("comparing the masks"):
+        masks = asked.masks(a, b)
+        lowering = asked.lowering(*masks)
+        found = masks[0].difference(masks[1], **lowering)
+    if as_json:
+        print_json(_document(found, masks, lowering))
+    else:
+        print_table(_rows(found, masks, lowering))
+    if output is not None:
+        from flexmask.render.files import save
+
+        with working("drawing the masks"), writing(output):
+            save(masks[0], output, **_place(found, lowering), against=masks[1])
+    elif found and not as_json:
+        from flexmask.render.terminal import show
+
+        say("")
+        show(masks[0], **_place(found, lowering), against=masks[1])
+    if found:
+        ctx.exit(1)
+
+
+def _place(found: Difference, lowering: Lowering) -> dict[str, Any]:
+    """What is drawn: the sequence and head of the first cell that differs, or the first ones."""
+    cell = found.first_self or found.first_other
+    where = (cell.b, cell.h) if cell else (0, 0)
+    lengths = {name: lowering[name] for name in ("q_len", "kv_len", "q_offset")}
+    return {**lengths, "batch": where[0], "head": where[1]}
+
+
+def _document(found: Difference, masks: list[Mask], lowering: Lowering) -> dict[str, object]:
+    firsts = [None if cell is None else cell._asdict() for cell in (found.first_self, found.first_other)]
+    return {
+        "differ": bool(found),
+        "cells": found.cells,
+        "only_a": found.only_self,
+        "only_b": found.only_other,
+        "first_a": firsts[0],
+        "first_b": firsts[1],
+        "a": str(masks[0]),
+        "b": str(masks[1]),
+        "q_len": lowering["q_len"],
+        "kv_len": lowering["kv_len"],
+    }
+
+
+def _rows(found: Difference, masks: list[Mask], lowering: Lowering) -> list[tuple[Cell, str | Cell]]:
+    rows: list[tuple[Cell, str | Cell]] = [
+        (Cell(letter, bold=True), shortened(str(mask), MOST_VALUES)) for letter, mask in zip("AB", masks, strict=True)
+    ]
+    rows.append((Cell("lengths", bold=True), f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys"))
+    for letter, count, first in (("A", found.only_self, found.first_self), ("B", found.only_other, found.first_other)):
+        where = "" if first is None else f", the first at {first}"
+        rows.append((Cell(f"only in {letter}", bold=True), f"{count:,} of {found.cells:,} cells{where}"))
+    verdict = Cell("they differ", "red", bold=True) if found else Cell("both show the same", "green")
+    return [*rows, (Cell("result", bold=True), verdict)]

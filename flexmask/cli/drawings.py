@@ -1,0 +1,110 @@
+"""What the commands that draw share: which sequences and heads, the labels of the axes, and the file that is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from flexmask.cli.messages import Refused
+from flexmask.cli.output import say
+
+if TYPE_CHECKING:
+    from flexmask.render.sheet import Indices
+
+__all__ = ["Chosen", "TokenText", "label_options", "output_option", "writing"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ENDINGS = (".png", ".svg", ".html")
+
+
+class Chosen(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
+    """``I``, ``I,J`` or ``all``: which sequences or heads."""
+
+    name = "i|i,j|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Indices:
+        text = str(value).strip()
+        if text == "all":
+            return "all"
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            self.fail(f"{text!r} is neither an index from 0, nor several of them, I,J, nor all", param, ctx)
+        return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
+
+
+class TokenText(click.ParamType):  # type: ignore[type-arg]  # likewise
+    """A text of which each word is a token, a JSON list of tokens, or ``@FILE`` with either of them in it."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        text = str(value)
+        if text.startswith("@"):
+            try:
+                text = Path(text[1:]).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not a text file"
+                self.fail(f"cannot read {text[1:]!r}: {reason}", param, ctx)
+        if not text.lstrip().startswith("["):
+            return text.split()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return text.split()  # a text that begins with a token such as [CLS]
+        return found if isinstance(found, list) and all(isinstance(token, str) for token in found) else text.split()
+
+
+def label_options(command: Command) -> Command:
+    """Adds the labels of the axes."""
+    options = [
+        click.option(
+            "--tokens",
+            type=TokenText(),
+            metavar="TEXT",
+            help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
+        ),
+        click.option("--kv-tokens", type=TokenText(), metavar="TEXT", help="Labels of the keys, where they are others."),
+        click.option("--no-bands", is_flag=True, help="Leave out the documents and the padding along the edges."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def output_option(instead: str) -> Callable[[Command], Command]:
+    """Adds ``-o``, with what happens without it."""
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_output,
+        metavar="FILE",
+        help=f"Write a .png, .svg or interactive .html {instead}.",
+    )
+
+
+def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a file that cannot be written before any work is done."""
+    if value is None:
+        return None
+    if value.suffix.lower() not in ENDINGS:
+        raise click.BadParameter(f"{str(value)!r} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}", ctx, param)
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(value.parent)!r}", ctx, param)
+    return value
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Says that a file was written, or why it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"cannot write {str(output)!r}: {error.strerror or error}") from error
+    say(f"wrote {output}", err=True)

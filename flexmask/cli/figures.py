@@ -1,0 +1,37 @@
+"""The figures of a mask as a program or a person reads them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexmask.lowering.stats import Stats
+
+__all__ = ["figures", "in_words"]
+
+
+def figures(stats: Stats) -> dict[str, object]:
+    """Every figure by its name."""
+    worked_out = ("visible_fraction", "empty_blocks", "block_sparsity", "partial_fill", "cost")
+    return asdict(stats) | {name: getattr(stats, name) for name in worked_out}
+
+
+def in_words(stats: Stats) -> list[tuple[str, str]]:
+    """The figures as pairs of a label and a text."""
+    from flexmask.explaining import memory_text
+
+    return [
+        ("cells", f"{stats.cells:,}"),
+        ("visible", f"{stats.visible:,}"),
+        ("visible fraction", f"{stats.visible_fraction:.2%}"),
+        ("empty rows", f"{stats.empty_rows:,}"),
+        ("blocks", f"{stats.blocks:,}"),
+        ("  full", f"{stats.full_blocks:,}"),
+        ("  partial", f"{stats.partial_blocks:,}"),
+        ("  empty", f"{stats.empty_blocks:,}"),
+        ("block sparsity", f"{stats.block_sparsity:.2%}"),
+        ("partial fill", f"{stats.partial_fill:.2%}"),
+        ("BlockMask", memory_text(stats.block_mask_bytes)),
+        ("cost against dense", f"{stats.cost:,.2%}"),
+    ]

@@ -1,0 +1,73 @@
+"""``flexmask gallery``: many masks as pictures, with a README and a page to search in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flexmask.cli.messages import Refused
+from flexmask.cli.output import say
+
+if TYPE_CHECKING:
+    from flexmask.gallery.entry import Entry
+
+__all__ = ["gallery"]
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="gallery",
+    metavar="DIR",
+    help="Where to. [default: gallery]",
+)
+@click.option("--only", multiple=True, metavar="TAG", help="Only entries with this tag, family or name of a file. Repeatable.")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="A TOML file of entries of your own. [default: flexmask's own gallery]",
+)
+def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
+    """Draw the gallery of masks: pictures, README.md and index.html, a page that needs no other file.
+
+    With --only, README.md and index.html hold the chosen entries alone. FILE has a [[mask]] for each entry, with title,
+    family, text (the expression), q_len, tags, caption and source, and as wished kv_len, q_offset, block_size, batch and
+    head (an index or "all"), why, q_tokens, kv_tokens, and params with data for the free names of the text.
+
+    \b
+    Examples:
+      flexmask gallery -o masks
+      flexmask gallery --only video --only padding -o masks
+      flexmask gallery --source masks.toml -o masks
+    """
+    from flexmask.gallery.build import build
+    from flexmask.gallery.source import chosen, own_source, read
+
+    entries = chosen(read(own_source() if source is None else source), only)
+    try:
+        with _bar(len(entries)) as done:
+            build(entries, output, done)
+    except OSError as error:
+        raise Refused(f"cannot write {str(error.filename or output)!r}: {error.strerror or error}") from error
+    pictures = "1 picture" if len(entries) == 1 else f"{len(entries)} pictures"
+    say(f"wrote {pictures}, README.md and index.html to {output}", err=True)
+
+
+@contextmanager
+def _bar(count: int) -> Iterator[Callable[[Entry], None]]:
+    """Shows how many of some entries are drawn, on stderr where that is a terminal; gives what is called for each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("working out the masks", total=count)
+        yield lambda entry: progress.update(task, advance=1, description=entry.title)

@@ -1,0 +1,119 @@
+"""What the commands print: text for any encoding, tables for any width, and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from textwrap import wrap
+from typing import NamedTuple, TypeAlias
+
+import click
+
+__all__ = ["Cell", "Row", "heading", "print_json", "print_table", "printable", "say"]
+
+#: What stands for a sign that the output cannot show.
+PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
+#: Blanks between two columns.
+GAP = 2
+#: The last column is not made narrower than this; rather the cells of a row stand below each other.
+LEAST = 24
+
+
+class Cell(NamedTuple):
+    """A cell of a table, with its colour."""
+
+    text: str
+    colour: str | None = None
+    bold: bool = False
+
+    def styled(self, text: str) -> str:
+        """A part of its text in its style."""
+        return click.style(text, fg=self.colour, bold=self.bold or None) if self.colour or self.bold else text
+
+
+Row: TypeAlias = "Sequence[str | Cell]"
+
+
+def heading(*texts: str) -> list[Cell]:
+    """Texts as the cells of a heading."""
+    return [Cell(text, bold=True) for text in texts]
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a text, or with ``err`` writes it to stderr; in colours only on a terminal, and never where NO_COLOR is set."""
+    colour = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
+    click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=colour)
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """A text with only the signs that an encoding has."""
+    encoding = encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def print_json(answer: object) -> None:
+    """Prints the one JSON document that is a command's answer."""
+    click.echo(json.dumps(answer, indent=2))
+
+
+def print_table(rows: Iterable[Row], header: Row = ()) -> None:
+    """Prints rows of cells, as wide as the terminal at most: columns, or where it is too narrow for these, lines.
+
+    Texts are wrapped and never cut, and their leading blanks are kept.
+    """
+    table = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in ([header] if header else []) + list(rows)]
+    width = shutil.get_terminal_size().columns
+    limits = _limits(table, width)
+    lines = _stacked(table, width, bool(header)) if limits is None else (line for row in table for line in _beside(row, limits))
+    say("\n".join(lines))
+
+
+def _limits(table: list[list[Cell]], width: int) -> list[int] | None:
+    """The widths of the columns, or None where they do not fit."""
+    natural = [max((len(cell.text) for cell in column if cell), default=0) for column in zip_longest(*table)]
+    if sum(natural) + GAP * (len(natural) - 1) <= width:
+        return natural
+    most = max(LEAST, width // 2 - 1)
+    limits = [min(size, most) for size in natural[:-1]]
+    rest = width - sum(limits) - GAP * len(limits)
+    return [*limits, rest] if rest >= min(LEAST, natural[-1]) else None
+
+
+def _beside(row: list[Cell], limits: list[int]) -> Iterator[str]:
+    """The lines of a row whose cells stand beside each other."""
+    wrapped = [_wrapped(cell.text, limit) for cell, limit in zip(row, limits, strict=False)]
+    for parts in zip_longest(*wrapped, fillvalue=""):
+        last = max((place for place, part in enumerate(parts) if part), default=-1)
+        yield (" " * GAP).join(
+            cell.styled(part) + " " * (limit - len(part) if place < last else 0)
+            for place, (cell, part, limit) in enumerate(zip(row, parts, limits, strict=False))
+            if place <= last
+        )
+
+
+def _stacked(table: list[list[Cell]], width: int, headed: bool) -> Iterator[str]:
+    """The lines of a table whose cells stand below each other, each after the first behind the heading of its column."""
+    heads = [cell.text for cell in table[0]] if headed else []
+    for first, *others in table[headed:]:
+        yield from (first.styled(line) for line in _wrapped(first.text, width))
+        indent = " " * (len(first.text) - len(first.text.lstrip()) + 2)
+        for place, cell in enumerate(others, 1):
+            head = f"{heads[place]}: " if len(others) > 1 and "".join(heads[place : place + 1]) else ""
+            yield from (indent + cell.styled(line) for line in _wrapped(head + cell.text, width - len(indent)))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = []
+    for line in text.split("\n"):
+        before = line[: len(line) - len(line.lstrip())]
+        after = before + "    " if before else ""
+        lines += wrap(line.strip(), max(width, 8), initial_indent=before, subsequent_indent=after, break_on_hyphens=False) or [""]
+    return lines

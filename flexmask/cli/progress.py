@@ -1,0 +1,65 @@
+"""A sign of life on stderr for what takes longer than a moment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, Timer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+__all__ = ["working"]
+
+#: Seconds before anything is shown.
+DELAY = 0.7
+
+
+@contextmanager
+def working(doing: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done while it lasts, if it lasts; gives a function that changes the text.
+
+    Nothing is shown where stderr is no terminal. What is printed has to wait until it is over.
+    """
+    sign = _Sign(doing)
+    timer = Timer(DELAY, sign.show)
+    if sys.stderr.isatty():
+        timer.daemon = True
+        timer.start()
+    try:
+        yield sign.say
+    finally:
+        timer.cancel()
+        sign.remove()
+
+
+class _Sign:
+    """A text that is shown from some time on."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = Lock()
+        self._removed = False
+        self._status: Status | None = None
+
+    def show(self) -> None:
+        from rich.console import Console
+
+        with self._lock:
+            if not self._removed:
+                self._status = Console(stderr=True).status(self._text)
+                self._status.start()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._text = text
+            if self._status is not None:
+                self._status.update(text)
+
+    def remove(self) -> None:
+        with self._lock:
+            self._removed = True
+            if self._status is not None:
+                self._status.stop()

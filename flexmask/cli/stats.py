@@ -1,0 +1,60 @@
+"""``flexmask stats``: how much masks show and what they cost, beside each other."""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+import click
+
+from flexmask.cli.figures import figures, in_words
+from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.messages import Refused
+from flexmask.cli.output import Cell, heading, print_json, print_table, say
+from flexmask.cli.progress import working
+from flexmask.render.caption import shortened
+
+__all__ = ["stats"]
+
+#: Values of a list that are shown at most.
+MOST_VALUES = 12
+
+
+@click.command()
+@expression_argument("expressions", "EXPR...", nargs=-1, required=True)
+@lowering_options
+@block_size_option("128")
+@json_option("an object of all figures, for several masks a list of them")
+def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int], as_json: bool) -> None:
+    """Show the figures of one mask EXPR, or of several.
+
+    EXPR may be MODULE:NAME of a mask or mask_mod function. The figures are the cells it shows, the queries that see no
+    key, its blocks (full: computed without a test, partial: computed and masked, empty: skipped), the share of empty
+    blocks, how far partial blocks are visible, the memory of the BlockMask, and the work of attention in hundredths of
+    that of dense attention. All masks have the same lengths, and parameters count for all.
+
+    \b
+    Examples:
+      flexmask stats "causal & document(lengths=[400, 600])"
+      flexmask stats causal "sliding_window(size=256)" "chunked(256)" --seq-len 8192
+      flexmask stats "causal & key_padding(n)" -p n=1000 --json
+    """
+    if len(expressions) > len(ascii_uppercase):
+        raise Refused(f"at most {len(ascii_uppercase)} masks stand beside each other, got {len(expressions)}")
+    with working("counting"):
+        masks = asked.masks(*expressions)
+        lowering = asked.lowering(*masks)
+        found = [mask.stats(**lowering, block_size=block_size) for mask in masks]
+    if as_json:
+        answers = [{"mask": str(mask)} | figures(one) for mask, one in zip(masks, found, strict=True)]
+        print_json(answers if len(answers) > 1 else answers[0])
+        return
+    letters = ascii_uppercase[: len(masks)] if len(masks) > 1 else ["mask"]
+    texts = [*zip(letters, (shortened(str(mask), MOST_VALUES) for mask in masks), strict=True)]
+    size = " x ".join(map(str, found[0].block_size))
+    texts += [("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}")]
+    print_table([(Cell(label, bold=True), text) for label, text in texts])
+    say("")
+    rows = [
+        (Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*(in_words(one) for one in found), strict=True)
+    ]
+    print_table(rows, heading("", *letters) if len(masks) > 1 else ())

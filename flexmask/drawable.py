@@ -1,0 +1,173 @@
+"""The doors from a mask to its pictures, which stand at the top of the layers and are imported when first used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack, cast
+
+from flexmask.lowerable import Lowerable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from flexmask.algebra import Mask
+    from flexmask.render.options import Contents, Options
+    from flexmask.render.sheet import Indices
+
+__all__ = ["Drawable"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Drawable(Lowerable):
+    """How a mask is drawn: queries down, keys across. Every picture takes
+
+    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``, and both, where neither is given,
+      to what the tokens or the mask's own data say, else to 16;
+    * ``q_offset``: the position of the first query;
+    * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
+    * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order;
+    * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
+    * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
+      split at blanks;
+    * ``bands=False``: leaves out the documents and the padding along the edges;
+    * ``batch``, ``head``: which sequence and head, by default the first.
+
+    Masks too long for a pixel each are drawn by area, from their rows.
+    """
+
+    def plot(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        ax: Axes | None = None,
+        title: str | None = None,
+        **options: Unpack[Options],
+    ) -> Axes:
+        """Draws the mask with matplotlib, on given axes or on those of a new figure.
+
+        Args:
+            ax: where to draw; by default a new figure of a fitting size.
+            title: instead of the mask's text.
+
+        Returns:
+            The axes, with queries and keys as units; ``axes.figure.savefig(...)`` writes them.
+
+        Raises:
+            RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
+                ``against`` together with ``why`` or blocks.
+        """
+        from flexmask.render.plot import plot
+
+        return plot(cast("Mask", self), q_len, kv_len, ax=ax, title=title, **options)
+
+    def plot_panels(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        batch: Indices = "all",
+        head: Indices = "all",
+        title: str | None = None,
+        **options: Unpack[Contents],
+    ) -> Figure:
+        """Draws several sequences and heads with matplotlib, a panel for each: sequences down, heads across.
+
+        Args:
+            batch: which sequences: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
+            head: which heads, likewise.
+            title: instead of the mask's text.
+
+        Raises:
+            RenderError: more than 64 panels, or as :meth:`plot`.
+        """
+        from flexmask.render.panels import plot_panels
+
+        return plot_panels(cast("Mask", self), q_len, kv_len, batch=batch, head=head, title=title, **options)
+
+    def plot_terms(
+        self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[Options]
+    ) -> Figure:
+        """Draws each term of the composition with matplotlib, then the whole with what each term hides.
+
+        Args:
+            title: instead of the mask's text.
+        """
+        from flexmask.render.panels import plot_terms
+
+        return plot_terms(cast("Mask", self), q_len, kv_len, title=title, **options)
+
+    def show(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        console: Console | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """Draws the mask in the terminal, or as plain ASCII where the output is none.
+
+        Args:
+            console: where to draw; by default the standard output.
+        """
+        from flexmask.render.terminal import show
+
+        show(cast("Mask", self), q_len, kv_len, console=console, **options)
+
+    def html(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        batch: Indices = "some",
+        head: Indices = "some",
+        **options: Unpack[Contents],
+    ) -> str:
+        """The interactive view of the mask as one HTML document, which asks for nothing from outside.
+
+        It pans, zooms, and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of
+        its block. ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter of their length.
+
+        Args:
+            batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
+            head: which heads, likewise.
+        """
+        from flexmask.render.view import html
+
+        return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
+
+    def save_picture(
+        self,
+        path: str | Path,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        batch: Indices | None = None,
+        head: Indices | None = None,
+        terms: bool = False,
+        **options: Unpack[Contents],
+    ) -> None:
+        """Writes a picture as ``.png`` or ``.svg``, or the interactive view as ``.html``; the same bytes for the same mask.
+
+        Args:
+            path: the file.
+            batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those
+                that fit into an interactive view.
+            head: which head, likewise.
+            terms: draws each term of the mask beside the whole.
+
+        Raises:
+            RenderError: another ending, or as :meth:`plot`.
+        """
+        from flexmask.render.files import save
+
+        save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+
+    def _repr_html_(self) -> str:
+        """The interactive view, as notebooks show it."""
+        from flexmask.render.view import notebook_html
+
+        return notebook_html(cast("Mask", self))

@@ -1,0 +1,74 @@
+"""Entries worked out: the cells of their panels, and their figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexmask.errors import FlexmaskError, RenderError
+from flexmask.gallery.entry import Entry
+from flexmask.lowering.stats import Stats
+from flexmask.render.sheet import Sheet, sheet
+from flexmask.render.view import block_size_for
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+
+__all__ = ["Drawn", "drawn"]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """An entry with what its mask shows.
+
+    Attributes:
+        entry: the entry.
+        sheet: its panels.
+        stats: the figures of all sequences and heads, with the blocks that are drawn, else with blocks of a fitting size.
+    """
+
+    entry: Entry
+    sheet: Sheet
+    stats: Stats
+
+
+def drawn(entry: Entry) -> Drawn:
+    """Works out an entry.
+
+    Raises:
+        RenderError: its text is no mask, or its data, lengths, sequence, head or labels do not fit; the message names the entry.
+    """
+    try:
+        mask = entry.mask()
+    except FlexmaskError as error:
+        raise RenderError(f"entry {entry.title!r}: text, params: {error}") from error
+    if mask.params:
+        raise RenderError(f"entry {entry.title!r}: params has no value for {', '.join(mask.params)}")
+    try:
+        stats = _stats(entry, mask)
+    except FlexmaskError as error:
+        raise RenderError(f"entry {entry.title!r}: params, q_len, kv_len: {error}") from error
+    try:
+        return Drawn(entry, _sheet(entry, mask), stats)
+    except FlexmaskError as error:
+        raise RenderError(f"entry {entry.title!r}: batch, head: {error}") from error
+
+
+def _sheet(entry: Entry, mask: Mask) -> Sheet:
+    return sheet(
+        mask,
+        entry.q_len,
+        entry.kv_len,
+        batch=entry.batch,
+        head=entry.head,
+        q_offset=entry.q_offset,
+        block_size=entry.block_size,
+        why=entry.why,
+        tokens=entry.q_tokens,
+        kv_tokens=entry.kv_tokens,
+    )
+
+
+def _stats(entry: Entry, mask: Mask) -> Stats:
+    size = entry.block_size or block_size_for(entry.q_len, entry.kv_len)
+    return mask.stats(entry.q_len, entry.kv_len, q_offset=entry.q_offset, block_size=size)

@@ -1,0 +1,165 @@
+"""An entry of a gallery's source: what it has to say, and of which types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from flexmask.errors import RenderError
+from flexmask.naming import nearest
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+
+__all__ = ["Entry", "Index", "Parameter", "entry_of", "slug_of"]
+
+Parameter: TypeAlias = "int | float | list[Any]"
+Index: TypeAlias = 'int | Literal["all"]'
+
+#: The longest side of an entry, in tokens: a picture of cells, not of an area.
+LONGEST = 512
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A mask, how it is drawn, and what is said about it.
+
+    Attributes:
+        title: what it is called.
+        family: the section it stands in.
+        text: the mask, as :func:`flexmask.parse` reads it.
+        q_len: queries.
+        tags: words it is found by.
+        caption: what a query sees.
+        source: where the mask comes from, with addresses or without.
+        kv_len: keys.
+        q_offset: position of the first query.
+        block_size: tokens in a block of the grid that is drawn; None for no grid.
+        batch: which sequence is drawn, or all.
+        head: which head, likewise.
+        why: whether hidden cells are told apart by the term that hides them.
+        q_tokens: labels of the queries.
+        kv_tokens: labels of the keys.
+        params: data for the free names of the text.
+    """
+
+    title: str
+    family: str
+    text: str
+    q_len: int
+    tags: tuple[str, ...]
+    caption: str
+    source: str
+    kv_len: int
+    q_offset: int = 0
+    block_size: int | None = None
+    batch: Index = 0
+    head: Index = 0
+    why: bool = False
+    q_tokens: tuple[str, ...] | None = None
+    kv_tokens: tuple[str, ...] | None = None
+    params: Mapping[str, Parameter] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        """The name of its files, and of its place on the page."""
+        return slug_of(self.title)
+
+    def mask(self) -> Mask:
+        """The mask, with its data."""
+        from flexmask.text import parse
+
+        return parse(self.text, **self.params)
+
+
+def slug_of(title: str) -> str:
+    """A title in small letters and digits, with dashes between the words."""
+    return "-".join(re.findall("[a-z0-9]+", title.lower()))
+
+
+def entry_of(given: Mapping[str, object], place: int) -> Entry:
+    """The entry of a table of the source.
+
+    Args:
+        given: the table.
+        place: which of the entries it is, counted from 1.
+
+    Raises:
+        RenderError: a key that is missing, unknown or of the wrong type, which the message names, as it does the entry.
+    """
+    title = given.get("title")
+    where = f"entry {place}" + (f" ({title!r})" if isinstance(title, str) else "")
+    for key in given:
+        if key not in KEYS:
+            raise RenderError(f"{where}: there is no key {key!r}.{nearest(key, KEYS)} An entry has {', '.join(KEYS)}")
+    missing = [key for key in WANTED if key not in given]
+    if missing:
+        raise RenderError(f"{where}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    for key, value in given.items():
+        fits, wanted = KEYS[key]
+        if not fits(value):
+            raise RenderError(f"{where}: {key} must be {wanted}, got {value!r}")
+    if not slug_of(str(title)):
+        raise RenderError(f"{where}: title must hold a letter or digit of ASCII, which name its files")
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    entry = Entry(**{"kv_len": given["q_len"], **lists})
+    for key, labels, length in (("q_tokens", entry.q_tokens, entry.q_len), ("kv_tokens", entry.kv_tokens, entry.kv_len)):
+        if labels is not None and len(labels) != length:
+            raise RenderError(f"{where}: {key} must be {length} labels, one for each position, got {len(labels)}")
+    return entry
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+def _is_length(value: object) -> bool:
+    return _is_index(value) and value in range(1, LONGEST + 1)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_choice(value: object) -> bool:
+    return value == "all" or _is_index(value)
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(data, int | float | list) for data in value.values())
+
+
+Rule: TypeAlias = tuple[Callable[[object], bool], str]
+
+_TEXT: Rule = (_is_text, "a text")
+_TEXTS: Rule = (_are_texts, "a list of texts")
+_LENGTH: Rule = (_is_length, f"a number of tokens from 1 to {LONGEST}")
+_CHOICE: Rule = (_is_choice, 'an index from 0 on or "all"')
+
+#: What each key of an entry must be.
+KEYS: dict[str, Rule] = {
+    "title": _TEXT,
+    "family": _TEXT,
+    "text": _TEXT,
+    "q_len": _LENGTH,
+    "tags": _TEXTS,
+    "caption": _TEXT,
+    "source": _TEXT,
+    "kv_len": _LENGTH,
+    "q_offset": (_is_index, "a position from 0 on"),
+    "block_size": _LENGTH,
+    "batch": _CHOICE,
+    "head": _CHOICE,
+    "why": (lambda value: isinstance(value, bool), "true or false"),
+    "q_tokens": _TEXTS,
+    "kv_tokens": _TEXTS,
+    "params": (_is_data, "a table of numbers and lists"),
+}
+#: The keys that every entry has.
+WANTED = ("title", "family", "text", "q_len", "tags", "caption", "source")

@@ -1,0 +1,93 @@
+"""The gallery as one page: everything in one file, which asks for nothing from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from flexmask.gallery.drawn import Drawn
+from flexmask.gallery.snippets import command, python
+from flexmask.gallery.words import figures, lengths, linked, sections
+from flexmask.render import page
+from flexmask.render.view import view_of
+
+__all__ = ["index"]
+
+
+def index(found: Sequence[Drawn]) -> str:
+    """The page of some entries: a whole HTML document, in which the views' data is unpacked when it is first shown."""
+    script = "\n".join([page.script(), _asset("index.js")])
+    css = "\n".join([f":root {{\n{_colours()}\n}}", page.style(), _asset("index.css")])
+    tags = Counter(tag for one in found for tag in one.entry.tags)
+    parts = {
+        "policy": f"default-src 'none'; style-src {_digest(css)}; script-src {_digest(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
+        "count": str(len(found)),
+        "css": css,
+        "tags": "\n".join(_tag(tag, tags[tag]) for tag in sorted(tags)),
+        "sections": "\n".join(_section(family, members) for family, members in sections(found).items()),
+        "data": page.inline_json([_data(one) for one in found]),
+        "js": script,
+    }
+    return Template(_asset("index.html")).substitute(parts)
+
+
+def _data(found: Drawn) -> dict[str, object]:
+    """What the page's script knows of an entry."""
+    entry = found.entry
+    return {
+        "slug": entry.slug,
+        "title": entry.title,
+        "family": entry.family,
+        "tags": entry.tags,
+        "caption": entry.caption,
+        "text": entry.text,
+        "lengths": lengths(entry),
+        "source": linked(entry.source),
+        "command": command(entry),
+        "python": python(entry),
+        "figures": figures(found),
+        "view": view_of(found.sheet),
+    }
+
+
+def _section(family: str, members: Sequence[Drawn]) -> str:
+    cards = "\n".join(_card(one) for one in members)
+    name = escape(family)
+    heading = f"<h2>{name} <span>{len(members)}</span></h2>"
+    return f'<section aria-label="{name}">\n{heading}\n<ul class="cards">\n{cards}\n</ul>\n</section>'
+
+
+def _card(found: Drawn) -> str:
+    entry = found.entry
+    tags = "".join(f"<li>{escape(tag)}</li>" for tag in entry.tags)
+    return (
+        f'<li class="card" data-slug="{entry.slug}"><canvas aria-hidden="true"></canvas>'
+        f'<h3><a href="#{entry.slug}">{escape(entry.title)}</a></h3>'
+        f'<p>{escape(entry.caption)}</p><code>{escape(entry.text)}</code><ul class="tags" aria-label="Tags">{tags}</ul></li>'
+    )
+
+
+def _tag(tag: str, count: int) -> str:
+    name = escape(tag)
+    return f'<button type="button" aria-pressed="false" data-tag="{name}">{name} <span>{count}</span></button>'
+
+
+def _colours() -> str:
+    """The colours of the views, for the whole page."""
+    return "\n".join(re.findall(r"^ *--flexmask-[\w-]+: .*;$", page.style(), re.MULTILINE))
+
+
+def _digest(text: str) -> str:
+    """What a policy calls the one script, or the one style sheet, that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return files("flexmask.gallery").joinpath("web", name).read_text(encoding="utf-8")

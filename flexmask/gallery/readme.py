@@ -1,0 +1,88 @@
+"""The gallery as a README: a section for each family, with pictures beside the page's own file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flexmask.gallery.drawn import Drawn
+from flexmask.gallery.snippets import command
+from flexmask.gallery.words import figures, lengths, linked, sections
+
+__all__ = ["readme"]
+
+#: Pixels: how wide one picture is shown, and a row of panels.
+WIDTH, PANELS_WIDTH = 400, 680
+
+HEAD = """\
+# Attention masks with flexmask
+
+{count} masks as pictures: queries stand down, keys across, and a query sees the keys that are blue in its row.
+Where hidden cells have several colours, they say which term of the mask hides them. A grid is that of the blocks that a
+block-sparse kernel skips, computes or masks.
+
+[`index.html`](index.html) is all of this in one file for a browser, to search in, with pictures that say of each cell why it
+is hidden. In the terminal, one is drawn by `flexmask render` with its expression:
+
+```bash
+flexmask render "{text}" --seq-len {q_len}
+```
+
+Pictures, page and this file are written by `flexmask gallery`, from the entries in `gallery.toml`, and with
+`flexmask gallery --source FILE` from masks of your own.
+"""
+
+
+def readme(found: Sequence[Drawn]) -> str:
+    """The README of some entries, in Markdown as GitHub shows it."""
+    shown = sections(found)
+    first = next((one.entry for one in found if not one.entry.params and one.entry.kv_len == one.entry.q_len), None)
+    text, q_len = (first.text, first.q_len) if first else ("causal", 16)
+    contents = ["| family | masks |", "|---|---|"]
+    contents += [f"| [{_plain(family)}](#{_anchor(family)}) | {len(members)} |" for family, members in shown.items()]
+    parts = [HEAD.format(count=len(found), text=text, q_len=q_len), "\n".join(contents) + "\n"]
+    for family, members in shown.items():
+        parts += [f"## {_plain(family)}\n", *map(_section, members)]
+    return "\n".join(parts)
+
+
+def _section(found: Drawn) -> str:
+    entry = found.entry
+    width = PANELS_WIDTH if len(found.sheet.pictures) > 1 else WIDTH
+    source = "".join(
+        _plain(text) if address is None else f"[{_plain(text)}]({address})" for text, address in linked(entry.source)
+    )
+    return "\n".join(
+        [
+            f"### {_plain(entry.title)}",
+            "",
+            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{lengths(entry)}, {figures(found)[0][1]} visible">',
+            "",
+            _plain(entry.caption),
+            "",
+            "```python",
+            entry.text,
+            "```",
+            "",
+            f"{lengths(entry)} · {' '.join(f'`{tag}`' for tag in entry.tags)} · {source}",
+            "",
+            "<details><summary>Draw it</summary>",
+            "",
+            "```bash",
+            command(entry),
+            "```",
+            "",
+            "</details>",
+            "",
+        ]
+    )
+
+
+def _plain(text: str) -> str:
+    """A text that means nothing in Markdown."""
+    return re.sub(r"([\\`*_<>\[\]|#~&])", r"\\\1", text)
+
+
+def _anchor(heading: str) -> str:
+    """The place of a heading, as GitHub names it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

@@ -1,0 +1,69 @@
+"""The source of a gallery: a TOML file with one ``[[mask]]`` for each entry."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flexmask.errors import RenderError
+from flexmask.gallery.entry import Entry, entry_of
+from flexmask.naming import nearest
+
+__all__ = ["chosen", "own_source", "read"]
+
+
+def own_source() -> Path:
+    """The file of the gallery of flexmask itself: as it was installed, or in a checkout, where it stands beside the pictures.
+
+    Raises:
+        RenderError: it is in neither place.
+    """
+    here = Path(__file__).resolve()
+    places = [here.with_name("gallery.toml"), here.parents[2] / "gallery" / "gallery.toml"]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise RenderError("the gallery's source was not installed; give a file of your own")
+    return found
+
+
+def read(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file, in their order.
+
+    Raises:
+        RenderError: a file that cannot be read or is not such a list of entries, or two entries whose titles name the same files.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text file"
+        raise RenderError(f"cannot read {str(path)!r}: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RenderError(f"{str(path)!r} is not TOML: {error}") from error
+    tables = found.get("mask")
+    if set(found) != {"mask"} or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise RenderError(f"{str(path)!r} must hold one [[mask]] for each entry and nothing else")
+    entries = tuple(entry_of(table, place) for place, table in enumerate(tables, 1))
+    places: dict[str, int] = {}
+    for place, entry in enumerate(entries, 1):
+        first = places.setdefault(entry.slug, place)
+        if first != place:
+            raise RenderError(
+                f"entry {place} ({entry.title!r}): title names the same files as that of entry {first} "
+                f"({entries[first - 1].title!r}): {entry.slug}"
+            )
+    return entries
+
+
+def chosen(entries: Sequence[Entry], names: Iterable[str]) -> tuple[Entry, ...]:
+    """The entries that have one of some names as a tag, as their family or in the names of their files; without names all.
+
+    Raises:
+        RenderError: a name that no entry has.
+    """
+    wanted = set(names)
+    known = {name: None for entry in entries for name in (*entry.tags, entry.family, entry.slug)}
+    for name in sorted(wanted):
+        if name not in known:
+            raise RenderError(f"no entry of the gallery has the tag, family or name {name!r}.{nearest(name, known)}")
+    return tuple(entry for entry in entries if not wanted or wanted & {*entry.tags, entry.family, entry.slug})

@@ -1,0 +1,120 @@
+"""Bands along the edges of a picture: which document a position belongs to, and which positions are padding.
+
+They are read off the mask: documents are what the same data says of query and key (``ids[b, q] == ids[b, kv]``), padding is
+what ``key_padding``, ``query_padding`` and ``cross_length`` hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flexmask.algebra import And, Compare, Mask, Named, Or, PerHead
+from flexmask.evaluation import Evaluation
+from flexmask.frame import Frame
+from flexmask.index import Index
+from flexmask.nodes import Node
+from flexmask.tables import Lookup
+
+__all__ = ["Band", "PADDING", "bands_of"]
+
+Axis: TypeAlias = Literal["q", "kv"]
+
+#: The named masks that hide padding.
+PADDED = {"key_padding", "query_padding", "cross_length"}
+PADDING = "padding"
+#: What stands for padding among ids.
+PADDED_ID = -2
+#: Stretches of a band at most; more could not be told apart.
+MOST_STRETCHES = 256
+
+
+@dataclass(frozen=True)
+class Band:
+    """What positions along one axis belong to.
+
+    Attributes:
+        axis: along the queries or the keys.
+        label: what the values are, ``"document"`` or the name of the mask that has them.
+        starts: the first position of each stretch, counted from 0; the first is 0, each ends where the next begins.
+        values: what each stretch is: an id, ``"padding"``, or ``""`` for nothing.
+    """
+
+    axis: Axis
+    label: str
+    starts: tuple[int, ...]
+    values: tuple[str, ...]
+
+
+class _Source(NamedTuple):
+    """An expression with the values of a band: ids, or a mask that is false on padding."""
+
+    label: str
+    node: Index | Mask
+
+
+def bands_of(mask: Mask, frame: Frame, batch: int, head: int) -> tuple[Band, ...]:
+    """The bands of one sequence and head. Padding is drawn into the first band of ids along its axis.
+
+    Args:
+        mask: the mask as it was written, with its names.
+        frame: where it is lowered.
+        batch: index of the sequence in the frame.
+        head: index of the head.
+    """
+    return (*_along("q", mask, frame, batch, head), *_along("kv", mask, frame, batch, head))
+
+
+def _along(axis: Axis, mask: Mask, frame: Frame, batch: int, head: int) -> Iterator[Band]:
+    length = frame.q_len if axis == "q" else frame.kv_len
+    evaluation, padded = Evaluation(frame, axis), torch.zeros(length, dtype=torch.bool)
+    ids: dict[Any, tuple[str, Tensor]] = {}
+    for label, node in _sources(mask, axis, head, "ids"):
+        values = evaluation.tensor(node)
+        line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
+        if isinstance(node, Mask):
+            padded = padded | ~line
+        else:
+            ids[node.key] = label, line
+    if padded.any() and not ids:
+        ids[PADDING] = PADDING, torch.zeros(length, dtype=torch.int64)
+    for place, (label, line) in enumerate(ids.values()):
+        marked = line.clamp(min=-1)
+        if place == 0:
+            marked = marked.masked_fill(padded, PADDED_ID)
+        starts = [0, *((marked[1:] != marked[:-1]).nonzero().flatten() + 1).tolist()]
+        if len(starts) <= MOST_STRETCHES:
+            yield Band(axis, label, tuple(starts), tuple(_value(int(marked[start]), label) for start in starts))
+
+
+def _sources(mask: Mask, axis: Axis, head: int, name: str) -> Iterator[_Source]:
+    match mask:
+        case Named():
+            yield from _sources(mask.body, axis, head, mask.name)
+        case And(operands) | Or(operands):
+            for operand in operands:
+                yield from _sources(operand, axis, head, name)
+        case PerHead(masks):
+            yield from _sources(masks[head], axis, head, name)
+        case Compare("==", Lookup() as left, Lookup() as right) if left.table == right.table:
+            sides = {_axis(left): left, _axis(right): right}
+            if sides.keys() == {"q", "kv"}:
+                yield _Source(name, sides[axis])
+        case Compare() if name in PADDED and _axis(mask) == axis:
+            yield _Source(PADDING, mask)
+
+
+def _axis(node: Node) -> str | None:
+    """The one axis that a node depends on, if it is one."""
+    axes = node.symbols & {"q", "kv"}
+    return next(iter(axes)) if len(axes) == 1 else None
+
+
+def _value(number: int, label: str) -> str:
+    if number == PADDED_ID or (number < 0 and label == "document"):
+        return PADDING
+    return "" if number < 0 or label == PADDING else str(number)

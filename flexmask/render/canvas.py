@@ -1,0 +1,149 @@
+"""What a terminal or a file can show, and how text, signs and the frame of a drawing are written there."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from flexmask.render.picture import Picture
+from flexmask.render.signs import FAINT, Sign
+
+__all__ = ["Canvas", "Drawing", "Entry", "MOST_LINES", "framed", "ruler"]
+
+#: Lines of a drawing at most.
+MOST_LINES = 64
+CORNER = "q\\kv"
+#: Characters of a token at most: beside the lines, and over the columns, where each takes a line.
+LONGEST_BESIDE, LONGEST_OVER = 16, 12
+
+
+class Entry(NamedTuple):
+    """An entry of a legend: a sign, what it stands for, and how many there are, or nothing."""
+
+    sign: Text
+    words: str
+    amount: str = ""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture as lines.
+
+    Attributes:
+        shown: the picture as it is drawn, which may be coarser than it was.
+        lines: the lines with what stands around the cells.
+        legend: what its signs and colours mean.
+        by_area: whether pixels were drawn, rather than cells or blocks.
+    """
+
+    shown: Picture
+    lines: list[Text]
+    legend: list[Entry]
+    by_area: bool = False
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What there is to draw on.
+
+    Attributes:
+        plain: the drawing is ASCII.
+        ascii_only: so must all other text be.
+        mixing: there are enough colours to mix them.
+        width: characters of a line.
+    """
+
+    plain: bool
+    ascii_only: bool
+    mixing: bool
+    width: int
+
+    @staticmethod
+    def of(console: Console) -> Canvas:
+        """The canvas of a console."""
+        ascii_only = console.options.ascii_only
+        plain = ascii_only or not console.is_terminal
+        mixing = not plain and not console.no_color and console.color_system in ("256", "truecolor")
+        return Canvas(plain, ascii_only, mixing, console.width)
+
+    def margin(self, shown: Picture) -> int:
+        """Characters of the numbers or tokens beside the lines."""
+        if shown.q_tokens is not None:
+            return max(len(CORNER), *map(cell_len, self.beside(shown)))
+        return max(len(CORNER), len(f"{shown.q_offset + shown.q_len - 1:,}"))
+
+    def room(self, shown: Picture) -> int:
+        """Characters of a line of the drawing."""
+        return max(8, self.width - self.margin(shown) - 1)
+
+    def sign(self, sign: Sign) -> Text:
+        """A sign as it is drawn."""
+        return Text(sign.plain if self.plain else sign.glyph, sign.style)
+
+    def entry(self, sign: Sign, amount: str = "") -> Entry:
+        """The entry of a sign in a legend."""
+        return Entry(Text("blank") if self.plain and sign.plain == " " else self.sign(sign), sign.meaning, amount)
+
+    def written(self, text: str) -> str:
+        """A text in characters that can be written."""
+        if self.plain:
+            text = text.replace("…", "...").replace("×", "x")
+        return text.encode("ascii", "backslashreplace").decode() if self.ascii_only else text
+
+    def wrapped(self, text: str, indent: int = 0) -> list[str]:
+        """A text in lines that fit behind an indentation."""
+        return textwrap.wrap(self.written(text), max(8, self.width - indent), break_on_hyphens=False)
+
+    def beside(self, shown: Picture, step: int = 1) -> list[str]:
+        """The number or token of each query, or of each ``step``-th."""
+        if shown.q_tokens is None:
+            return [f"{query + shown.q_offset:,}" for query in range(0, shown.q_len, step)]
+        most = min(LONGEST_BESIDE, self.width // 3)
+        return ["".join(self._characters(token, most)) for token in shown.q_tokens[::step]]
+
+    def upright(self, tokens: Sequence[str]) -> list[str]:
+        """Tokens written downwards, each over its column, ending above the cells."""
+        columns = [self._characters(token, LONGEST_OVER) for token in tokens]
+        high = max(map(len, columns))
+        columns = [[" "] * (high - len(column)) + column for column in columns]
+        return ["".join(part + " " * (2 - cell_len(part)) for part in line).rstrip() for line in zip(*columns, strict=True)]
+
+    def _characters(self, token: str, most: int) -> list[str]:
+        """The characters of a token, cut to a width. What combines with a character belongs to it; controls are escaped."""
+        found: list[str] = []
+        for character in self.written(token):
+            if not character.isprintable():
+                found += character.encode("unicode_escape").decode()
+            elif found and not cell_len(character):
+                found[-1] += character
+            else:
+                found.append(character)
+        cut = [".", "."] if self.plain else ["…"]
+        if cell_len("".join(found)) > most:
+            while cell_len("".join(found)) > most - len(cut):
+                found.pop()
+            found += cut
+        return found
+
+
+def ruler(numbers: Mapping[int, str], room: int) -> str:
+    """Numbers over the columns where they start, those that fit."""
+    line = ""
+    for column, number in numbers.items():
+        if column + len(number) <= room:
+            line += " " * (column - len(line)) + number
+    return line
+
+
+def framed(over: Sequence[str], beside: Sequence[str], lines: Sequence[Text], margin: int) -> Iterator[Text]:
+    """Lines with a number or token beside each, and lines over the columns."""
+    for number, above in enumerate(over, 1):
+        yield Text(f"{CORNER if number == len(over) else '':>{margin}} {above}", FAINT)
+    for label, line in zip(beside, lines, strict=True):
+        yield Text(" " * (margin - cell_len(label)) + label + " ", FAINT).append_text(line)

@@ -1,0 +1,138 @@
+"""Drawings in characters with one for each cell, or one for each block of the block grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.text import Text
+
+from flexmask.render.bands import PADDING
+from flexmask.render.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.render.caption import numbered
+from flexmask.render.kinds import count_text, tells_more
+from flexmask.render.picture import EMPTY, FULL, Picture
+from flexmask.render.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["blocks_fit", "cells_fit", "cells_width", "draw_blocks", "draw_cells"]
+
+#: Lines between blocks, upright, flat and crossing, by whether they are plain.
+RULES = {False: ("│", "─", "┼"), True: ("|", "-", "+")}
+#: Characters between the cells and the band of the queries.
+GAP = "  "
+PADDED = "~"
+
+
+def cells_width(shown: Picture, canvas: Canvas) -> int:
+    """Characters of a line of a drawing of all cells."""
+    bands = len(GAP) + 1 if any(band.axis == "q" for band in shown.bands) else 0
+    return canvas.margin(shown) + 2 * shown.kv_len + bands
+
+
+def cells_fit(shown: Picture, canvas: Canvas) -> bool:
+    """Whether every cell can be drawn."""
+    return shown.every_cell and shown.q_len <= MOST_LINES and 2 * shown.kv_len <= canvas.room(shown) + 1
+
+
+def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
+    """Whether every block can be drawn, and says all that is to be said."""
+    if shown.blocks is None or tells_more(shown.kinds):
+        return False
+    rows, columns = len(shown.blocks), len(shown.blocks[0])
+    return rows <= MOST_LINES and 2 * columns <= canvas.room(shown) + 1
+
+
+def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
+    """Every cell as a sign, with lines between the blocks, and with the bands behind and below them."""
+    marks, signs, legend = _signs(shown, canvas)
+    size = shown.block_size if shown.blocks is not None else None
+    upright, flat, cross = RULES[canvas.plain]
+    edges = [size is not None and key % size[1] == 0 for key in range(shown.kv_len)]
+    rule = Text(flat + "".join((cross if edge else flat) + flat for edge in edges[1:]), FAINT)
+    drawn = [canvas.sign(sign) for sign in signs]
+    down, across = (_band(shown, axis) for axis in ("q", "kv"))
+    if cells_width(shown, canvas) > canvas.width:
+        down = ""
+    lines, beside = [], []
+    for query, label in enumerate(canvas.beside(shown)):
+        if size is not None and query and query % size[0] == 0:
+            lines.append(rule)
+            beside.append("")
+        line = Text()
+        for key, edge in enumerate(edges):
+            if key:
+                line.append(upright if edge else " ", FAINT)
+            line.append_text(drawn[marks[query, key]])
+        lines.append(line.append(GAP + down[query], FAINT) if down else line)
+        beside.append(label)
+    if across:
+        lines.append(Text(" ".join(across), FAINT))
+        beside.append("")
+    return Drawing(
+        shown, list(framed(_over(shown, canvas), beside, lines, canvas.margin(shown))), [*legend, *_said(down + across, shown)]
+    )
+
+
+def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
+    """Every block as a sign."""
+    assert shown.blocks is not None
+    assert shown.block_size is not None
+    high, wide = shown.block_size
+    columns = shown.blocks.shape[1]
+    lines = [Text(" ").join([canvas.sign(BLOCKS[int(kind)]) for kind in row]) for row in shown.blocks]
+    beside = canvas.beside(shown, high)
+    step = numbered(columns, 2 * columns / (len(f"{shown.kv_len:,}") + 1))
+    over = ruler({2 * column: f"{column * wide:,}" for column in step}, canvas.room(shown))
+    legend = []
+    for kind, sign in BLOCKS.items():
+        if count := int((shown.blocks == kind).sum()):
+            legend.append(canvas.entry(sign, f"{count:,}"))
+    return Drawing(shown, list(framed([over], beside, lines, canvas.margin(shown))), legend)
+
+
+def _signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[Entry]]:
+    """The number of its sign for each cell, the signs, and the legend."""
+    marks, signs, more = shown.cells.copy(), signs_of(shown.kinds), tells_more(shown.kinds)
+    entries = [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
+    if shown.blocks is None or shown.block_size is None:
+        return marks, signs, entries
+    high, wide = shown.block_size
+    blocks = shown.blocks[np.arange(shown.q_len)[:, None] // high, np.arange(shown.kv_len) // wide]
+    in_blocks = (IN_FULL, IN_PARTIAL, *(() if more else (WASTED, SKIPPED)))
+    visible = marks == 0
+    marks[visible] = np.where(blocks == FULL, len(signs), len(signs) + 1)[visible]
+    if not more:
+        marks[~visible] = np.where(blocks == EMPTY, len(signs) + 3, len(signs) + 2)[~visible]
+    return marks, (*signs, *in_blocks), [canvas.entry(sign) for sign in in_blocks] + (entries[1:] if more else [])
+
+
+def _over(shown: Picture, canvas: Canvas) -> list[str]:
+    """The numbers or tokens over the columns."""
+    if shown.kv_tokens is not None:
+        return canvas.upright(shown.kv_tokens)
+    block = shown.block_size[1] if shown.blocks is not None and shown.block_size else None
+    step = numbered(shown.kv_len, 2 * shown.kv_len / (len(f"{shown.kv_len - 1:,}") + 1), block)
+    return [ruler({2 * key: f"{key:,}" for key in step}, canvas.room(shown))]
+
+
+def _band(shown: Picture, axis: str) -> str:
+    """The first band along an axis: a character for each position, the last of its value; empty where there is none."""
+    band = next((band for band in shown.bands if band.axis == axis), None)
+    if band is None:
+        return ""
+    ends = (*band.starts[1:], shown.q_len if axis == "q" else shown.kv_len)
+    characters = [PADDED if value == PADDING else value[-1:] or " " for value in band.values]
+    return "".join(character * (end - start) for character, start, end in zip(characters, band.starts, ends, strict=True))
+
+
+def _said(characters: str, shown: Picture) -> Iterator[Entry]:
+    """What the characters of bands mean."""
+    if any(character.isdigit() for character in characters):
+        label = next(band.label for band in shown.bands if band.label != PADDING)
+        yield Entry(Text("0-9", FAINT), f"{label}, its last digit")
+    if PADDED in characters:
+        yield Entry(Text(PADDED, FAINT), PADDING)

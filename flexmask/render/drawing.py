@@ -1,0 +1,154 @@
+"""The cells of a picture on matplotlib axes: squares where each can be seen, else an image; and over them the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex, to_rgb
+from numpy.typing import NDArray
+
+from flexmask.render.heat import UNSEEN, colored_scores, draw_numbers
+from flexmask.render.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
+
+__all__ = ["MOST_SQUARES", "draw_cells", "faded", "opacity", "squares"]
+
+#: Cells along the longer side up to which each is drawn as a square of its own.
+MOST_SQUARES = 64
+#: How much of the colour is left to what empty blocks hide.
+IN_EMPTY = 0.45
+
+
+def squares(shown: Picture) -> bool:
+    """Whether each cell is drawn as a square."""
+    return shown.every_cell and max(shown.q_len, shown.kv_len) <= MOST_SQUARES
+
+
+def draw_cells(shown: Picture, ax: Axes) -> None:
+    """Draws the cells and blocks of a picture, with queries and keys as units."""
+    ax.set(xlim=(0, shown.kv_len), ylim=(shown.q_len, 0), facecolor=HIDDEN)
+    if shown.scores is None:
+        _draw_kinds(shown, ax)
+    else:
+        _draw_scores(shown, shown.scores, ax)
+    _draw_lines(shown, ax)
+
+
+def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
+    _draw_image(shown, ax, colored_scores(scores, shown.shares[0]))
+    if squares(shown):
+        _draw_rectangles(ax, _runs(shown.cells > 0), (1, 1), UNSEEN)
+        draw_numbers(shown, ax)
+
+
+def _draw_kinds(shown: Picture, ax: Axes) -> None:
+    looks = looks_of(shown.kinds)
+    plain = looks[-1].color == HIDDEN  # otherwise terms tell apart what is hidden
+    if shown.blocks is not None:
+        looks = (Look(IN_PARTIAL, prominent=True), *looks[1:])
+        if plain:
+            _draw_blocks(shown, ax, PARTIAL, WASTED)
+    if squares(shown):
+        for number, look in enumerate(looks):
+            if look.color != HIDDEN:
+                _draw_rectangles(ax, _runs(shown.cells == number), (1, 1), look)
+    else:
+        _draw_pixels(shown, ax, looks)
+    _draw_blocks(shown, ax, FULL, VISIBLE)
+    _draw_blocks(shown, ax, UNKNOWN, UNDECIDED)
+    if not plain:
+        _draw_blocks(shown, ax, EMPTY, "#FFFFFF", 1 - IN_EMPTY)
+
+
+def opacity(fraction: Any) -> Any:
+    """How opaque a colour is drawn for a share of a pixel: what is not 0 is never too faint to be seen."""
+    return np.where(fraction > 0, 0.3 + 0.7 * fraction, 0)
+
+
+def faded(color: str, share: float) -> str:
+    """A colour over the background of hidden cells."""
+    red, green, blue = (share * x + (1 - share) * y for x, y in zip(to_rgb(color), to_rgb(HIDDEN), strict=True))
+    return to_hex((red, green, blue))
+
+
+def _runs(marked: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
+    """The runs of marked places in each row: row, first column, the column behind the last."""
+    edges = np.diff(marked.astype(np.int8), prepend=0, append=0, axis=1)
+    rows, starts = (edges == 1).nonzero()
+    stops = (edges == -1).nonzero()[1]
+    return list(zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
+
+def _draw_rectangles(
+    ax: Axes, runs: Iterable[tuple[int, int, int]], unit: tuple[int, int], look: Look, alpha: float | None = None
+) -> None:
+    high, wide = unit
+    corners = []
+    for row, start, stop in runs:
+        top, left, bottom, right = row * high, start * wide, (row + 1) * high, stop * wide
+        corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
+    drawn = PolyCollection(
+        corners,
+        facecolors=look.color,
+        edgecolors=look.ink if look.hatch else "none",
+        linewidths=0,
+        hatch=look.hatch or None,
+        antialiaseds=False,
+        alpha=alpha,
+    )
+    ax.add_collection(drawn, autolim=False)
+
+
+def _draw_blocks(shown: Picture, ax: Axes, kind: int, color: str, alpha: float | None = None) -> None:
+    if shown.blocks is not None and shown.block_size is not None:
+        _draw_rectangles(ax, _runs(shown.blocks == kind), shown.block_size, Look(color), alpha)
+
+
+def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
+    """Images that show shares: the colours of what is not prominent mixed, and over them the others by their opacity."""
+    ordinary = [number for number, look in enumerate(looks) if not look.prominent]
+    if any(looks[number].color != HIDDEN for number in ordinary):
+        weights = shown.shares[ordinary]
+        weights = weights / np.maximum(weights.sum(0), 1e-9)
+        mixed = np.einsum("krc,kx->rcx", weights, np.array([to_rgb(looks[number].color) for number in ordinary]))
+        _draw_image(shown, ax, mixed)
+    if shown.estimated is not None:
+        _draw_image(shown, ax, _colored(shown.estimated.astype(np.float32), UNDECIDED))
+    for share, look in zip(shown.shares, looks, strict=True):
+        if look.prominent:
+            _draw_image(shown, ax, _colored(share, look.color))
+
+
+def _colored(fraction: NDArray[np.float32], color: str) -> NDArray[np.float32]:
+    image = np.empty((*fraction.shape, 4), dtype=np.float32)
+    image[..., :3] = to_rgb(color)
+    image[..., 3] = opacity(fraction)
+    return image
+
+
+def _draw_image(shown: Picture, ax: Axes, image: NDArray[Any]) -> None:
+    bottom, right = image.shape[0] * shown.step[0], image.shape[1] * shown.step[1]
+    limits = ax.get_xlim(), ax.get_ylim()
+    ax.imshow(image, extent=(0, right, bottom, 0), aspect=ax.get_aspect(), zorder=1)
+    ax.set(xlim=limits[0], ylim=limits[1])
+
+
+def _draw_lines(shown: Picture, ax: Axes) -> None:
+    if squares(shown):
+        width = min(1.2, 12 / max(shown.q_len, shown.kv_len))
+        _draw_grid(shown, ax, (1, 1), color="white", linewidth=width)
+    if shown.blocks is not None and shown.block_size is not None:
+        width = min(1.0, 10 / max(shown.blocks.shape))
+        _draw_grid(shown, ax, shown.block_size, color=INK, linewidth=width)
+    for spine in ax.spines.values():
+        spine.set(color=INK if shown.blocks is not None or not squares(shown) else "white", linewidth=0.8)
+
+
+def _draw_grid(shown: Picture, ax: Axes, step: tuple[int, int], *, color: str, linewidth: float) -> None:
+    lines: list[list[tuple[int, int]]] = [[(0, y), (shown.kv_len, y)] for y in range(step[0], shown.q_len, step[0])]
+    lines += [[(x, 0), (x, shown.q_len)] for x in range(step[1], shown.kv_len, step[1])]
+    ax.add_collection(LineCollection(lines, colors=color, linewidths=linewidth, zorder=2), autolim=False)

@@ -1,0 +1,79 @@
+"""Pictures as files: PNG and SVG with matplotlib, and the interactive view as HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from flexmask.errors import RenderError
+from flexmask.render.options import Contents
+from flexmask.render.picture import Picture
+from flexmask.render.sheet import Indices, chosen
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+
+__all__ = ["ENDINGS", "check_ending", "save"]
+
+#: The files that can be written.
+ENDINGS = (".png", ".svg", ".html")
+
+
+def save(
+    mask: Mask,
+    path: str | Path,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices | None = None,
+    head: Indices | None = None,
+    terms: bool = False,
+    **options: Unpack[Contents],
+) -> None:
+    """Writes a picture of a mask, as the ending of ``path`` says; the same bytes for the same mask.
+
+    Args:
+        mask: the mask.
+        path: the file.
+        q_len: number of queries; by default as the mask's own data says, else 16.
+        kv_len: number of keys, likewise.
+        batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those that
+            fit into an interactive view.
+        head: which head, likewise.
+        terms: draws each term of the mask beside the whole.
+        options: what is shown, as for :func:`flexmask.render.picture.picture`.
+
+    Raises:
+        RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or what
+            cannot be drawn.
+    """
+    ending = check_ending(path)
+    if ending == ".html":
+        from flexmask.render.view import html
+
+        if terms:
+            raise RenderError("an interactive view tells the terms apart itself; leave out terms=")
+        places = {"batch": "some" if batch is None else batch, "head": "some" if head is None else head}
+        text = html(mask, q_len, kv_len, **places, **options)
+        Path(path).write_text(text, encoding="utf-8", newline="\n")
+        return
+    from flexmask.render.panels import save_sheet
+    from flexmask.render.plot import save as save_picture
+
+    shown = chosen(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+    if isinstance(shown, Picture):
+        save_picture(shown, path)
+    else:
+        save_sheet(shown, path)
+
+
+def check_ending(path: str | Path) -> str:
+    """The ending of a file in small letters.
+
+    Raises:
+        RenderError: it says of no picture how it is written.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in ENDINGS:
+        raise RenderError(f"a picture is written as {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, got the file {str(path)!r}")
+    return ending

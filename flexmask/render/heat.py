@@ -1,0 +1,54 @@
+"""Attention weights as colours: a scale that grows steadily darker, and the numbers in cells that have room for them."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from numpy.typing import NDArray
+
+from flexmask.render.palette import HIDDEN, INK, Look
+from flexmask.render.picture import Picture, Scores
+
+__all__ = ["UNSEEN", "colored_scores", "draw_numbers", "scale_marks"]
+
+#: From no weight to the greatest.
+SCALE = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", "#9CCBEA", "#3B8FC9", "#0B4F8A", "#08264A"])
+#: How cells that the mask hides are told from those of weight 0.
+UNSEEN = Look(HIDDEN, "////", "#CFCFCF")
+#: Inches that a cell must have for its number, and from which lightness on the ink is white.
+ROOM, DARK = 0.2, 0.5
+
+
+def colored_scores(scores: Scores, visible: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The colour of each pixel, ``float32[rows, columns, 3]``; of one that shows nothing that of hidden cells."""
+    image = np.asarray(SCALE(_relative(scores)), dtype=np.float32)[..., :3]
+    image[visible == 0] = [int(HIDDEN[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return image
+
+
+def draw_numbers(shown: Picture, ax: Axes) -> None:
+    """Writes the weight into each visible cell, where they fit."""
+    assert shown.scores is not None
+    box = ax.get_window_extent()
+    inches = min(box.width / shown.kv_len, box.height / shown.q_len) / ax.figure.dpi
+    if inches < ROOM:
+        return
+    size = min(8.0, 72 * inches / 2.9)
+    relative = _relative(shown.scores)
+    for row, column in np.argwhere(shown.shares[0] > 0).tolist():
+        number = f"{shown.scores.values[row, column]:.2f}".removeprefix("0")
+        color = "white" if relative[row, column] > DARK else INK
+        ax.text(column + 0.5, row + 0.5, number, ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
+
+
+def scale_marks(scores: Scores) -> list[tuple[str, str]]:
+    """Colours along the scale, each with the weight that it stands for."""
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    colors = [tuple(round(255 * part) for part in SCALE(share)[:3]) for share in shares]
+    return [("#{:02X}{:02X}{:02X}".format(*c), f"{share * scores.most:.2g}") for c, share in zip(colors, shares, strict=True)]
+
+
+def _relative(scores: Scores) -> NDArray[np.float32]:
+    """The weights as parts of the greatest."""
+    return (scores.values / (scores.most or 1.0)).clip(0, 1)

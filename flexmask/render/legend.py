@@ -1,0 +1,107 @@
+"""The legend of a picture: what the colours say, with how many cells or blocks they stand for."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from matplotlib.patches import Patch
+
+from flexmask.render.drawing import faded, opacity
+from flexmask.render.heat import UNSEEN, scale_marks
+from flexmask.render.kinds import count_text, tells_more
+from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
+
+__all__ = ["LEGEND", "entries_of", "legend_lines"]
+
+
+#: How legends are set.
+LEGEND: dict[str, Any] = {
+    "alignment": "left",
+    "frameon": False,
+    "fontsize": 7.5,
+    "title_fontsize": 7.5,
+    "borderpad": 0,
+    "borderaxespad": 0,
+    "handlelength": 1.1,
+    "handleheight": 1.1,
+    "handletextpad": 0.6,
+    "labelspacing": 0.35,
+    "columnspacing": 1.4,
+    "labelcolor": INK,
+}
+
+
+def entries_of(shown: Picture, characters: int, *, counted: bool = True) -> tuple[list[Patch], int]:
+    """The entries with labels of lines of at most so many characters, and in how many columns they stand.
+
+    Args:
+        shown: the picture.
+        characters: characters of a line at most.
+        counted: whether the labels say how many there are, which differs between the pictures of a sheet.
+    """
+    entries = [
+        _patch(look, textwrap.fill(f"{label} ({count})" if count and counted else label, characters))
+        for look, label, count in _entries(shown, counted)
+    ]
+    return entries, _columns(shown)
+
+
+def legend_lines(entries: list[Patch], columns: int) -> int:
+    """The lines that entries take."""
+    if columns > 1:
+        return -(-len(entries) // columns)
+    return sum(str(entry.get_label()).count("\n") + 1 for entry in entries)
+
+
+def _entries(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
+    """How something looks, what it is, and how many there are, of all that the picture has; if not counted, that it may have."""
+    blocks = {kind: 0 if shown.blocks is None else int((shown.blocks == kind).sum()) for kind in range(4)}
+    some = [kind for kind, count in blocks.items() if shown.blocks is not None and (count or not counted)]
+    count = {kind: f"{number:,}" for kind, number in blocks.items()}
+    if shown.scores is not None:
+        for color, label in scale_marks(shown.scores):
+            yield Look(color), label, ""
+        if shown.pairs[1][1]:
+            yield UNSEEN, "hidden", ""
+    elif tells_more(shown.kinds):
+        for look, kind, pairs in zip(looks_of(shown.kinds), shown.kinds, shown.pairs, strict=True):
+            if kind.role != "visible" or shown.blocks is None:
+                yield look, kind.words, count_text(pairs)
+        if FULL in some:
+            yield Look(VISIBLE), "visible, full blocks", count[FULL]
+        if PARTIAL in some:
+            yield Look(IN_PARTIAL), "visible, partial blocks", count[PARTIAL]
+        if EMPTY in some:
+            yield Look("#FFFFFF"), "paler: in empty blocks, skipped", count[EMPTY]
+    elif shown.blocks is not None:
+        if FULL in some:
+            yield Look(VISIBLE), "full blocks", count[FULL]
+        if PARTIAL in some:
+            yield Look(IN_PARTIAL), "partial blocks, visible cells", count[PARTIAL]
+            yield Look(WASTED), "partial blocks, hidden cells: computed, then discarded", ""
+        if EMPTY in some:
+            yield Look(HIDDEN), "empty blocks, skipped", count[EMPTY]
+    elif shown.step == (1, 1):
+        yield Look(VISIBLE), "visible", ""
+        yield Look(HIDDEN), "hidden", ""
+    else:
+        for label, share in {"none visible": 0.0, "25 %": 0.25, "50 %": 0.5, "75 %": 0.75, "all": 1.0}.items():
+            yield Look(faded(VISIBLE, float(opacity(share)))), label, ""
+    if blocks[UNKNOWN]:
+        yield Look(UNDECIDED), "blocks of unknown kind", count[UNKNOWN]
+    if shown.estimated is not None:
+        yield Look(UNDECIDED), "estimated", ""
+
+
+def _columns(shown: Picture) -> int:
+    if shown.blocks is not None or tells_more(shown.kinds):
+        return 1
+    return 3 if shown.step == (1, 1) and shown.scores is None else 6
+
+
+def _patch(look: Look, label: str) -> Patch:
+    options: dict[str, Any] = {"hatch": look.hatch or None, "edgecolor": look.ink if look.hatch else FAINT}
+    return Patch(facecolor=look.color, linewidth=0.4, label=label, **options)

@@ -1,0 +1,163 @@
+"""The interactive view of a mask: one HTML file with everything in it, which asks for nothing from outside.
+
+The data stands in the page as JSON, the pixels in it as compressed bytes; the scripts in ``web`` draw them. A page is the same
+bytes for the same data.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Literal, TypedDict
+
+__all__ = ["BandData", "KindData", "PanelData", "ViewData", "inline_json", "packed", "page", "script", "style"]
+
+#: The parts of the script, each built on those before it.
+PARTS = ("data.js", "colours.js", "legend.js", "stage.js", "view.js")
+
+
+class KindData(TypedDict):
+    """What cells are told apart by.
+
+    Attributes:
+        role: what it means for attention, or, where two masks are compared, which of them show the cell.
+        label: its name; for hidden cells the text of the condition that hides them, or ``"hidden"``.
+    """
+
+    role: Literal["visible", "hidden", "both", "only_a", "only_b", "neither"]
+    label: str
+
+
+class BandData(TypedDict):
+    """Stretches along an axis, drawn beside it.
+
+    Attributes:
+        axis: the axis.
+        label: what the stretches are.
+        starts: where each begins; it ends where the next does, the last at the end of the axis.
+        values: the name of each; ``""`` draws nothing, ``"padding"`` is grey.
+    """
+
+    axis: Literal["q", "kv"]
+    label: str
+    starts: list[int]
+    values: list[str]
+
+
+class PanelData(TypedDict):
+    """One sequence and one head. What is ``packed`` goes through the pixels row by row.
+
+    Attributes:
+        batch: index of the sequence.
+        head: index of the head.
+        q_offset: position of the first query.
+        pairs: cells of each kind, at least and at most.
+        cells: packed uint8, the kind of each cell; None where a pixel stands for several, or for estimates.
+        hidden_by: packed little-endian uint32, bit ``i`` set where kind ``i`` hides the cell; None with less than two such kinds.
+        shares: packed uint8, kind after kind, its share of each pixel from 0 to 255, at least 1 where it is not 0; None beside
+            ``cells``.
+        estimated: packed uint8, 1 where the shares are estimates; None where all is exact.
+        blocks: packed uint8, the kind of each block: 0 empty, 1 partial, 2 full, 3 not known; None where they are not drawn.
+        bands: stretches along the axes, from the mask outwards.
+    """
+
+    batch: int
+    head: int
+    q_offset: int
+    pairs: list[list[int]]
+    cells: str | None
+    hidden_by: str | None
+    shares: str | None
+    estimated: str | None
+    blocks: str | None
+    bands: list[BandData]
+
+
+class ViewData(TypedDict):
+    """One mask, ready to be shown.
+
+    Attributes:
+        text: the mask's text.
+        q_len: number of queries.
+        kv_len: number of keys.
+        batches: sequences that the mask tells apart; None where nothing says how many.
+        heads: heads, likewise.
+        kinds: what the cells are told apart by.
+        step: queries and keys in one pixel.
+        shape: rows and columns of pixels.
+        block_size: queries and keys in a block, or None.
+        q_tokens: a label for each query, or None.
+        kv_tokens: a label for each key, or None.
+        start: what is on at first, the terms that hide cells or the blocks, where there are both.
+        panels: the sequences and heads that are shown.
+    """
+
+    text: str
+    q_len: int
+    kv_len: int
+    batches: int | None
+    heads: int | None
+    kinds: list[KindData]
+    step: list[int]
+    shape: list[int]
+    block_size: list[int] | None
+    q_tokens: list[str] | None
+    kv_tokens: list[str] | None
+    start: Literal["why", "blocks"]
+    panels: list[PanelData]
+
+
+def page(view: ViewData) -> str:
+    """The page that shows a mask: a whole HTML document."""
+    parts = {
+        "title": escape(view["text"]),
+        "css": style(),
+        "figures": "\n".join(f"<li>{escape(line)}</li>" for line in _figures(view)),
+        "data": inline_json(view),
+        "js": script(),
+    }
+    return Template(_asset("page.html")).substitute(parts)
+
+
+def packed(data: bytes) -> str:
+    """Bytes as the view's data holds them: compressed, in base64."""
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def inline_json(data: object) -> str:
+    """The data as JSON that can stand inside a ``<script>`` element, whatever its texts hold."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # all but ASCII is escaped already
+
+
+def script() -> str:
+    """The script of the view: it defines ``flexmaskView(element, data)`` and nothing else."""
+    return "\n".join(
+        ['const flexmaskView = (() => {\n"use strict";', *(_asset(part) for part in PARTS), "return flexmaskView;\n})();"]
+    )
+
+
+def style() -> str:
+    """The style sheet of the view; its colours are custom properties that a page may set."""
+    return _asset("viewer.css")
+
+
+def _asset(name: str) -> str:
+    return files("flexmask.render").joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _figures(view: ViewData) -> list[str]:
+    """What is said where no script runs: the lengths, and the cells of each kind in each panel."""
+    cells = view["q_len"] * view["kv_len"]
+    lines = [f"{view['q_len']:,} queries × {view['kv_len']:,} keys"]
+    for panel in view["panels"]:
+        counts = []
+        for kind, (least, most) in zip(view["kinds"], panel["pairs"], strict=True):
+            by = "hidden by " if kind["role"] == "hidden" and kind["label"] != "hidden" else ""
+            number = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+            counts.append(f"{by}{kind['label']}: {number} ({100 * least / cells:.1f} %)")
+        lines.append(f"sequence {panel['batch']}, head {panel['head']}: {'; '.join(counts)}")
+    return lines

@@ -1,0 +1,63 @@
+"""The colours of pictures, after Okabe and Ito: told apart with any common colour blindness, by patterns in print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from flexmask.render.kinds import Kind
+
+__all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
+
+VISIBLE = "#0072B2"
+IN_PARTIAL = "#56B4E9"
+WASTED = "#FBE3B8"
+HIDDEN = "#EFEFEF"
+UNDECIDED = "#F2D5E4"
+INK = "#333333"
+FAINT = "#666666"
+#: Stretches of a band by turns, and padding.
+STRETCHES = ("#D3E3EE", "#B4CDDF", "#E2E2E2")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the cells of one kind are drawn.
+
+    Attributes:
+        color: their colour.
+        hatch: a pattern over it, as matplotlib names it; empty for none.
+        ink: the colour of the pattern.
+        prominent: whether a few such cells in a pixel must not be too faint to be seen.
+    """
+
+    color: str
+    hatch: str = ""
+    ink: str = INK
+    prominent: bool = False
+
+
+LOOKS = {
+    "visible": Look(VISIBLE, prominent=True),
+    "hidden": Look(HIDDEN),
+    "both": Look("#9DB4C6"),
+    "only_a": Look(VISIBLE, prominent=True),
+    "only_b": Look("#D55E00", "////", "#FFFFFF", prominent=True),
+    "neither": Look(HIDDEN),
+}
+#: What terms hide, in the order of the terms.
+TERMS = (
+    Look("#F8E3BA", "", "#E69F00"),
+    Look("#B5E0D0", "////", "#009E73"),
+    Look("#E8BCD6", "....", "#CC79A7"),
+    Look("#F0AE86", "\\\\\\\\", "#D55E00"),
+    Look("#FBF7A8", "||||", "#C9B900"),
+    Look("#B0B0B0", "xxxx", "#6A6A6A"),
+)
+
+
+def looks_of(kinds: Sequence[Kind]) -> tuple[Look, ...]:
+    """The look of each kind of a picture."""
+    terms = cycle(TERMS)  # heads may have more terms than there are colours
+    return tuple(LOOKS[kind.role] if kind.hides is None else next(terms) for kind in kinds)

@@ -1,0 +1,167 @@
+"""Sheets of pictures with matplotlib: small panels in a grid, with one legend for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from matplotlib.figure import Figure
+
+from flexmask.render.caption import notes, packed, title_lines, visible_text
+from flexmask.render.drawing import draw_cells
+from flexmask.render.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
+from flexmask.render.legend import LEGEND, entries_of, legend_lines
+from flexmask.render.options import Contents, Labelling, Options
+from flexmask.render.palette import FAINT, INK
+from flexmask.render.picture import Picture
+from flexmask.render.plot import DPI, fit, new_figure, style, write
+from flexmask.render.scores import score_sheet
+from flexmask.render.sheet import Indices, Sheet, sheet, term_sheet
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flexmask.algebra import Mask
+
+__all__ = ["draw_sheet", "plot_panels", "plot_score_panels", "plot_terms", "save_sheet"]
+
+#: Inches: a square of a small mask and the longer side of the others; between panels, and around all.
+SQUARE, LONGEST, GAP, MARGIN = 0.15, 2.4, 0.25, 0.15
+#: Inches: a line of a panel's title, of the title of all and of the legend, with their characters.
+PANEL_LINE, TITLE_LINE, LEGEND_LINE = 0.14, 0.165, 0.175
+PANEL_CHARACTER, TITLE_CHARACTER, NOTE_CHARACTER = 0.06, 0.0755, 0.0605
+#: Inches that the text of the sheet, and of a panel, may take at least.
+TEXT_WIDTH, PANEL_WIDTH = 4.2, 1.5
+
+
+def plot_panels(
+    mask: Mask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices = "all",
+    head: Indices = "all",
+    title: str | None = None,
+    **options: Unpack[Contents],
+) -> Figure:
+    """Draws a mask for several sequences and heads, a panel for each: sequences down, heads across.
+
+    Args:
+        mask: the mask.
+        q_len: number of queries; by default as the mask's own data says, else 16.
+        kv_len: number of keys, likewise.
+        batch: which sequences: an index, a list of them, or all.
+        head: which heads, likewise.
+        title: instead of the mask's text.
+        options: what each panel shows, as for :func:`flexmask.render.picture.picture`: ``q_offset``, ``block_size``, ``why``,
+            ``against``, ``tokens``, ``kv_tokens`` and ``bands``.
+    """
+    return draw_sheet(sheet(mask, q_len, kv_len, batch=batch, head=head, **options), title=title)
+
+
+def plot_terms(
+    mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[Options]
+) -> Figure:
+    """Draws each term of a composition, then the whole with what each term hides.
+
+    Args:
+        mask: the mask.
+        q_len: number of queries; by default as the mask's own data says, else 16.
+        kv_len: number of keys, likewise.
+        title: instead of the mask's text.
+        options: what each panel shows, as for :func:`flexmask.render.picture.picture`.
+    """
+    return draw_sheet(term_sheet(mask, q_len, kv_len, **options), title=title)
+
+
+def plot_score_panels(
+    weights: Tensor,
+    mask: Mask | str | None = None,
+    *,
+    batch: Indices = 0,
+    head: Indices = "all",
+    title: str | None = None,
+    **options: Unpack[Labelling],
+) -> Figure:
+    """Draws attention weights of several heads, a heat map for each, on one scale.
+
+    Args:
+        weights: ``float[B, H, q_len, kv_len]``, as for :func:`flexmask.plot_scores`.
+        mask: what it hides is drawn as hidden, instead of as a weight of 0.
+        batch: which sequences: an index, a list of them, or ``"all"``.
+        head: which heads, likewise.
+        title: instead of the mask's text.
+        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.render.picture.picture`.
+    """
+    return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **options), title=title)
+
+
+def save_sheet(shown: Sheet, path: str | Path, *, title: str | None = None, dpi: int = DPI) -> None:
+    """Writes a sheet as PNG or SVG, as the ending of ``path`` says; the bytes depend on nothing but what is given.
+
+    Args:
+        shown: the sheet.
+        path: the file.
+        title: instead of the mask's text.
+        dpi: pixels of an inch in a PNG.
+
+    Raises:
+        RenderError: another ending.
+    """
+    write(draw_sheet(shown, title=title), path, shown.text, dpi)
+
+
+def draw_sheet(shown: Sheet, *, title: str | None = None) -> Figure:
+    """Draws a sheet on a new figure."""
+    with style():
+        return _drawn(shown, title)
+
+
+def _drawn(shown: Sheet, title: str | None) -> Figure:
+    last = shown.pictures[-1]
+    width, height = fit(last, SQUARE, LONGEST)
+    beside = max(NUMBER_CHARACTER * len(f"{last.q_offset + last.q_len:,}"), token_room(last.q_tokens)) + 0.1
+    wide = max(beside + width + band_room(last, "q"), PANEL_WIDTH)
+    titles = [
+        packed(_words(text, picture), wide / PANEL_CHARACTER, "  ·  ")
+        for text, picture in zip(shown.titles, shown.pictures, strict=True)
+    ]
+    above = PANEL_LINE * max(map(len, titles)) + token_room(last.kv_tokens) + 0.2
+    high = above + height + band_room(last, "kv")
+    rows = -(-len(shown.pictures) // shown.columns)
+    across, down = (count * size + (count - 1) * GAP for count, size in ((shown.columns, wide), (rows, high)))
+    text_width = max(across, TEXT_WIDTH)
+    lines = title_lines(shown.text, int(text_width / TITLE_CHARACTER)) if title is None else title.split("\n")
+    said = packed(notes(last, alone=False), text_width / NOTE_CHARACTER, "  ·  ")
+    entries, columns = entries_of(last, int(text_width / NOTE_CHARACTER), counted=False)
+    top, bottom = MARGIN + TITLE_LINE * len(lines) + 0.1, MARGIN + LEGEND_LINE * (len(said) + legend_lines(entries, columns))
+    size = (text_width + 2 * MARGIN, top + down + bottom)
+    figure = new_figure(*size)
+    family = "monospace" if title is None else None
+    corner = (MARGIN / size[0], 1 - MARGIN / size[1])
+    figure.text(*corner, "\n".join(lines), va="top", fontsize=9, fontfamily=family, color="black", parse_math=False)
+    for place, (picture, words) in enumerate(zip(shown.pictures, titles, strict=True)):
+        row, column = divmod(place, shown.columns)
+        left = MARGIN + column * (wide + GAP) + beside
+        low = size[1] - top - row * (high + GAP) - above - height
+        ax = figure.add_axes((left / size[0], low / size[1], width / size[0], height / size[1]))
+        draw_cells(picture, ax)
+        label_axes(picture, ax, names=False)
+        draw_bands(picture, ax)
+        ax.set_title("\n".join(words), loc="left", fontsize=7.5, color=INK, parse_math=False)
+    legend = figure.legend(
+        handles=entries,
+        ncols=columns,
+        title="\n".join(said),
+        loc="upper left",
+        bbox_to_anchor=(MARGIN / size[0], (bottom - 0.08) / size[1]),
+        **LEGEND,
+    )
+    legend.get_title().set(color=FAINT, parse_math=False)
+    return figure
+
+
+def _words(title: str, shown: Picture) -> list[str]:
+    """The title of a panel, and of a mask how much is visible."""
+    visible = [visible_text(shown)] if shown.kinds[0].role == "visible" and shown.scores is None else []
+    return [part for part in (title, *visible) if part]

@@ -1,0 +1,100 @@
+"""Where masks are drawn: one sequence and one head, at given lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexmask.algebra import Mask, PerHead
+from flexmask.analysis import analyse
+from flexmask.errors import OperandError, RenderError
+from flexmask.frame import Frame
+from flexmask.index import Symbol
+from flexmask.preparation import frame_of
+from flexmask.render.area import Area
+from flexmask.tables import Lookup, Table, TensorTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Place", "place_of"]
+
+#: Queries or keys that are drawn at most. Their rows take about 3 GB; longer masks would run out of memory unexplained.
+MOST_TOKENS = 2**27
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where masks are drawn.
+
+    Attributes:
+        q_len: queries.
+        kv_len: keys.
+        q_offset: position of the first query.
+        batch: index of the sequence.
+        head: index of the head.
+        batches: sequences of the masks; None where nothing says how many.
+        heads: heads, likewise.
+    """
+
+    q_len: int
+    kv_len: int
+    q_offset: int | Tensor
+    batch: int
+    head: int
+    batches: int | None
+    heads: int | None
+
+    def frame(self, mask: Mask) -> Frame:
+        """A mask lowered here; if it does not say itself how many sequences or heads there are, there are as many as here."""
+        own = _sizes(mask)
+        batch, heads = (
+            None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
+            for axis, index, size in (("b", self.batch, self.batches), ("h", self.head, self.heads))
+        )
+        return frame_of(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
+
+    def area(self, mask: Mask) -> Area:
+        """One sequence and head of a mask."""
+        frame = self.frame(mask)
+        return Area(frame, analyse(frame), self.batch if frame.batch > 1 else 0, self.head if frame.heads > 1 else 0)
+
+
+def place_of(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Place:
+    """The place, with how many sequences and heads there are where one of the masks says it."""
+    for name, index in (("batch", batch), ("head", head)):
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise OperandError(f"{name} must be an index from 0, got {index!r}")
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if isinstance(length, int) and length > MOST_TOKENS:
+            raise RenderError(f"{name} {length:,} is too long to draw; at most {MOST_TOKENS:,} can be drawn")
+    found = [_sizes(mask) for mask in masks]
+    if isinstance(q_offset, torch.Tensor):
+        found.append({"b": q_offset.numel()})
+    depends = {symbol for mask in masks for symbol in mask.symbols}
+    batches, heads = (
+        max((sizes[axis] for sizes in found if axis in sizes), default=None if axis in depends else 1) for axis in ("b", "h")
+    )
+    for what, name, index, size in (("sequence", "batch", batch, batches), ("head", "head", head, heads)):
+        if size is not None and index >= size:
+            there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"the mask is the same for every {what}: leave it 0"
+            raise RenderError(f"{name} {index} is out of range: {there}")
+    return Place(q_len, kv_len, q_offset, batch, head, batches, heads)
+
+
+def _sizes(mask: Mask) -> dict[str, int]:
+    """How many sequences and heads a mask says there are, by ``"b"`` and ``"h"``; data that may have more says it last."""
+    exact: dict[str, int] = {}
+    spare: dict[str, int] = {}
+    for node in mask.expand().walk():
+        match node:
+            case PerHead(masks):
+                exact["h"] = len(masks)
+            case Lookup(table, indices) if isinstance(table, Table):
+                said = spare if isinstance(table, TensorTable) and table.spare else exact
+                for index, size in zip(indices, table.shape, strict=True):
+                    if isinstance(index, Symbol) and index.name in ("b", "h") and size is not None:
+                        said[index.name] = min(size, said.get(index.name, size))
+    return {**spare, **exact}

@@ -1,0 +1,121 @@
+"""Pictures of attention weights: of one head, of the mean of all, or of each beside the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexmask.algebra import Mask, Truth
+from flexmask.catalogue import dense
+from flexmask.errors import OperandError, RenderError
+from flexmask.lowering.dense import dense as mask_cells
+from flexmask.preparation import frame_of
+from flexmask.render.bands import bands_of
+from flexmask.render.caption import shortened
+from flexmask.render.options import Labelling, key_labels
+from flexmask.render.picture import Picture, Scores, picture
+from flexmask.render.sheet import Indices, Sheet, arranged, places_of
+from flexmask.render.tokens import query_labels
+from flexmask.text import as_mask
+
+__all__ = ["score_picture", "score_sheet"]
+
+
+def score_picture(
+    weights: Tensor,
+    mask: Mask | str | None = None,
+    *,
+    batch: int = 0,
+    head: int | None = None,
+    **options: Unpack[Labelling],
+) -> Picture:
+    """A picture of the weights of one sequence, and of one head or the mean of all.
+
+    Args:
+        weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.attention_weights` gives them.
+        mask: what it hides is drawn as hidden, instead of as a weight of 0.
+        batch: which sequence.
+        head: which head; None for the mean of all.
+        options: what stands around the weights, as for :func:`flexmask.render.picture.picture`.
+
+    Raises:
+        RenderError: a sequence or head that the weights do not have, or weights that are not finite.
+        OperandError: weights that are no such tensor.
+    """
+    _check(weights, batch, head)
+    values = weights[batch].mean(0) if head is None else weights[batch, head]
+    values = values.detach().float().cpu()
+    if not values.isfinite().all():
+        raise RenderError("weights must be finite; of a query without keys flexmask.attention_weights gives 0")
+    batches, heads, q_len, kv_len = weights.shape
+    whole = Truth(True) if mask is None else as_mask(mask)
+    offset = options.get("q_offset", 0)
+    frame = frame_of(whole, q_len, kv_len, batch=batches, heads=heads, q_offset=offset)
+    cells = mask_cells(frame).expand(batches, heads, q_len, kv_len)[batch]
+    shown = picture(dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
+    first = int(frame.q_offset[min(batch, frame.q_offset.numel() - 1)]) if isinstance(frame.q_offset, Tensor) else frame.q_offset
+    tokens = options.get("tokens")
+    pixels = _averaged(values.numpy(), shown.step)
+    return replace(
+        shown,
+        text="attention weights" if mask is None else shortened(str(whole)),
+        q_offset=first,
+        batch=batch,
+        batches=batches,
+        head=head or 0,
+        heads=heads if head is not None else 1,
+        bands=bands_of(whole, frame, batch, head or 0) if options.get("bands", True) else (),
+        q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
+        kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
+        scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),
+    )
+
+
+def score_sheet(
+    weights: Tensor,
+    mask: Mask | str | None = None,
+    *,
+    batch: Indices = 0,
+    head: Indices = "all",
+    **options: Unpack[Labelling],
+) -> Sheet:
+    """A picture of the weights of each of some heads, and of each of some sequences, on one scale.
+
+    Args:
+        weights: ``float[B, H, q_len, kv_len]``.
+        mask: what it hides is drawn as hidden.
+        batch: which sequences: an index, a list of them, or ``"all"``.
+        head: which heads, likewise.
+        options: what stands around the weights, as for :func:`flexmask.render.picture.picture`.
+    """
+    _check(weights, 0, 0)
+    places = places_of(batch, head, weights.shape[0], weights.shape[1])
+    found = [score_picture(weights, mask, batch=b, head=h, **options) for b, h in places]
+    scores = [shown.scores for shown in found if shown.scores is not None]
+    most = max(own.most for own in scores)
+    return arranged([replace(s, scores=replace(own, most=most)) for s, own in zip(found, scores, strict=True)], places)
+
+
+def _check(weights: Tensor, batch: int, head: int | None) -> None:
+    if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.is_floating_point():
+        got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise OperandError(f"weights must be a floating-point tensor [B, H, q_len, kv_len], got {got}")
+    if not weights.numel():
+        raise RenderError(f"there are no weights in {list(weights.shape)}")
+    for name, index, size in (("batch", batch, weights.shape[0]), ("head", head or 0, weights.shape[1])):
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+            raise RenderError(f"{name} must be an index from 0 to {size - 1}, got {index!r}")
+
+
+def _averaged(values: NDArray[np.float32], step: tuple[int, int]) -> NDArray[np.float32]:
+    """The mean of each pixel."""
+    sums = values.astype(np.float64)
+    for axis, size in enumerate(step):
+        starts = np.arange(0, values.shape[axis], size)
+        counts = np.diff(starts, append=values.shape[axis])
+        sums = np.add.reduceat(sums, starts, axis=axis) / (counts[:, None] if axis == 0 else counts)
+    return sums.astype(np.float32)

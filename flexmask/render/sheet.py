@@ -1,0 +1,192 @@
+"""Sheets: several pictures beside each other, of sequences and heads, or of the terms of a mask and the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
+
+import numpy as np
+
+from flexmask.errors import OperandError, RenderError
+from flexmask.preparation import check_mask
+from flexmask.render.caption import shortened
+from flexmask.render.options import Contents, Options
+from flexmask.render.picture import Picture, picture
+from flexmask.render.terms import terms
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+    from flexmask.render.kinds import Kind
+
+__all__ = ["Indices", "MOST_PANELS", "Sheet", "arranged", "chosen", "places_of", "sheet", "term_sheet"]
+
+#: Which sequences or heads are drawn: one, a list, all, or the first few.
+Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
+
+#: Pictures on a sheet at most, and sequences or heads that are the first few.
+MOST_PANELS, FEW = 64, 8
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """Pictures of the same lengths with the same kinds of cells.
+
+    Attributes:
+        text: what all of them show.
+        pictures: the pictures, row by row.
+        titles: a title for each.
+        columns: how many stand beside each other.
+    """
+
+    text: str
+    pictures: tuple[Picture, ...]
+    titles: tuple[str, ...]
+    columns: int
+
+
+def sheet(
+    mask: Mask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices = "all",
+    head: Indices = "all",
+    **options: Unpack[Contents],
+) -> Sheet:
+    """A picture for each of some sequences and heads: sequences down and heads across, if there are several of both.
+
+    Args:
+        mask: the mask.
+        q_len: number of queries, by default as the mask's own data says.
+        kv_len: number of keys, likewise.
+        batch: which sequences, all by default.
+        head: which heads, likewise.
+        options: what every picture shows, as for :func:`flexmask.render.picture.picture`.
+
+    Raises:
+        RenderError: more than 64 pictures, or what :func:`flexmask.render.picture.picture` raises.
+    """
+    check_mask(mask)
+    first = [_first("batch", batch), _first("head", head)]
+    start = picture(mask, q_len, kv_len, batch=first[0], head=first[1], **options)
+    places = places_of(batch, head, start.batches, start.heads)
+    found = [
+        start if [b, h] == first else picture(mask, start.q_len, start.kv_len, batch=b, head=h, **options) for b, h in places
+    ]
+    return arranged(_alike(found), places)
+
+
+def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, **options: Unpack[Options]) -> Sheet:
+    """A picture of each term of a mask, then one of the whole, which shows what each term hides.
+
+    Args:
+        mask: the mask.
+        q_len: number of queries, by default as the mask's own data says.
+        kv_len: number of keys, likewise.
+        options: what every picture shows, as for :func:`flexmask.render.picture.picture`; the whole shows why cells are hidden.
+    """
+    whole = picture(mask, q_len, kv_len, **cast(Options, {**options, "why": True}))
+    parts, titles = [], []
+    for term, _ in terms(mask, whole.head):
+        place = {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
+        alone = cast(Options, {**options, **place, "q_offset": whole.q_offset, "why": False})
+        parts.append(picture(term, whole.q_len, whole.kv_len, **alone))
+        titles.append(shortened(str(term), 4))
+    return Sheet(whole.text, (*parts, whole), (*titles, "together"), _columns(len(parts) + 1))
+
+
+def chosen(
+    mask: Mask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices | None = None,
+    head: Indices | None = None,
+    terms: bool = False,
+    **options: Unpack[Contents],
+) -> Picture | Sheet:
+    """One picture, of the first sequence and head where none is named, or a sheet of several or of the terms.
+
+    Raises:
+        RenderError: several sequences or heads together with ``terms``, or what cannot be drawn.
+    """
+    batch, head = (0 if given is None else given for given in (batch, head))
+    if not (isinstance(batch, int) and isinstance(head, int)):
+        if terms:
+            raise RenderError("terms= draws one sequence and one head; say which with batch= and head=")
+        return sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
+    place: Options = {**options, "batch": batch, "head": head}
+    return term_sheet(mask, q_len, kv_len, **place) if terms else picture(mask, q_len, kv_len, **place)
+
+
+def places_of(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:
+    """The pairs of a sequence and a head that are drawn.
+
+    Raises:
+        RenderError: more than 64, or all of an unknown number.
+        OperandError: what is no index, list of them or ``"all"``.
+    """
+    sequences, of_each = _indices("batch", batch, batches), _indices("head", head, heads)
+    if len(sequences) * len(of_each) > MOST_PANELS:
+        raise RenderError(
+            f"{len(sequences):,} sequences x {len(of_each):,} heads are more than {MOST_PANELS} pictures; "
+            "say which are to be drawn with batch= and head="
+        )
+    return [(b, h) for b in sequences for h in of_each]
+
+
+def arranged(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> Sheet:
+    """The sheet of pictures of pairs of a sequence and a head: sequences down and heads across, if there are several of both."""
+    sequences, heads = (len(set(indices)) for indices in zip(*places, strict=True))
+    titles = tuple(", ".join([f"sequence {b}"] * (sequences > 1) + [f"head {h}"] * (heads > 1)) for b, h in places)
+    columns = heads if sequences > 1 and heads > 1 else _columns(len(places))
+    return Sheet(pictures[0].text, tuple(pictures), titles, columns)
+
+
+def _first(name: str, given: Indices) -> int:
+    if isinstance(given, int):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+        return given[0]
+    if given not in ("all", "some"):
+        raise OperandError(f'{name} must be an index, a list of them, "all" or "some", got {given!r}')
+    return 0
+
+
+def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
+    if given == "some":
+        return range(min(FEW, size or 1))
+    if given == "all":
+        if size is None:
+            raise RenderError(f"nothing says how many there are along {name}; say which are to be drawn with {name}=")
+        return range(size)
+    return [given] if isinstance(given, int) else given
+
+
+def _columns(count: int) -> int:
+    """A few pictures stand in a row, more in a grid that is wider than high."""
+    return count if count <= 4 else next(columns for columns in range(3, count + 1) if columns * columns >= count)
+
+
+def _alike(pictures: list[Picture]) -> list[Picture]:
+    """The same pictures with the kinds of all of them, so that colours mean the same in each."""
+    union: dict[tuple[str, str], Kind] = {}
+    for shown in pictures:
+        for kind in shown.kinds:
+            union.setdefault((kind.role, kind.label), kind)
+    kinds = tuple(union.values())
+    return [_with_kinds(shown, kinds) for shown in pictures]
+
+
+def _with_kinds(shown: Picture, kinds: tuple[Kind, ...]) -> Picture:
+    names = [(kind.role, kind.label) for kind in kinds]
+    places = [names.index((kind.role, kind.label)) for kind in shown.kinds]
+    pairs = [(0, 0)] * len(kinds)
+    shares = np.zeros((len(kinds), *shown.shares.shape[1:]), dtype=np.float32)
+    hidden_by = None if shown.hidden_by is None else np.zeros_like(shown.hidden_by)
+    for own, place in enumerate(places):
+        pairs[place], shares[place] = shown.pairs[own], shown.shares[own]
+        if hidden_by is not None and shown.hidden_by is not None:
+            hidden_by |= (shown.hidden_by >> own & 1) << place
+    return replace(shown, kinds=kinds, pairs=tuple(pairs), shares=shares, hidden_by=hidden_by)

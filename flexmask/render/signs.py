@@ -1,0 +1,86 @@
+"""The signs and colours of a drawing in characters. Signs differ in themselves too, so that no meaning is only a colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from string import ascii_lowercase
+
+from flexmask.render.kinds import Kind
+from flexmask.render.palette import looks_of
+from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN
+
+__all__ = [
+    "BLOCKS",
+    "EITHER",
+    "FAINT",
+    "IN_FULL",
+    "IN_PARTIAL",
+    "SHADES",
+    "SHADES_OF_BOTH",
+    "SKIPPED",
+    "Sign",
+    "WASTED",
+    "signs_of",
+]
+
+FAINT = "bright_black"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What stands for cells, blocks or pixels of one kind.
+
+    Attributes:
+        glyph: in a terminal.
+        plain: in ASCII.
+        style: rich's style for either.
+        meaning: what the legend says.
+    """
+
+    glyph: str
+    plain: str
+    style: str
+    meaning: str
+
+
+VISIBLE, HIDDEN = Sign("■", "#", "#2A93D5", "visible"), Sign("⬚", ".", FAINT, "hidden")
+SKIPPED, WASTED = Sign("·", " ", FAINT, "hidden, empty block"), Sign("□", ".", "#E69F00", "hidden, partial block")
+IN_PARTIAL, IN_FULL = Sign("▣", "x", "#56B4E9", "visible, partial block"), Sign("■", "#", "#0072B2", "visible, full block")
+BLOCKS = {
+    FULL: Sign("■", "#", "#0072B2", "full block"),
+    PARTIAL: Sign("▣", "x", "#E69F00", "partial block"),
+    EMPTY: Sign("·", ".", FAINT, "empty block"),
+    UNKNOWN: Sign("?", "?", "#CC79A7", "not known"),
+}
+#: As where findings of checks are drawn, + is what the second mask lacks and - what it has besides.
+ROLES = {
+    "visible": VISIBLE,
+    "hidden": HIDDEN,
+    "both": Sign("■", "#", "#8C8C8C", "in both"),
+    "only_a": Sign("◧", "+", "#2A93D5", "only in A"),
+    "only_b": Sign("◨", "-", "#D55E00", "only in B"),
+    "neither": Sign("⬚", ".", FAINT, "in neither"),
+}
+#: Of pixels in which cells are only in A, and others only in B.
+EITHER = Sign("◫", "x", "#CC79A7", "some only in A, some only in B")
+#: What terms hide, in the order of the terms; x is taken.
+LETTERS = ascii_lowercase.partition("x")[0]
+SHAPES = "○△◇▽×▷◁" + LETTERS
+
+LEVELS = ("none visible", "up to a third", "up to two thirds", "more", "all")
+#: Pixels by how much of them is visible; and by how much is visible in both masks, where + and - are taken.
+STYLES = (FAINT, *[VISIBLE.style] * 4)
+SHADES = tuple(map(Sign, "·░▒▓█", ".-+*#", STYLES, LEVELS))
+STYLES_OF_BOTH = (FAINT, *[ROLES["both"].style] * 4)
+SHADES_OF_BOTH = tuple(map(Sign, "·░▒▓█", ".:o8#", STYLES_OF_BOTH, LEVELS))
+
+
+def signs_of(kinds: Sequence[Kind]) -> tuple[Sign, ...]:
+    """The sign of each kind of cells."""
+    shapes, letters = cycle(SHAPES), cycle(LETTERS)
+    return tuple(
+        ROLES[kind.role] if kind.hides is None else Sign(next(shapes), next(letters), look.ink, kind.words)
+        for kind, look in zip(kinds, looks_of(kinds), strict=True)
+    )

@@ -1,0 +1,124 @@
+"""The interactive view of a mask: the data of its page, and the page as a file or in a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Literal, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmask.errors import FlexmaskError
+from flexmask.render.caption import shortened
+from flexmask.render.options import Contents, lengths_with
+from flexmask.render.page import PanelData, ViewData, packed, page
+from flexmask.render.picture import Picture
+from flexmask.render.sheet import Indices, Sheet, sheet
+
+if TYPE_CHECKING:
+    from flexmask.algebra import Mask
+
+__all__ = ["block_size_for", "html", "notebook_html", "view_of"]
+
+#: Blocks along each side at most; a finer grid is left out.
+MOST_BLOCKS = (512, 512)
+#: Pixels: the height of a view in a notebook.
+HEIGHT = 560
+
+
+def html(
+    mask: Mask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices = "some",
+    head: Indices = "some",
+    **options: Unpack[Contents],
+) -> str:
+    """The interactive view of a mask as one HTML document, which asks for nothing from outside.
+
+    It pans, zooms and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of its
+    block, for mouse, touch, keyboard and screen reader.
+
+    Args:
+        mask: the mask.
+        q_len: number of queries; by default as the mask's own data says, else 16.
+        kv_len: number of keys, likewise.
+        batch: which sequences can be chosen: an index, a list of them, ``"all"``, or the first eight.
+        head: which heads, likewise.
+        options: what is shown, as for :func:`flexmask.render.picture.picture`; here ``why`` is True where not given, and blocks
+            are of 128 or, of shorter masks, about a quarter of their length.
+    """
+    asked = options.get("block_size")
+    if options.get("against") is None:
+        q_len, kv_len = lengths_with(mask, q_len, kv_len, options)
+        blocks = block_size_for(q_len, kv_len) if asked is None else asked
+        options = {"why": True, "most_blocks": MOST_BLOCKS, **options, "block_size": blocks}
+    shown = sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
+    return page(view_of(shown, start="why" if asked is None else "blocks"))
+
+
+def notebook_html(mask: Mask) -> str:
+    """A mask as a notebook shows it: the view, or the text alone where the mask cannot be lowered yet."""
+    text = f"<code>{escape(shortened(str(mask)))}</code>"
+    if mask.params:
+        return f"{text} with the parameters {', '.join(mask.params)}"
+    try:
+        document = html(mask)
+    except FlexmaskError as error:
+        return f"{text}: {escape(str(error))}"
+    frame = f'<iframe title="{escape(shortened(str(mask)))}" srcdoc="{escape(document)}" loading="lazy"'
+    return f'{frame} style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+
+
+def block_size_for(q_len: int, kv_len: int) -> int:
+    """A size of blocks that shows something: a power of two up to 128, of which a few go into the longer side."""
+    return int(min(128, max(2, 2 ** ((max(q_len, kv_len) // 4).bit_length() - 1))))
+
+
+def view_of(shown: Sheet, *, start: Literal["why", "blocks"] = "why") -> ViewData:
+    """The data of the page of a sheet, with what is on at first where it has both."""
+    first = shown.pictures[0]
+    return {
+        "text": shown.text,
+        "q_len": first.q_len,
+        "kv_len": first.kv_len,
+        "batches": first.batches,
+        "heads": first.heads,
+        "kinds": [{"role": kind.role, "label": kind.label} for kind in first.kinds],
+        "step": list(first.step),
+        "shape": list(first.shares.shape[1:]),
+        "block_size": None if first.blocks is None or first.block_size is None else list(first.block_size),
+        "q_tokens": None if first.q_tokens is None else list(first.q_tokens),
+        "kv_tokens": None if first.kv_tokens is None else list(first.kv_tokens),
+        "start": start,
+        "panels": [_panel(picture) for picture in shown.pictures],
+    }
+
+
+def _panel(shown: Picture) -> PanelData:
+    cells = shown.every_cell
+    return {
+        "batch": shown.batch,
+        "head": shown.head,
+        "q_offset": shown.q_offset,
+        "pairs": [list(pair) for pair in shown.pairs],
+        "cells": _packed(shown.cells) if cells else None,
+        "hidden_by": _packed(shown.hidden_by.astype("<u4")) if shown.hidden_by is not None and len(shown.kinds) > 2 else None,
+        "shares": None if cells else _packed(_bytes(shown.shares)),
+        "estimated": None if shown.estimated is None else _packed(shown.estimated.astype(np.uint8)),
+        "blocks": None if shown.blocks is None else _packed(shown.blocks.astype(np.uint8)),
+        "bands": [
+            {"axis": band.axis, "label": band.label, "starts": list(band.starts), "values": list(band.values)}
+            for band in shown.bands
+        ],
+    }
+
+
+def _bytes(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Shares from 0 to 255; what is not 0 is at least 1."""
+    return np.where(shares > 0, (255 * shares).round().clip(1, 255), 0).astype(np.uint8)
+
+
+def _packed(values: NDArray[np.generic]) -> str:
+    return packed(np.ascontiguousarray(values).tobytes())

@@ -1,0 +1,183 @@
+// How it looks: colours from the style sheet, patterns beside them, and panels as images of one pixel a cell.
+
+const TERMS = 7;
+/** How much of a term's own colour its cells have, and how much its pattern. */
+const TINT = 0.3, MARKS = 0.75;
+const COLOUR_NAMES = [
+  "visible", "in-partial", "wasted", "hidden", "unknown", "both", "only-a", "only-b", "neither",
+  "band-a", "band-b", "band-padding", ...Array.from({ length: TERMS }, (_, term) => `term-${term}`),
+];
+
+const mixed = (one, other, part) => one.map((value, channel) => Math.round(value * part + other[channel] * (1 - part)));
+const css = ([red, green, blue]) => `rgb(${red}, ${green}, ${blue})`;
+
+/** The colours of the theme in force, read from the style sheet so that a page may set others. */
+function readPalette(element) {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const channels = (text) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = text;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  };
+  const probe = element.appendChild(document.createElement("span"));
+  probe.className = "flexmask-probe";
+  const palette = {};
+  for (const name of COLOUR_NAMES) {
+    probe.style.color = `var(--flexmask-${name})`;
+    palette[name] = channels(getComputedStyle(probe).color);
+  }
+  probe.remove();
+  // The frame's own colours are the system's where it forces some.
+  const frame = getComputedStyle(element.querySelector(".flexmask-frame"));
+  palette.ink = channels(frame.color);
+  palette.paper = channels(frame.backgroundColor);
+  palette.faint = mixed(palette.ink, palette.paper, 0.7);
+  return palette;
+}
+
+/** Which of the terms' colours and patterns a kind has: the first kind that hides has the first. */
+const termOf = (data, kind) => data.kinds.slice(0, kind).filter((other) => other.role === "hidden").length % TERMS;
+
+const hasTerms = (data) => data.kinds.filter((kind) => kind.role === "hidden").length > 1;
+
+/** The colour of a cell of a kind in a block of a kind (null: none), as red, green and blue. */
+function cellColour(data, palette, mode, kind, block) {
+  const { role } = data.kinds[kind];
+  if (role === "visible") {
+    if (block === UNKNOWN) return palette.unknown;
+    return mode.blocks && block !== null && block !== FULL ? palette["in-partial"] : palette.visible;
+  }
+  if (role !== "hidden") return palette[role.replace("_", "-")];
+  if (mode.why && hasTerms(data)) return mixed(palette[`term-${termOf(data, kind)}`], palette.paper, TINT);
+  if (mode.blocks && block === PARTIAL) return palette.wasted;
+  return mode.blocks && block === UNKNOWN ? palette.unknown : palette.hidden;
+}
+
+/** The colours of every kind of cell in every kind of block; the last column is for cells in no block. */
+const colourTable = (data, palette, mode) =>
+  data.kinds.map((_, kind) => [EMPTY, PARTIAL, FULL, UNKNOWN, null].map((block) => cellColour(data, palette, mode, kind, block)));
+
+/** The kind of block that each pixel lies in: partial where it lies in several that differ; 4 where there are none. */
+function pixelBlocks(data, panel) {
+  const [rows, columns] = data.shape, found = new Uint8Array(rows * columns).fill(4);
+  if (!panel.blocks) return found;
+  const across = Array.from({ length: columns }, (_, column) => blockRange(data, pixelRange(data, 0, column)).kv);
+  for (let row = 0; row < rows; row++) {
+    const q = blockRange(data, pixelRange(data, row, 0)).q;
+    for (let column = 0; column < columns; column++) {
+      const kv = across[column];
+      let kind = panel.blocks[q[0] * panel.grid.columns + kv[0]];
+      if (q[1] - q[0] > 1 || kv[1] - kv[0] > 1) {
+        const counts = blockCounts(panel, { q, kv });
+        if (counts.filter((count) => count > 0).length > 1) kind = PARTIAL;
+      }
+      found[row * columns + column] = kind;
+    }
+  }
+  return found;
+}
+
+/** A panel as an image of one pixel a cell; `masks` holds, for each term, where its pattern goes. */
+function panelImage(data, panel, palette, mode) {
+  const [rows, columns] = data.shape;
+  const blocks = mode.blocks ? pixelBlocks(data, panel) : new Uint8Array(rows * columns).fill(4);
+  const table = colourTable(data, palette, mode);
+  const masks = [];
+  if (mode.why && panel.cells && hasTerms(data)) {
+    data.kinds.forEach((kind, which) => {
+      if (kind.role !== "hidden") return;
+      masks.push({ term: termOf(data, which), image: painted(rows, columns, (index) => (panel.cells[index] === which ? table[0][4] : null)) });
+    });
+  }
+  const colours = panel.cells ? (index) => table[panel.cells[index]][blocks[index]] : blender(data, panel.shares, table, blocks);
+  return { base: painted(rows, columns, colours), masks };
+}
+
+/** The colours of pixels that stand for several cells. What matters is never too faint to be seen, be it ever so rare. */
+function blender(data, shares, table, blocks) {
+  const size = data.shape[0] * data.shape[1];
+  const matters = data.kinds.map(({ role }) => role === "visible" || role.startsWith("only"));
+  const weights = new Float64Array(data.kinds.length), colour = [0, 0, 0];
+  return (index) => {
+    let above = 0, below = 0;
+    for (let kind = 0; kind < weights.length; kind++) {
+      const share = shares[kind * size + index] / 255;
+      weights[kind] = matters[kind] && share > 0 ? 0.3 + 0.7 * share : share;
+      if (matters[kind]) above += weights[kind];
+      else below += share;
+    }
+    const most = below > 0 ? Math.min(above, 0.95) : 1;
+    colour[0] = colour[1] = colour[2] = 0;
+    for (let kind = 0; kind < weights.length; kind++) {
+      if (weights[kind] === 0) continue;
+      const weight = weights[kind] * (matters[kind] ? most / above : (1 - (above > 0 ? most : 0)) / below);
+      const own = table[kind][blocks[index]];
+      for (let channel = 0; channel < 3; channel++) colour[channel] += own[channel] * weight;
+    }
+    return colour;
+  };
+}
+
+/** A canvas of one pixel for each index, transparent where `colours` gives null. */
+function painted(rows, columns, colours) {
+  const canvas = document.createElement("canvas");
+  canvas.width = columns;
+  canvas.height = rows;
+  const pen = canvas.getContext("2d"), image = pen.createImageData(columns, rows);
+  for (let index = 0; index < rows * columns; index++) {
+    const colour = colours(index);
+    if (colour) {
+      image.data[4 * index] = colour[0];
+      image.data[4 * index + 1] = colour[1];
+      image.data[4 * index + 2] = colour[2];
+      image.data[4 * index + 3] = 255;
+    }
+  }
+  pen.putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** The pattern of a term, as a repeating tile: terms stand apart by it where colours cannot be told apart. */
+function termPattern(pen, palette, term, ratio) {
+  const side = Math.max(4, Math.round(7 * ratio)), tile = document.createElement("canvas");
+  tile.width = tile.height = side;
+  const brush = tile.getContext("2d"), half = side / 2;
+  brush.strokeStyle = brush.fillStyle = css(mixed(mixed(palette[`term-${term}`], palette.ink, 0.85), palette.paper, MARKS));
+  brush.lineWidth = Math.max(1, ratio * 0.8);
+  const line = (...points) => {
+    brush.beginPath();
+    for (let i = 0; i < points.length; i += 4) {
+      brush.moveTo(points[i], points[i + 1]);
+      brush.lineTo(points[i + 2], points[i + 3]);
+    }
+    brush.stroke();
+  };
+  // Diagonals run past the corners, so that the tiles join.
+  const rising = [-half, half, half, -half, -half, side + half, side + half, -half, half, side + half, side + half, half];
+  const falling = rising.map((value, i) => (i % 2 ? value : side - value));
+  const dot = (x, y, radius) => { brush.beginPath(); brush.arc(x, y, radius, 0, 7); brush.fill(); };
+  [
+    () => line(...rising),
+    () => dot(half, half, side / 6),
+    () => line(...falling),
+    () => line(0, Math.floor(half) + 0.5, side, Math.floor(half) + 0.5),
+    () => line(Math.floor(half) + 0.5, 0, Math.floor(half) + 0.5, side),
+    () => line(...rising, ...falling),
+    () => { brush.beginPath(); brush.arc(half, half, side / 4, 0, 7); brush.stroke(); },
+  ][term]();
+  return pen.createPattern(tile, "repeat");
+}
+
+/** A square of the legend: the colour, and the pattern if there is one. */
+function swatch(canvas, palette, colour, term, ratio) {
+  const side = 18;
+  canvas.width = canvas.height = Math.round(side * ratio);
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = css(colour);
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  if (term !== null) {
+    pen.fillStyle = termPattern(pen, palette, term, ratio);
+    pen.fillRect(0, 0, canvas.width, canvas.height);
+  }
+}

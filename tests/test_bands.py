@@ -1,0 +1,126 @@
+"""Bands along the edges of pictures: documents and padding, as the mask's data has them; and tokens as labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flexmask as fm
+from flexmask import FlexmaskError, Mask, OperandError, RenderError
+from flexmask.render.bands import MOST_STRETCHES
+from flexmask.render.picture import Picture, picture
+
+
+def positions(shown: Picture) -> dict[tuple[str, str], list[str]]:
+    """For each band what each position is."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for band in shown.bands:
+        length = shown.q_len if band.axis == "q" else shown.kv_len
+        ends = [*band.starts[1:], length]
+        runs = zip(band.starts, ends, band.values, strict=True)
+        found[band.axis, band.label] = [value for start, end, value in runs for _ in range(start, end)]
+    return found
+
+
+def both(values: list[str], label: str = "document") -> dict[tuple[str, str], list[str]]:
+    return {("q", label): values, ("kv", label): values}
+
+
+PAD = "padding"
+DOCUMENTS = fm.document(lengths=[[2, 3, 0], [1, 1, 2]])
+CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]]] = [
+    ("none", fm.causal(), {"q_len": 4}, {}),
+    ("documents", fm.causal() & DOCUMENTS, {}, both(list("00111"))),
+    (
+        "shorter documents",
+        DOCUMENTS,
+        {"batch": 1},
+        both([*"0122", PAD]),
+    ),
+    (
+        "documents and padding",
+        fm.causal() & DOCUMENTS & fm.key_padding(lengths=[4, 4]),
+        {},
+        {("q", "document"): list("00111"), ("kv", "document"): [*"0011", PAD]},
+    ),
+    ("padding", fm.key_padding(lengths=[3, 1]), {"batch": 1, "q_len": 3}, {("kv", PAD): ["", PAD, PAD]}),
+    ("no padding in this sequence", fm.key_padding(lengths=[3, 1]), {"q_len": 3}, {}),
+    ("keep", fm.key_padding(keep=[True, False, True]), {}, {("kv", PAD): ["", PAD, ""]}),
+    (
+        "both lengths",
+        fm.cross_length([3], [2]),
+        {"q_len": 3, "kv_len": 5},
+        {("q", PAD): ["", "", PAD], ("kv", PAD): ["", "", "", PAD, PAD]},
+    ),
+    (
+        "later queries",
+        fm.document([0, 0, 1, 1, 2]),
+        {"q_len": 2, "kv_len": 5, "q_offset": 3},
+        {("q", "document"): ["1", "2"], ("kv", "document"): list("00112")},
+    ),
+    (
+        "of one head",
+        fm.per_head([fm.full(), fm.document([0, 1, 1])]),
+        {"head": 1},
+        both(list("011")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("mask", "options", "expected"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
+def test_bands_are_the_data(mask: Mask, options: dict[str, object], expected: dict[tuple[str, str], list[str]]) -> None:
+    assert positions(picture(mask, **options)) == expected  # type: ignore[arg-type]
+
+
+def test_ids_of_one_table_are_a_band() -> None:
+    ids = fm.table(torch.tensor([[-1, 7, 7]]))
+    found = positions(picture(fm.causal() | (ids[fm.b, fm.q] == ids[fm.b, fm.kv]), 3))
+    assert found == both(["", "7", "7"], "ids")
+
+
+def test_documents_of_long_masks_are_left_out_where_they_could_not_be_told_apart() -> None:
+    few, many = (fm.document(lengths=[5] * count) for count in (MOST_STRETCHES, MOST_STRETCHES + 1))
+    assert len(picture(few).bands) == 2
+    assert picture(many).bands == ()
+    assert picture(few, bands=False).bands == ()
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_tokens_give_lengths_and_labels() -> None:
+    shown = picture(fm.causal(), tokens="the cat sat")
+    assert (shown.q_len, shown.kv_len, shown.q_tokens, shown.kv_tokens) == (3, 3, ("the", "cat", "sat"), ("the", "cat", "sat"))
+    cross = picture(fm.full(), tokens=["le", "chat"], kv_tokens="the cat sat")
+    assert (cross.q_len, cross.kv_len, cross.q_tokens, cross.kv_tokens) == (2, 3, ("le", "chat"), ("the", "cat", "sat"))
+    only = picture(fm.full(), 2, kv_tokens="the cat sat")
+    assert (only.q_len, only.kv_len, only.q_tokens) == (2, 3, None)
+
+
+def test_later_queries_take_the_later_tokens() -> None:
+    shown = picture(fm.causal(), tokens="the cat sat", q_offset=2)
+    assert (shown.q_len, shown.kv_len, shown.q_tokens) == (1, 3, ("sat",))
+    within = picture(fm.causal(), 2, tokens="the cat sat down", q_offset=torch.tensor([0, 1]), batch=1)
+    assert (within.q_tokens, within.kv_tokens) == (("cat", "sat"), ("the", "cat", "sat", "down"))
+
+
+REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
+    (
+        "too few",
+        lambda: picture(fm.causal(), 4, tokens="a b c"),
+        RenderError,
+        "tokens must label each of the 4 positions, got 3",
+    ),
+    ("too few keys", lambda: picture(fm.causal(), 2, 3, kv_tokens="a b"), RenderError, "kv_tokens .* 3 positions, got 2"),
+    ("one list for two lengths", lambda: picture(fm.causal(), 2, 3, tokens="a b"), RenderError, "tokens .* 3 positions"),
+    ("numbers", lambda: picture(fm.causal(), tokens=[1, 2]), OperandError, r"tokens must be .* got \[1, 2\]"),  # type: ignore[list-item]
+    ("none", lambda: picture(fm.causal(), tokens=" "), OperandError, "at least one"),
+]
+
+
+@pytest.mark.parametrize(("attempt", "error", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_tokens_that_do_not_fit(attempt: Callable[[], object], error: type[FlexmaskError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attempt()

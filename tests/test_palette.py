@@ -1,0 +1,70 @@
+"""The colours of pictures: told apart with common colour blindness, and, with their patterns, in print."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from numpy.typing import NDArray
+
+from flexmask.render.heat import scale_marks
+from flexmask.render.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
+from flexmask.render.picture import Scores
+
+Colour = NDArray[np.float64]
+
+#: Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+VISION = {
+    "common": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+SRGB = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]])
+WHITE = np.array([0.95047, 1.0, 1.08883])
+
+
+def lab(color: str, vision: str = "common") -> Colour:
+    """CIE L*a*b* of a colour as it is seen."""
+    rgb = np.array(to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = SRGB @ (np.array(VISION[vision]) @ linear).clip(0, 1) / WHITE
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def apart(one: str, other: str, vision: str) -> float:
+    return float(np.linalg.norm(lab(one, vision) - lab(other, vision)))
+
+
+#: Colours that stand beside each other in one picture.
+TOGETHER = {
+    "cells": [Look(VISIBLE), LOOKS["hidden"]],
+    "blocks": [Look(VISIBLE), Look(IN_PARTIAL), Look(WASTED), Look(HIDDEN)],
+    "terms": [Look(VISIBLE), Look(IN_PARTIAL), *TERMS],
+    "difference": [LOOKS[role] for role in ("both", "only_a", "only_b", "neither")],
+}
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_kinds_are_told_apart(name: str, vision: str) -> None:
+    for one, other in combinations(TOGETHER[name], 2):
+        wanted = 10 if one.hatch == other.hatch else 6  # by area there are no patterns
+        assert apart(one.color, other.color, vision) >= wanted, (one, other)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_kinds_are_told_apart_in_print(name: str) -> None:
+    for one, other in combinations(TOGETHER[name], 2):
+        lightness = abs(lab(one.color)[0] - lab(other.color)[0])
+        assert one.hatch != other.hatch or lightness >= 3, (one, other)
+
+
+def test_weights_grow_darker_steadily() -> None:
+    shades = scale_marks(Scores(np.zeros((1, 1), dtype=np.float32), 1.0, None))
+    lightness = [lab(color)[0] for color, _ in shades]
+    assert all(lighter - darker > 12 for lighter, darker in zip(lightness, lightness[1:], strict=False))
+    assert [weight for _, weight in shades] == ["0", "0.25", "0.5", "0.75", "1"]

@@ -1,0 +1,198 @@
+"""Why a cell is hidden: the terms of compositions against plain recursion over their parts, and the kinds of pictures."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import flexmask as fm
+from flexmask import Mask, OperandError, RenderError
+from flexmask.render.caption import shortened
+from flexmask.render.kinds import MOST_TERMS
+from flexmask.render.picture import picture
+from flexmask.render.terms import terms
+
+Q, KV = 9, 11
+LEAVES = [
+    fm.causal(),
+    fm.document([0, 0, 0, 1, 1, 1, 1, 2, 2, -1, -1]),
+    fm.key_padding(8),
+    fm.kv < 2,
+    (fm.q - fm.kv) % 3 == 0,
+    ~fm.sliding_window(2, 2),
+    fm.q > 4,
+    fm.causal() ^ (fm.kv > 6),
+]
+Cells: TypeAlias = NDArray[np.bool_]
+#: A leaf by its number, or an operator with its operands.
+Tree: TypeAlias = "int | tuple[str, list[Tree]]"
+
+
+def leaf_cells(number: int) -> Cells:
+    return np.asarray(LEAVES[number].dense(Q, KV)[0, 0])
+
+
+def composed(tree: Tree) -> Mask:
+    if isinstance(tree, int):
+        return LEAVES[tree]
+    sign, parts = tree
+    mask = composed(parts[0])
+    for part in parts[1:]:
+        mask = mask & composed(part) if sign == "&" else mask | composed(part)
+    return mask
+
+
+def shows(tree: Tree, q: int, kv: int) -> bool:
+    if isinstance(tree, int):
+        return bool(leaf_cells(tree)[q, kv])
+    found = [shows(part, q, kv) for part in tree[1]]
+    return all(found) if tree[0] == "&" else any(found)
+
+
+def reasons(tree: Tree, q: int, kv: int) -> list[int]:
+    """The leaves that hide a cell, from left to right."""
+    if shows(tree, q, kv):
+        return []
+    if isinstance(tree, int):
+        return [tree]
+    return [leaf for part in tree[1] for leaf in reasons(part, q, kv)]
+
+
+def leaves(tree: Tree) -> list[int]:
+    return [tree] if isinstance(tree, int) else [leaf for part in tree[1] for leaf in leaves(part)]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """A composition in which each leaf stands once, so that nothing of it is simplified away."""
+    order, many = draw(st.permutations(range(len(LEAVES)))), draw(st.integers(2, MOST_TERMS))
+    pending: list[Tree] = [*order[:many]]
+    while len(pending) > 1:
+        many = draw(st.integers(2, len(pending)))
+        pending[:many] = [(draw(st.sampled_from("&|")), pending[:many])]
+    return pending[0]
+
+
+@given(trees())
+def test_each_hidden_cell_has_its_reasons(tree: Tree) -> None:
+    mask, order = composed(tree), leaves(tree)
+    shown = picture(mask, Q, KV, why=True)
+    assert [kind.label for kind in shown.kinds] == ["visible", *(shortened(str(LEAVES[leaf]), 6) for leaf in order)]
+    assert shown.hidden_by is not None
+    for q in range(Q):
+        for kv in range(KV):
+            found = reasons(tree, q, kv)
+            assert [order[kind - 1] for kind in range(1, len(order) + 1) if int(shown.hidden_by[q, kv]) >> kind & 1] == found
+            assert shown.cells[q, kv] == (order.index(found[0]) + 1 if found else 0)
+    assert [pair[0] for pair in shown.pairs] == [int((shown.cells == kind).sum()) for kind in range(len(shown.kinds))]
+
+
+@given(trees(), st.tuples(st.integers(1, 6), st.integers(1, 6)))
+def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> None:
+    mask = composed(tree)
+    cells, shown = picture(mask, Q, KV, why=True).cells, picture(mask, Q, KV, why=True, most_pixels=pixels)
+    high, wide = shown.step
+    for row in range(shown.shares.shape[1]):
+        for column in range(shown.shares.shape[2]):
+            part = cells[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+            for kind in range(len(shown.kinds)):
+                assert shown.shares[kind, row, column] == pytest.approx(np.mean(part == kind), abs=1e-6)
+
+
+def test_a_term_in_two_places_stands_once() -> None:
+    mask = (fm.causal() & (fm.kv < 5)) | (fm.causal() & (fm.q > 6))
+    assert [str(term.mask) for term in terms(mask)] == ["causal", "kv < 5", "q > 6"]
+    hides = terms(mask)[0].hides.dense(Q, KV)[0, 0]
+    assert torch.equal(hides, ~fm.causal().dense(Q, KV)[0, 0])
+
+
+def test_a_name_alone_is_explained_by_its_definition() -> None:
+    shown = picture(fm.sliding_window(size=3), 6, why=True)
+    assert [kind.label for kind in shown.kinds] == ["visible", "kv >= q - 2", "kv <= q"]
+
+
+def test_heads_have_terms_of_their_own() -> None:
+    mask = fm.per_head([fm.causal() & (fm.kv > 1), fm.kv < 3]) & fm.key_padding(5)
+    labels = [[kind.label for kind in picture(mask, 6, head=head, why=True).kinds] for head in (0, 1)]
+    assert labels == [["visible", "causal", "kv > 1", "key_padding(lengths=5)"], ["visible", "kv < 3", "key_padding(lengths=5)"]]
+
+
+def test_many_terms_are_put_together() -> None:
+    mask = fm.full()
+    for place in range(10):
+        mask = mask & (fm.kv != place)
+    shown = picture(mask, 4, 12, why=True)
+    assert [kind.label for kind in shown.kinds][-2:] == ["kv != 4", "5 further terms"]
+    assert shown.cells[0].tolist() == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 0, 0]
+    assert shown.hidden_by is not None
+    assert shown.hidden_by[0].tolist() == [2, 4, 8, 16, 32, 64, 64, 64, 64, 64, 0, 0]
+
+
+def test_what_hides_everything_or_nothing() -> None:
+    for mask, pairs in ((fm.full(), ((9, 9), (0, 0))), (fm.empty(), ((0, 0), (9, 9)))):
+        shown = picture(mask, 3, why=True)
+        assert [kind.label for kind in shown.kinds] == ["visible", str(mask)]
+        assert shown.pairs == pairs
+
+
+# ---------------------------------------------------------------- two masks
+
+
+@given(trees(), trees())
+def test_differences_are_those_of_the_cells(one: Tree, other: Tree) -> None:
+    a, b = composed(one), composed(other)
+    shown = picture(a, Q, KV, against=b)
+    first, second = (np.asarray(mask.dense(Q, KV)[0, 0]) for mask in (a, b))
+    assert [kind.role for kind in shown.kinds] == ["both", "only_a", "only_b", "neither"]
+    assert np.array_equal(shown.cells, np.where(first & second, 0, np.where(first, 1, np.where(second, 2, 3))))
+    found = a.difference(b, Q, KV)
+    assert [pair[0] for pair in shown.pairs[1:3]] == [found.only_self, found.only_other]
+
+
+def test_differences_in_one_sequence() -> None:
+    a, b = fm.empty(), fm.key_padding([2, 4])
+    shown = picture(a, 5, against=b, batch=1)
+    assert (shown.batches, shown.text) == (2, "A: empty\nB: key_padding(lengths=[2, 4])")
+    assert shown.cells[0].tolist() == [2, 2, 2, 2, 3]
+    with pytest.raises(RenderError, match=r"batch 2 .*0 to 1"):
+        picture(a, 5, against=b, batch=2)
+
+
+def test_differences_of_long_masks_are_never_lost() -> None:
+    shown = picture(fm.sliding_window(100, 0), 50_000, against=fm.sliding_window(100, 0) | (fm.q + fm.kv == 60_000))
+    assert shown.pairs[2] == (39_999 - 51,) * 2  # from query 10,001 on, without those in the window
+    assert (shown.shares[2] > 0).sum() > 700
+
+
+def test_what_cannot_be_shown_together_is_refused() -> None:
+    with pytest.raises(RenderError, match="against="):
+        picture(fm.causal(), 4, against=fm.full(), why=True)
+    with pytest.raises(OperandError, match="wanted a mask, got str"):
+        picture(fm.causal(), 4, against="full")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "sizes"),
+    [
+        (fm.per_head([fm.causal()]) & (fm.kv >= fm.h), {"why": True}, {}),
+        (fm.key_padding([3]) & (fm.kv >= fm.b), {"why": True}, {}),
+        (fm.per_head([fm.causal(), fm.full()]), {"against": fm.kv >= fm.h, "head": 1}, {"heads": 2}),
+        (fm.kv >= fm.b, {"against": fm.key_padding([3, 2]), "batch": 1}, {"batch": 2}),
+        (fm.causal() & (fm.kv < 3), {"why": True, "q_offset": torch.tensor([0, 1]), "batch": 1}, {}),
+        (fm.kv < 3, {"why": True, "q_offset": torch.tensor([0, 1])}, {}),
+    ],
+    ids=str,
+)
+def test_what_only_a_part_says_holds_for_all(mask: Mask, options: dict[str, Any], sizes: dict[str, Any]) -> None:
+    batch, head = options.get("batch", 0), options.get("head", 0)
+    place: dict[str, Any] = {"q_offset": options["q_offset"]} if "q_offset" in options else {}
+    shown = picture(mask, 4, **options)
+    both = [one.dense(4, **place, **sizes) for one in (mask, options.get("against", mask))]
+    expected = (both[0] & both[1]).expand(max(batch + 1, both[0].shape[0]), max(head + 1, both[0].shape[1]), 4, 4)
+    assert np.array_equal(shown.cells == 0, expected[batch, head])
