@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flexmask import FlexmaskError, Mask, MultiheadFlexAttention, causal, document
-from flexmask.render.picture import picture
-from flexmask.render.plot import save
-from flexmask.render.terminal import show
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEADS, LAYERS = 64, 4, 2
@@ -147,10 +144,10 @@ def leak(model: Decoder, packed: Packed, mask: Mask) -> float:
 def draw(mask: Mask, seq_len: int, output: Path | None) -> None:
     """The mask of the first sequence, in a file or in the terminal."""
     if output is None:
-        show(mask, seq_len)
+        mask.show(seq_len)
         return
     try:
-        save(picture(mask, seq_len, block_size=seq_len // 8), output)
+        mask.save_picture(output, seq_len, block_size=seq_len // 8)
     except (FlexmaskError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
     click.echo(f"wrote {output}\n")

@@ -60,9 +60,10 @@ class Drawable(Lowerable):
             RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
                 ``against`` together with ``why`` or blocks.
         """
-        from flexmask.render.plot import plot
+        from flexmask.render.picture import picture
+        from flexmask.render.plot import draw
 
-        return plot(cast("Mask", self), q_len, kv_len, ax=ax, title=title, **options)
+        return draw(picture(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
 
     def plot_panels(
         self,
@@ -84,9 +85,10 @@ class Drawable(Lowerable):
         Raises:
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
-        from flexmask.render.panels import plot_panels
+        from flexmask.render.panels import draw_sheet
+        from flexmask.render.sheet import sheet
 
-        return plot_panels(cast("Mask", self), q_len, kv_len, batch=batch, head=head, title=title, **options)
+        return draw_sheet(sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
 
     def plot_terms(
         self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[Options]
@@ -96,9 +98,10 @@ class Drawable(Lowerable):
         Args:
             title: instead of the mask's text.
         """
-        from flexmask.render.panels import plot_terms
+        from flexmask.render.panels import draw_sheet
+        from flexmask.render.sheet import term_sheet
 
-        return plot_terms(cast("Mask", self), q_len, kv_len, title=title, **options)
+        return draw_sheet(term_sheet(cast("Mask", self), q_len, kv_len, **options), title=title)
 
     def show(
         self,
@@ -160,7 +163,8 @@ class Drawable(Lowerable):
             terms: draws each term of the mask beside the whole.
 
         Raises:
-            RenderError: another ending, or as :meth:`plot`.
+            RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or as
+                :meth:`plot`.
         """
         from flexmask.render.files import save
 

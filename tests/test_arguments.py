@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flexmask as fm
+from flexmask.render.picture import picture
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_forgotten_parentheses_are_named(forgotten: Callable[[], object]) -> Non
         forgotten()
 
 
-@pytest.mark.parametrize("lower", [fm.explain, fm.show, fm.plot])
+@pytest.mark.parametrize("lower", [fm.explain, picture])
 @pytest.mark.parametrize("given", ["causal", lambda b, h, q, kv: q >= kv], ids=["text", "function"])
 def test_what_is_no_mask_is_not_lowered(lower: Callable[..., object], given: Any) -> None:
     with pytest.raises(fm.OperandError, match=r"wanted a mask, got (str|function)"):

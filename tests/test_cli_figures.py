@@ -172,7 +172,7 @@ def test_difference(a: str, b: str, q_len: int, kv_len: int) -> None:
 def test_the_table_of_a_difference() -> None:
     result = run("diff", "causal", "causal & document(ids)", "-p", "ids=[0,0,0,1]")
     assert result.exit_code == 1
-    assert result.stdout.splitlines() == [
+    assert result.stdout.split("\n\n")[0].splitlines() == [
         "A          causal",
         "B          causal & document(ids=[0, 0, 0, 1])",
         "lengths    4 queries x 4 keys",
@@ -290,5 +290,6 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_examples_of_the_help_work(line: str) -> None:
-    assert run(*shlex.split(line)[1:]).exit_code == int("causal & document(ids)" in line)
+def test_examples_of_the_help_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*shlex.split(line)[1:]).exit_code == int("causal & document(ids)" in line or "size=5" in line)

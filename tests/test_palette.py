@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -66,5 +66,5 @@ def test_kinds_are_told_apart_in_print(name: str) -> None:
 def test_weights_grow_darker_steadily() -> None:
     shades = scale_marks(Scores(np.zeros((1, 1), dtype=np.float32), 1.0, None))
     lightness = [lab(color)[0] for color, _ in shades]
-    assert all(lighter - darker > 12 for lighter, darker in zip(lightness, lightness[1:], strict=False))
+    assert all(lighter - darker > 12 for lighter, darker in pairwise(lightness))
     assert [weight for _, weight in shades] == ["0", "0.25", "0.5", "0.75", "1"]

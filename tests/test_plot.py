@@ -25,7 +25,7 @@ from flexmask import Mask
 from flexmask.render import area
 from flexmask.render.panels import save_sheet
 from flexmask.render.picture import picture
-from flexmask.render.plot import plot, save
+from flexmask.render.plot import save
 from flexmask.render.scores import score_picture, score_sheet
 from tests.test_render import STRIDED, packed
 
@@ -35,7 +35,7 @@ TOLERANCE = 1.5
 
 
 def test_plot_returns_axes_in_tokens() -> None:
-    ax = plot(fm.key_padding([3, 5, 4]) & fm.causal(), 5, batch=1)
+    ax = (fm.key_padding([3, 5, 4]) & fm.causal()).plot(5, batch=1)
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 5), (5, 0))
     assert ax.get_title(loc="left") == "key_padding(lengths=[3, 5, 4]) & causal"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("key index", "query index")
@@ -49,7 +49,7 @@ def test_plot_draws_on_given_axes() -> None:
     figure = Figure()
     FigureCanvasAgg(figure)
     given_axes = figure.subplots(1, 2)[1]
-    ax = plot(fm.causal(), 300, 200, ax=given_axes, title="mine\nin two lines")
+    ax = fm.causal().plot(300, 200, ax=given_axes, title="mine\nin two lines")
     assert ax is given_axes
     assert ax.get_title(loc="left") == "mine\nin two lines"
     figure.savefig(io.BytesIO())
@@ -57,21 +57,21 @@ def test_plot_draws_on_given_axes() -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, 5), (5, 3), (40, 100), (300, 900), (1, 4), (2, 64), (5000, 700)])
 def test_rectangles_are_drawn_as_rectangles(q_len: int, kv_len: int) -> None:
-    ax = plot(fm.causal(), q_len, kv_len)
+    ax = fm.causal().plot(q_len, kv_len)
     ax.apply_aspect()
     box = ax.get_window_extent()
     assert box.width / box.height == pytest.approx(kv_len / q_len, rel=0.01)
 
 
 def test_what_is_not_to_scale_says_so() -> None:
-    legend = plot(fm.causal(), 1, 5000).get_legend()
+    legend = fm.causal().plot(1, 5000).get_legend()
     assert legend is not None
     assert "not to scale" in legend.get_title().get_text()
 
 
 def test_drawn_squares_are_the_mask() -> None:
     mask = fm.causal() & fm.document(packed(12, 3))
-    ax = plot(mask, 12)
+    ax = mask.plot(12)
     rectangles = [path.get_extents() for path in ax.collections[0].get_paths()]
     cells = np.zeros((12, 12), dtype=bool)
     for box in rectangles:
@@ -80,7 +80,7 @@ def test_drawn_squares_are_the_mask() -> None:
 
 
 def test_drawn_pixels_are_the_mask() -> None:
-    ax = plot(fm.causal(), 200)
+    ax = fm.causal().plot(200)
     image = ax.images[0].get_array()
     assert image is not None
     assert np.array_equal(image[..., 3] == 1, fm.causal().dense(200)[0, 0])
@@ -106,8 +106,7 @@ def test_titles_are_not_mathematics(tmp_path: Path) -> None:
 
 IMPORTS = """
 import sys, flexmask
-from flexmask.render.plot import plot
-plot(flexmask.causal(), 4)
+flexmask.causal().plot(4)
 print("matplotlib.pyplot" in sys.modules)
 import matplotlib.pyplot
 print("matplotlib.pyplot" in sys.modules)

@@ -176,3 +176,20 @@ def test_a_notebook_shows_the_view_or_says_why_not() -> None:
     failing = fm.document([0, 1]) & fm.document([0, 1, 2])
     assert "has 2 values along" in failing._repr_html_()
     assert "&lt;" in (fm.kv < 3)._repr_html_().split("srcdoc")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pixels", [(64, 64), (7, 9)])
+def test_pictures_of_masks_on_a_gpu(pixels: tuple[int, int]) -> None:
+    ids, lengths = torch.tensor([[0] * 9 + [1] * 11, [0] * 3 + [2] * 17]), torch.tensor([18, 20])
+    here, there = (
+        sheet(fm.causal() & fm.document(ids.to(device)) & fm.key_padding(lengths.to(device)), 20, why=True, most_pixels=pixels)
+        for device in ("cpu", "cuda")
+    )
+    for one, other in zip(here.pictures, there.pictures, strict=True):
+        assert np.array_equal(one.shares, other.shares)
+        assert one.bands == other.bands
+    query, key = torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
+    weights = fm.attention_weights(query, key, fm.causal())
+    assert torch.allclose(weights, fm.attention_weights(query.cuda(), key.cuda(), fm.causal()).cpu(), atol=1e-5)

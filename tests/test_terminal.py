@@ -22,7 +22,7 @@ from flexmask import LoweringError, Mask
 from flexmask.render import area
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, picture
 from flexmask.render.sheet import Sheet, sheet, term_sheet
-from flexmask.render.terminal import show, show_sheet
+from flexmask.render.terminal import show_sheet
 from tests.strategies import mask_cases, shapes
 
 #: What there is to draw on: colours, and the encoding.
@@ -47,7 +47,7 @@ def output(drawn: Mask | Sheet, *lengths: int, on: str = "pipe", width: int = 80
     if isinstance(drawn, Sheet):
         show_sheet(drawn, console=console)
     else:
-        show(drawn, *lengths, console=console, **options)
+        drawn.show(*lengths, console=console, **options)
     file.flush()
     assert isinstance(file.buffer, io.BytesIO)
     return file.buffer.getvalue().decode(file.encoding)
@@ -289,7 +289,7 @@ def test_tokens_of_any_characters() -> None:
 def test_defaults_come_from_the_mask() -> None:
     assert "3 queries x 3 keys" in output(fm.document([0, 0, 1]))
     with pytest.raises(LoweringError, match=r"q_len .*0"):
-        show(PADDED, 0)
+        PADDED.show(0)
 
 
 # ---------------------------------------------------------------- blocks and areas

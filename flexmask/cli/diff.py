@@ -56,15 +56,11 @@ def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, 
     else:
         print_table(_rows(found, masks, lowering))
     if output is not None:
-        from flexmask.render.files import save
-
         with working("drawing the masks"), writing(output):
-            save(masks[0], output, **_place(found, lowering), against=masks[1])
+            masks[0].save_picture(output, **_place(found, lowering), against=masks[1])
     elif found and not as_json:
-        from flexmask.render.terminal import show
-
         say("")
-        show(masks[0], **_place(found, lowering), against=masks[1])
+        masks[0].show(**_place(found, lowering), against=masks[1])
     if found:
         ctx.exit(1)
 

@@ -77,10 +77,8 @@ def render(
     if block_size is not None:
         options["block_size"] = block_size
     if output is not None:
-        from flexmask.render.files import save
-
         with working("drawing the mask"), writing(output):
-            save(mask, output, queries, across, batch=batch, head=head, terms=terms, **options)
+            mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **options)
         return
     from flexmask.render.picture import Picture
     from flexmask.render.sheet import chosen

@@ -30,23 +30,7 @@ def save(
     terms: bool = False,
     **options: Unpack[Contents],
 ) -> None:
-    """Writes a picture of a mask, as the ending of ``path`` says; the same bytes for the same mask.
-
-    Args:
-        mask: the mask.
-        path: the file.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those that
-            fit into an interactive view.
-        head: which head, likewise.
-        terms: draws each term of the mask beside the whole.
-        options: what is shown, as for :func:`flexmask.render.picture.picture`.
-
-    Raises:
-        RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or what
-            cannot be drawn.
-    """
+    """Writes a picture of a mask, as the ending of ``path`` says: see :meth:`flexmask.Mask.save_picture`."""
     ending = check_ending(path)
     if ending == ".html":
         from flexmask.render.view import html

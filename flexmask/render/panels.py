@@ -11,19 +11,19 @@ from flexmask.render.caption import notes, packed, title_lines, visible_text
 from flexmask.render.drawing import draw_cells
 from flexmask.render.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.render.legend import LEGEND, entries_of, legend_lines
-from flexmask.render.options import Contents, Labelling, Options
+from flexmask.render.options import Labelling
 from flexmask.render.palette import FAINT, INK
 from flexmask.render.picture import Picture
 from flexmask.render.plot import DPI, fit, new_figure, style, write
 from flexmask.render.scores import score_sheet
-from flexmask.render.sheet import Indices, Sheet, sheet, term_sheet
+from flexmask.render.sheet import Indices, Sheet
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flexmask.algebra import Mask
 
-__all__ = ["draw_sheet", "plot_panels", "plot_score_panels", "plot_terms", "save_sheet"]
+__all__ = ["draw_sheet", "plot_score_panels", "save_sheet"]
 
 #: Inches: a square of a small mask and the longer side of the others; between panels, and around all.
 SQUARE, LONGEST, GAP, MARGIN = 0.15, 2.4, 0.25, 0.15
@@ -32,46 +32,6 @@ PANEL_LINE, TITLE_LINE, LEGEND_LINE = 0.14, 0.165, 0.175
 PANEL_CHARACTER, TITLE_CHARACTER, NOTE_CHARACTER = 0.06, 0.0755, 0.0605
 #: Inches that the text of the sheet, and of a panel, may take at least.
 TEXT_WIDTH, PANEL_WIDTH = 4.2, 1.5
-
-
-def plot_panels(
-    mask: Mask,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    *,
-    batch: Indices = "all",
-    head: Indices = "all",
-    title: str | None = None,
-    **options: Unpack[Contents],
-) -> Figure:
-    """Draws a mask for several sequences and heads, a panel for each: sequences down, heads across.
-
-    Args:
-        mask: the mask.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        batch: which sequences: an index, a list of them, or all.
-        head: which heads, likewise.
-        title: instead of the mask's text.
-        options: what each panel shows, as for :func:`flexmask.render.picture.picture`: ``q_offset``, ``block_size``, ``why``,
-            ``against``, ``tokens``, ``kv_tokens`` and ``bands``.
-    """
-    return draw_sheet(sheet(mask, q_len, kv_len, batch=batch, head=head, **options), title=title)
-
-
-def plot_terms(
-    mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[Options]
-) -> Figure:
-    """Draws each term of a composition, then the whole with what each term hides.
-
-    Args:
-        mask: the mask.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        title: instead of the mask's text.
-        options: what each panel shows, as for :func:`flexmask.render.picture.picture`.
-    """
-    return draw_sheet(term_sheet(mask, q_len, kv_len, **options), title=title)
 
 
 def plot_score_panels(

@@ -21,9 +21,9 @@ from flexmask.render.caption import notes, packed, title_lines
 from flexmask.render.drawing import MOST_SQUARES, draw_cells
 from flexmask.render.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.render.legend import LEGEND, entries_of, legend_lines
-from flexmask.render.options import Labelling, Options
+from flexmask.render.options import Labelling
 from flexmask.render.palette import FAINT
-from flexmask.render.picture import Picture, picture
+from flexmask.render.picture import Picture
 from flexmask.render.scores import score_picture
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from flexmask.algebra import Mask
 
-__all__ = ["DPI", "draw", "fit", "new_figure", "plot", "plot_scores", "save", "style", "write"]
+__all__ = ["DPI", "draw", "fit", "new_figure", "plot_scores", "save", "style", "write"]
 
 #: Pixels of an inch.
 DPI = 200
@@ -50,32 +50,6 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "flexmask",
     "svg.fonttype": "path",
 }
-
-
-def plot(
-    mask: Mask,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    *,
-    ax: Axes | None = None,
-    title: str | None = None,
-    **options: Unpack[Options],
-) -> Axes:
-    """Draws a mask: queries down, keys across, coloured where the query may attend to the key.
-
-    Args:
-        mask: the mask.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        ax: where to draw; by default a new figure of a fitting size.
-        title: instead of the mask's text.
-        options: what is shown, as for :func:`flexmask.render.picture.picture`: ``batch``, ``head``, ``q_offset``,
-            ``block_size``, ``why``, ``against``, ``tokens``, ``kv_tokens`` and ``bands``.
-
-    Returns:
-        The axes, with queries and keys as units; ``axes.figure.savefig(...)`` writes them.
-    """
-    return draw(picture(mask, q_len, kv_len, **options), ax=ax, title=title)
 
 
 def plot_scores(

@@ -37,16 +37,7 @@ NARROW = 36
 def show(
     mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, console: Console | None = None, **options: Unpack[Options]
 ) -> None:
-    """Draws a mask in the terminal: queries down, keys across.
-
-    Args:
-        mask: the mask.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        console: where to draw; by default the standard output. Where that is no terminal, the drawing is plain ASCII.
-        options: what is shown, as for :func:`flexmask.render.picture.picture`: ``batch``, ``head``, ``q_offset``,
-            ``block_size``, ``why``, ``against``, ``tokens``, ``kv_tokens`` and ``bands``.
-    """
+    """Draws a mask in the terminal: see :meth:`flexmask.Mask.show`."""
     console = console or Console()
     asked: Options = {"most_blocks": (MOST_LINES, console.width), **options}
     show_picture(picture(mask, q_len, kv_len, **asked), console=console)

@@ -35,20 +35,7 @@ def html(
     head: Indices = "some",
     **options: Unpack[Contents],
 ) -> str:
-    """The interactive view of a mask as one HTML document, which asks for nothing from outside.
-
-    It pans, zooms and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of its
-    block, for mouse, touch, keyboard and screen reader.
-
-    Args:
-        mask: the mask.
-        q_len: number of queries; by default as the mask's own data says, else 16.
-        kv_len: number of keys, likewise.
-        batch: which sequences can be chosen: an index, a list of them, ``"all"``, or the first eight.
-        head: which heads, likewise.
-        options: what is shown, as for :func:`flexmask.render.picture.picture`; here ``why`` is True where not given, and blocks
-            are of 128 or, of shorter masks, about a quarter of their length.
-    """
+    """The interactive view of a mask as one HTML document: see :meth:`flexmask.Mask.html`."""
     asked = options.get("block_size")
     if options.get("against") is None:
         q_len, kv_len = lengths_with(mask, q_len, kv_len, options)
