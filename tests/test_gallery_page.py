@@ -173,6 +173,7 @@ def test_next_is_among_what_is_found(chromium: Browser, file: Path) -> None:
         page.page.get_by_role("link", name=found[-1]).click()
         page.page.get_by_role("button", name="Next mask").click()
         page.page.wait_for_function(f"() => document.getElementById('title').textContent === {found[0]!r}")
+        assert page.page.locator("#title").inner_text() == found[0]
 
 
 def test_detail_says_all_and_copies(chromium: Browser, file: Path) -> None:
