@@ -83,8 +83,8 @@ if TYPE_CHECKING:
     from flexmask.lowering.stats import Stats
     from flexmask.mask_cache import MaskCache
     from flexmask.nn import MultiheadFlexAttention
-    from flexmask.render.panels import plot_score_panels
-    from flexmask.render.plot import plot_scores
+    from flexmask.render.figure.panels import plot_score_panels
+    from flexmask.render.figure.plot import plot_scores
     from flexmask.rows import Rows
     from flexmask.tracing.trace import trace
     from flexmask.weights import attention_weights
@@ -195,8 +195,8 @@ _HEAVY = {
     "choose_backend": "flexmask.functional",
     "create_block_mask": "flexmask.drop_in",
     "explain": "flexmask.explaining",
-    "plot_score_panels": "flexmask.render.panels",
-    "plot_scores": "flexmask.render.plot",
+    "plot_score_panels": "flexmask.render.figure.panels",
+    "plot_scores": "flexmask.render.figure.plot",
     "trace": "flexmask.tracing.trace",
 }
 

@@ -60,8 +60,8 @@ class Drawable(Lowerable):
             RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
                 ``against`` together with ``why`` or blocks.
         """
+        from flexmask.render.figure.plot import draw
         from flexmask.render.picture import picture
-        from flexmask.render.plot import draw
 
         return draw(picture(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
 
@@ -85,7 +85,7 @@ class Drawable(Lowerable):
         Raises:
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
-        from flexmask.render.panels import draw_sheet
+        from flexmask.render.figure.panels import draw_sheet
         from flexmask.render.sheet import sheet
 
         return draw_sheet(sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
@@ -98,7 +98,7 @@ class Drawable(Lowerable):
         Args:
             title: instead of the mask's text.
         """
-        from flexmask.render.panels import draw_sheet
+        from flexmask.render.figure.panels import draw_sheet
         from flexmask.render.sheet import term_sheet
 
         return draw_sheet(term_sheet(cast("Mask", self), q_len, kv_len, **options), title=title)
@@ -116,7 +116,7 @@ class Drawable(Lowerable):
         Args:
             console: where to draw; by default the standard output.
         """
-        from flexmask.render.terminal import show
+        from flexmask.render.terminal.show import show
 
         show(cast("Mask", self), q_len, kv_len, console=console, **options)
 
@@ -138,7 +138,7 @@ class Drawable(Lowerable):
             batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
             head: which heads, likewise.
         """
-        from flexmask.render.view import html
+        from flexmask.render.html.view import html
 
         return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
 
@@ -172,6 +172,6 @@ class Drawable(Lowerable):
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""
-        from flexmask.render.view import notebook_html
+        from flexmask.render.html.view import notebook_html
 
         return notebook_html(cast("Mask", self))

@@ -31,9 +31,11 @@ mask_cache dropout tiles tile_plan sdpa flex functional weights growing kv_cache
 testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach testing.influence
 testing.leaks testing pytest_plugin
 lengths render.tokens render.terms render.caption render.kinds render.area render.bands render.options render.place
-render.picture render.sheet render.scores render.palette render.heat render.drawing render.edges render.legend render.plot
-render.panels render.page render.view render.files
-render.signs render.canvas render.coarsening render.character_cells render.character_areas render.terminal render
+render.picture render.sheet render.scores render.palette
+render.figure.heat render.figure.drawing render.figure.edges render.figure.legend render.figure.plot render.figure.panels
+render.figure render.html.page render.html.view render.html render.files
+render.terminal.signs render.terminal.canvas render.terminal.coarsening render.terminal.cells render.terminal.areas
+render.terminal.show render.terminal render
 gallery.entry gallery.source gallery.drawn gallery.snippets gallery.pictures gallery.words gallery.readme gallery.index
 gallery.build gallery
 cli.output cli.progress cli.completion cli.messages cli.group cli.values cli.references cli.inputs cli.figures

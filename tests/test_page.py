@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flexmask.render.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
+from flexmask.render.html.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
 from tests import browser
 from tests.browser import Opened, opened, screenshot
 from tests.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from flexmask.render.heat import scale_marks
+from flexmask.render.figure.heat import scale_marks
 from flexmask.render.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
 from flexmask.render.picture import Scores
 

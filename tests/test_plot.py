@@ -23,9 +23,9 @@ from matplotlib.image import imread
 import flexmask as fm
 from flexmask import Mask
 from flexmask.render import area
-from flexmask.render.panels import save_sheet
+from flexmask.render.figure.panels import save_sheet
+from flexmask.render.figure.plot import save
 from flexmask.render.picture import picture
-from flexmask.render.plot import save
 from flexmask.render.scores import score_picture, score_sheet
 from tests.test_render import STRIDED, packed
 

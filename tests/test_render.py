@@ -16,8 +16,8 @@ import flexmask as fm
 from flexmask import FlexmaskError, LoweringError, Mask, OperandError, RenderError
 from flexmask.render import area
 from flexmask.render.caption import notes, numbered, shortened, title_lines
+from flexmask.render.figure.plot import save
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, picture
-from flexmask.render.plot import save
 from tests.strategies import Case, Shape, shaped_masks
 
 STRIDED = fm.causal() & ((fm.q - fm.kv) % 3 == 0)  # its rows are only bounds

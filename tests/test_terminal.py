@@ -22,7 +22,7 @@ from flexmask import LoweringError, Mask
 from flexmask.render import area
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, picture
 from flexmask.render.sheet import Sheet, sheet, term_sheet
-from flexmask.render.terminal import show_sheet
+from flexmask.render.terminal.show import show_sheet
 from tests.strategies import mask_cases, shapes
 
 #: What there is to draw on: colours, and the encoding.

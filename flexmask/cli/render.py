@@ -82,7 +82,7 @@ def render(
         return
     from flexmask.render.picture import Picture
     from flexmask.render.sheet import chosen
-    from flexmask.render.terminal import show_picture, show_sheet
+    from flexmask.render.terminal.show import show_picture, show_sheet
 
     with working("drawing the mask"):
         shown = chosen(mask, queries, across, batch=batch, head=head, terms=terms, **options)

@@ -14,8 +14,8 @@ from string import Template
 from flexmask.gallery.drawn import Drawn
 from flexmask.gallery.snippets import command, python
 from flexmask.gallery.words import figures, lengths, linked, sections
-from flexmask.render import page
-from flexmask.render.view import view_of
+from flexmask.render.html import page
+from flexmask.render.html.view import view_of
 
 __all__ = ["index"]
 

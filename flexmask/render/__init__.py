@@ -1,1 +1,1 @@
-"""Pictures of masks: what is drawn, as arrays (``picture``), with matplotlib (``plot``), and in a terminal (``terminal``)."""
+"""Pictures of masks: what is drawn, as arrays, and how it is drawn, in ``figure``, ``terminal`` and ``html``."""

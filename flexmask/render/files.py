@@ -33,7 +33,7 @@ def save(
     """Writes a picture of a mask, as the ending of ``path`` says: see :meth:`flexmask.Mask.save_picture`."""
     ending = check_ending(path)
     if ending == ".html":
-        from flexmask.render.view import html
+        from flexmask.render.html.view import html
 
         if terms:
             raise RenderError("an interactive view tells the terms apart itself; leave out terms=")
@@ -41,8 +41,8 @@ def save(
         text = html(mask, q_len, kv_len, **places, **options)
         Path(path).write_text(text, encoding="utf-8", newline="\n")
         return
-    from flexmask.render.panels import save_sheet
-    from flexmask.render.plot import save as save_picture
+    from flexmask.render.figure.panels import save_sheet
+    from flexmask.render.figure.plot import save as save_picture
 
     shown = chosen(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
     if isinstance(shown, Picture):

@@ -9,11 +9,11 @@ import numpy as np
 from rich.text import Text
 
 from flexmask.render.bands import PADDING
-from flexmask.render.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
 from flexmask.render.caption import numbered
 from flexmask.render.kinds import count_text, tells_more
 from flexmask.render.picture import EMPTY, FULL, Picture
-from flexmask.render.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
+from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.render.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,11 +15,11 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from flexmask.render.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
 from flexmask.render.caption import numbered
-from flexmask.render.coarsening import coarser
 from flexmask.render.kinds import count_text, tells_more
-from flexmask.render.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
+from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.render.terminal.coarsening import coarser
+from flexmask.render.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

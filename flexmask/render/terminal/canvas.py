@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flexmask.render.picture import Picture
-from flexmask.render.signs import FAINT, Sign
+from flexmask.render.terminal.signs import FAINT, Sign
 
 __all__ = ["Canvas", "Drawing", "Entry", "MOST_LINES", "framed", "ruler"]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Unpack
 from rich.console import Console
 from rich.text import Text
 
-from flexmask.render.canvas import MOST_LINES, Canvas, Drawing, Entry
 from flexmask.render.caption import notes, packed, title_lines, visible_text
-from flexmask.render.character_areas import draw_area
-from flexmask.render.character_cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
 from flexmask.render.options import Options
 from flexmask.render.picture import Picture, picture
-from flexmask.render.signs import FAINT
+from flexmask.render.terminal.areas import draw_area
+from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry
+from flexmask.render.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
+from flexmask.render.terminal.signs import FAINT
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask

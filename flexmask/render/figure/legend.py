@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from flexmask.render.drawing import faded, opacity
-from flexmask.render.heat import UNSEEN, scale_marks
+from flexmask.render.figure.drawing import faded, opacity
+from flexmask.render.figure.heat import UNSEEN, scale_marks
 from flexmask.render.kinds import count_text, tells_more
 from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture

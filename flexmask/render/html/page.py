@@ -146,7 +146,7 @@ def style() -> str:
 
 
 def _asset(name: str) -> str:
-    return files("flexmask.render").joinpath("web", name).read_text(encoding="utf-8")
+    return files("flexmask.render.html").joinpath("web", name).read_text(encoding="utf-8")
 
 
 def _figures(view: ViewData) -> list[str]:

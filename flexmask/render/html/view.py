@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from flexmask.errors import FlexmaskError
 from flexmask.render.caption import shortened
+from flexmask.render.html.page import PanelData, ViewData, packed, page
 from flexmask.render.options import Contents, lengths_with
-from flexmask.render.page import PanelData, ViewData, packed, page
 from flexmask.render.picture import Picture
 from flexmask.render.sheet import Indices, Sheet, sheet
 

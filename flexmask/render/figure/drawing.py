@@ -11,7 +11,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
-from flexmask.render.heat import UNSEEN, colored_scores, draw_numbers
+from flexmask.render.figure.heat import UNSEEN, colored_scores, draw_numbers
 from flexmask.render.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 

@@ -18,9 +18,9 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask.errors import RenderError
 from flexmask.render.caption import notes, packed, title_lines
-from flexmask.render.drawing import MOST_SQUARES, draw_cells
-from flexmask.render.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
-from flexmask.render.legend import LEGEND, entries_of, legend_lines
+from flexmask.render.figure.drawing import MOST_SQUARES, draw_cells
+from flexmask.render.figure.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
+from flexmask.render.figure.legend import LEGEND, entries_of, legend_lines
 from flexmask.render.options import Labelling
 from flexmask.render.palette import FAINT
 from flexmask.render.picture import Picture

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Unpack
 from matplotlib.figure import Figure
 
 from flexmask.render.caption import notes, packed, title_lines, visible_text
-from flexmask.render.drawing import draw_cells
-from flexmask.render.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
-from flexmask.render.legend import LEGEND, entries_of, legend_lines
+from flexmask.render.figure.drawing import draw_cells
+from flexmask.render.figure.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
+from flexmask.render.figure.legend import LEGEND, entries_of, legend_lines
+from flexmask.render.figure.plot import DPI, fit, new_figure, style, write
 from flexmask.render.options import Labelling
 from flexmask.render.palette import FAINT, INK
 from flexmask.render.picture import Picture
-from flexmask.render.plot import DPI, fit, new_figure, style, write
 from flexmask.render.scores import score_sheet
 from flexmask.render.sheet import Indices, Sheet
 

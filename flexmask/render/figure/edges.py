@@ -10,7 +10,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from flexmask.render.bands import PADDING, Band
 from flexmask.render.caption import numbered
-from flexmask.render.drawing import squares
+from flexmask.render.figure.drawing import squares
 from flexmask.render.palette import FAINT, INK, STRETCHES
 from flexmask.render.picture import Picture
 

@@ -1,0 +1,1 @@
+"""The interactive view: one HTML file for a browser or a notebook."""
