@@ -28,7 +28,8 @@ class Drawable(Lowerable):
       to what the tokens or the mask's own data say, else to 16;
     * ``q_offset``: the position of the first query;
     * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
-    * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order;
+    * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order. The terms of
+      ``a & b`` are those of each; a union is a term as a whole, or ``a | c`` and ``b | c`` where it is ``(a & b) | c``;
     * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
     * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
       split at blanks;
@@ -82,6 +83,9 @@ class Drawable(Lowerable):
             head: which heads, likewise.
             title: instead of the mask's text.
 
+        Returns:
+            The figure, with an axes for each panel; ``savefig(...)`` writes it.
+
         Raises:
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
@@ -97,6 +101,12 @@ class Drawable(Lowerable):
 
         Args:
             title: instead of the mask's text.
+
+        Returns:
+            The figure, with an axes for each term.
+
+        Raises:
+            RenderError: as :meth:`plot`.
         """
         from flexmask.render.figure.panels import draw_sheet
         from flexmask.render.sheet import term_sheet
@@ -132,11 +142,15 @@ class Drawable(Lowerable):
         """The interactive view of the mask as one HTML document, which asks for nothing from outside.
 
         It pans, zooms, and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of
-        its block. ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter of their length.
+        its block. Without ``against``, ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter
+        of their length.
 
         Args:
             batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
             head: which heads, likewise.
+
+        Raises:
+            RenderError: as :meth:`plot_panels`.
         """
         from flexmask.render.html.view import html
 
@@ -165,6 +179,7 @@ class Drawable(Lowerable):
         Raises:
             RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or as
                 :meth:`plot`.
+            OSError: the file cannot be written.
         """
         from flexmask.render.files import save
 

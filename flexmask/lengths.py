@@ -11,7 +11,7 @@ from flexmask.preparation import check_mask
 from flexmask.ranges import Extent, combined_extent
 from flexmask.tables import Literal, Lookup, Ranged, Table, TensorTable
 
-__all__ = ["DEFAULT_LENGTH", "lengths_of", "said_lengths"]
+__all__ = ["lengths_of", "said_lengths"]
 
 #: The length where neither the caller nor the mask says one.
 DEFAULT_LENGTH = 16

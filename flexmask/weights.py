@@ -12,7 +12,7 @@ from flexmask.text import as_mask
 
 __all__ = ["attention_weights"]
 
-#: The largest table of weights in bytes.
+#: The largest table of weights in bytes; a few of that size are held at a time.
 MAX_BYTES = 4 * 2**30
 
 
@@ -49,10 +49,10 @@ def attention_weights(
     (batch, heads, q_len, d_head), kv_len = query.shape, key.shape[2]
     if key.shape[0] != batch or key.shape[3] != d_head or not key.shape[1] or heads % key.shape[1]:
         raise LoweringError(f"key {list(key.shape)} does not fit query {list(query.shape)}: B, d_head, and H a multiple of H_kv")
-    size = batch * heads * q_len * kv_len * 4
+    precise = torch.promote_types(query.dtype, torch.float32)
+    size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
-    precise = torch.promote_types(query.dtype, torch.float32)
     factor = d_head**-0.5 if scale is None else scale
     scores = query.to(precise) @ key.to(precise).repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
     if score_mod is not None:

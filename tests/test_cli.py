@@ -174,8 +174,8 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", "causal", "--batch", "1"], "batch 1 is out of range"),
     (["render", "causal", "--batch", "-1"], "-1"),
     (["render", "causal", "--head", "2"], "head 2 is out of range"),
-    (["render", "causal", "-o", "mask.pdf"], "'mask.pdf' must end in .png"),
-    (["render", "causal", "-o", "mask"], "'mask' must end in .png"),
+    (["render", "causal", "-o", "mask.pdf"], "must end in .png, .svg or .html, got 'mask.pdf'"),
+    (["render", "causal", "-o", "mask"], "must end in .png, .svg or .html, got 'mask'"),
     (["render", "causal", "-o", "no/such/folder/mask.png"], "there is no folder 'no/such/folder'"),
 ]
 

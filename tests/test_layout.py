@@ -30,7 +30,7 @@ comparing explaining recognition tracing tracing.cells tracing.rules tracing.ele
 mask_cache dropout tiles tile_plan sdpa flex functional weights growing kv_cache torch_weights nn
 testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach testing.influence
 testing.leaks testing pytest_plugin
-lengths render.tokens render.terms render.caption render.kinds render.area render.bands render.options render.place
+lengths render.endings render.tokens render.terms render.caption render.kinds render.area render.bands render.options render.place
 render.picture render.sheet render.scores render.palette
 render.figure.heat render.figure.drawing render.figure.edges render.figure.legend render.figure.plot render.figure.panels
 render.figure render.html.page render.html.view render.html render.files

@@ -178,7 +178,8 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("too long", lambda: picture(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
     ("length", lambda: picture(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: picture(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
-    ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg.*mask\.pdf"),
+    ("pixels", lambda: picture(PADDED, 5, most_pixels=(0, 4)), OperandError, r"most_pixels .*\(0, 4\)"),
+    ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg, got .*mask\.pdf"),
 ]
 
 

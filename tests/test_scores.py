@@ -162,6 +162,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("head", lambda: fm.plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
     ("sequence", lambda: fm.plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
     ("none", lambda: fm.plot_scores(W[:, :, :0]), RenderError, "no weights"),
+    ("no heads", lambda: fm.plot_score_panels(W, head=[]), OperandError, r"head must be an index, a list .* got \[\]"),
     ("not finite", lambda: fm.plot_scores(W * torch.nan), RenderError, "finite"),
     ("mask", lambda: fm.plot_scores(W, fm.key_padding([1, 2])), LoweringError, "batch"),
     ("query", lambda: fm.attention_weights(W[0], W), OperandError, r"query must be a tensor \[B, H, length, d_head\]"),

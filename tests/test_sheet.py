@@ -47,7 +47,21 @@ def test_kinds_mean_the_same_in_every_panel() -> None:
         assert np.array_equal(picture.hidden_by >> number & 1, padded)
 
 
+def test_heads_with_many_terms_are_told_apart_all_the_same() -> None:
+    """Colours for each head's own terms would not do; so ``per_head`` is one term."""
+    heads = [fm.causal() & (fm.kv > place) & (fm.q != place) for place in range(8)]
+    shown = sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
+    assert [kind.label for kind in shown.pictures[0].kinds][2] == "key_padding(lengths=9)"
+    for head, picture in enumerate(shown.pictures):
+        assert picture.kinds == shown.pictures[0].kinds
+        assert len(picture.kinds) == 3
+        own = np.asarray(heads[head].dense(10)[0, 0])
+        assert np.array_equal(picture.cells == 1, ~own)
+        assert np.array_equal(picture.cells == 0, own & (np.arange(10) < 9))
+
+
 def test_some_are_chosen() -> None:
+    assert sheet(MASK, 5, batch=[0, 0, 1], head=0).titles == ("sequence 0", "sequence 1")
     assert sheet(MASK, 5, batch=[2, 0], head=1).titles == ("sequence 2", "sequence 0")
     assert sheet(fm.causal(), 4).titles == ("",)
     many = fm.key_padding(lengths=list(range(1, 101)))
@@ -128,7 +142,7 @@ def test_files_are_the_same_each_time(tmp_path: Path, ending: str, options: dict
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RenderError, match=r"\.png, \.svg or \.html, got the file .*mask\.pdf"):
+    with pytest.raises(RenderError, match=r"\.png, \.svg or \.html, got .*mask\.pdf"):
         MASK.save_picture(tmp_path / "mask.pdf", 5)
     with pytest.raises(RenderError, match="one sequence"):
         MASK.save_picture(tmp_path / "mask.png", 5, terms=True, batch="all")

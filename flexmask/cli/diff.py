@@ -9,9 +9,9 @@ import click
 
 from flexmask.cli.drawings import output_option, writing
 from flexmask.cli.inputs import Asked, expression_argument, json_option, lowering_options
+from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table, say
 from flexmask.cli.progress import working
-from flexmask.render.caption import shortened
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from flexmask.comparing import Difference
 
 __all__ = ["diff"]
-
-#: Values of a list that are shown at most.
-MOST_VALUES = 12
 
 
 @click.command()
@@ -56,7 +53,7 @@ def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, 
     else:
         print_table(_rows(found, masks, lowering))
     if output is not None:
-        with working("drawing the masks"), writing(output):
+        with writing(output), working("drawing the masks"):
             masks[0].save_picture(output, **_place(found, lowering), against=masks[1])
     elif found and not as_json:
         say("")
@@ -91,7 +88,7 @@ def _document(found: Difference, masks: list[Mask], lowering: Lowering) -> dict[
 
 def _rows(found: Difference, masks: list[Mask], lowering: Lowering) -> list[tuple[Cell, str | Cell]]:
     rows: list[tuple[Cell, str | Cell]] = [
-        (Cell(letter, bold=True), shortened(str(mask), MOST_VALUES)) for letter, mask in zip("AB", masks, strict=True)
+        (Cell(letter, bold=True), brief(mask)) for letter, mask in zip("AB", masks, strict=True)
     ]
     rows.append((Cell("lengths", bold=True), f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys"))
     for letter, count, first in (("A", found.only_self, found.first_self), ("B", found.only_other, found.first_other)):

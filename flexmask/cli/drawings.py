@@ -12,6 +12,8 @@ import click
 
 from flexmask.cli.messages import Refused
 from flexmask.cli.output import say
+from flexmask.cli.values import read_text
+from flexmask.render.endings import ending_of
 
 if TYPE_CHECKING:
     from flexmask.render.sheet import Indices
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Chosen", "TokenText", "label_options", "output_option", "writing"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-ENDINGS = (".png", ".svg", ".html")
 
 
 class Chosen(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
@@ -44,13 +44,9 @@ class TokenText(click.ParamType):  # type: ignore[type-arg]  # likewise
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        text = str(value)
-        if text.startswith("@"):
-            try:
-                text = Path(text[1:]).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not a text file"
-                self.fail(f"cannot read {text[1:]!r}: {reason}", param, ctx)
+        text = read_text(str(value), lambda reason: self.fail(reason, param, ctx))
+        if not text.strip():
+            self.fail("there is no token in it", param, ctx)
         if not text.lstrip().startswith("["):
             return text.split()
         try:
@@ -93,8 +89,7 @@ def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> P
     """Refuses a file that cannot be written before any work is done."""
     if value is None:
         return None
-    if value.suffix.lower() not in ENDINGS:
-        raise click.BadParameter(f"{str(value)!r} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}", ctx, param)
+    ending_of(value)
     if not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(value.parent)!r}", ctx, param)
     return value

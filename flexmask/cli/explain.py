@@ -6,14 +6,11 @@ import click
 
 from flexmask.cli.figures import figures
 from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table
 from flexmask.cli.progress import working
-from flexmask.render.caption import shortened
 
 __all__ = ["explain"]
-
-#: Values of a list that are shown at most.
-MOST_VALUES = 12
 
 
 @click.command()
@@ -45,4 +42,4 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
         plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")
         print_json({name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": figures(found.stats)})
         return
-    print_table([(Cell(label, bold=True), shortened(text, MOST_VALUES)) for label, text in found.lines()])
+    print_table([(Cell(label, bold=True), brief(text)) for label, text in found.lines()])

@@ -33,7 +33,7 @@ class Commands(click.Group):
             except FlexmaskError as error:
                 raise Refused(message_of(error)) from error
             except (MemoryError, RuntimeError) as error:
-                if isinstance(error, MemoryError) or "memory" in str(error):  # so torch's allocators say it
+                if isinstance(error, MemoryError) or _is_out_of_memory(error):
                     raise Refused("there is not enough memory for lengths and blocks of this size") from error
                 raise
             except (BrokenPipeError, SystemExit) as error:
@@ -44,6 +44,11 @@ class Commands(click.Group):
             except KeyboardInterrupt:
                 say("\nstopped", err=True)
                 ctx.exit(INTERRUPTED)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch's allocator has no more, on a device or, where the error has no name of its own, on the CPU."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager

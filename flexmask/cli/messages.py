@@ -10,11 +10,11 @@ from flexmask.cli.output import say
 from flexmask.errors import TextError
 from flexmask.render.caption import shortened
 
-__all__ = ["Refused", "message_of"]
+__all__ = ["Refused", "brief", "message_of"]
 
 #: Characters of a long text that are shown around the place where it is wrong.
 EXCERPT = 76
-#: Values of a list that are shown at most.
+#: Values of a list that a message shows at most.
 MOST_VALUES = 8
 
 
@@ -25,6 +25,11 @@ class Refused(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         say(f"Error: {self.format_message()}", err=True)
+
+
+def brief(text: object) -> str:
+    """A text with only the first values of long lists, for an answer."""
+    return shortened(str(text), 12)
 
 
 def message_of(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""What the commands print: text for any encoding, tables for any width, and JSON."""
+"""What the commands print: text for any encoding, tables for any width, and JSON.
+
+Tables are set here and not by rich, as loading that takes half the time that ``flexmask list`` may take to answer.
+"""
 
 from __future__ import annotations
 

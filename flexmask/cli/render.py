@@ -9,6 +9,7 @@ import click
 
 from flexmask.cli.drawings import Chosen, label_options, output_option, writing
 from flexmask.cli.inputs import Parameters, lengths_of, mask_options, read_mask
+from flexmask.cli.messages import Refused
 from flexmask.cli.progress import working
 from flexmask.cli.values import BlockSize
 
@@ -69,7 +70,10 @@ def render(
     if seq_len is None:
         keys = tokens if kv_tokens is None else kv_tokens
         kv_len = len(keys) if keys is not None and kv_len is None else kv_len
-        q_len = len(tokens) - q_offset if tokens is not None and q_len is None else q_len
+        if tokens is not None and q_len is None:
+            if len(tokens) <= q_offset:
+                raise Refused(f"{len(tokens)} tokens do not reach --q-offset {q_offset}; label all positions, or give --q-len")
+            q_len = len(tokens) - q_offset
     queries, across = lengths_of(mask, seq_len, q_len, kv_len)
     options: Contents = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
     if why:
@@ -77,7 +81,7 @@ def render(
     if block_size is not None:
         options["block_size"] = block_size
     if output is not None:
-        with working("drawing the mask"), writing(output):
+        with writing(output), working("drawing the mask"):
             mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **options)
         return
     from flexmask.render.picture import Picture

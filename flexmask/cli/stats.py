@@ -8,15 +8,11 @@ import click
 
 from flexmask.cli.figures import figures, in_words
 from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
-from flexmask.cli.messages import Refused
+from flexmask.cli.messages import Refused, brief
 from flexmask.cli.output import Cell, heading, print_json, print_table, say
 from flexmask.cli.progress import working
-from flexmask.render.caption import shortened
 
 __all__ = ["stats"]
-
-#: Values of a list that are shown at most.
-MOST_VALUES = 12
 
 
 @click.command()
@@ -49,7 +45,7 @@ def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int
         print_json(answers if len(answers) > 1 else answers[0])
         return
     letters = ascii_uppercase[: len(masks)] if len(masks) > 1 else ["mask"]
-    texts = [*zip(letters, (shortened(str(mask), MOST_VALUES) for mask in masks), strict=True)]
+    texts = [*zip(letters, (brief(mask) for mask in masks), strict=True)]
     size = " x ".join(map(str, found[0].block_size))
     texts += [("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}")]
     print_table([(Cell(label, bold=True), text) for label, text in texts])

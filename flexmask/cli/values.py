@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-__all__ = ["BlockSize", "Parameter"]
+__all__ = ["BlockSize", "Parameter", "read_text"]
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
@@ -22,13 +23,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg]  # generic only in t
         name = name.strip()
         if not equals or not name.isidentifier():
             self.fail(f"{_short(value)} is not of the form name=VALUE, e.g. ids=[0,0,1,1] or ids=@FILE", param, ctx)
-        if text.strip().startswith("@"):
-            path = Path(text.strip()[1:])
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not a text file"
-                self.fail(f"{name}: cannot read {str(path)!r}: {reason}", param, ctx)
+        text = read_text(text.strip(), lambda reason: self.fail(f"{name}: {reason}", param, ctx))
         found = _value(text.strip())
         if not isinstance(found, int | float | list):
             self.fail(f"{name}: {_short(text)} is neither a number nor a list of integers or truth values", param, ctx)
@@ -47,6 +42,17 @@ class BlockSize(click.ParamType):  # type: ignore[type-arg]  # likewise
         if len(sizes) > 2 or min(sizes) < 1:
             self.fail(f"{value!r} is neither a positive number nor two of them, Q,KV", param, ctx)
         return sizes[0], sizes[-1]
+
+
+def read_text(text: str, fail: Callable[[str], NoReturn]) -> str:
+    """A text as it stands, or what is in the file of ``@FILE``; ``fail`` is told why that cannot be read."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or 'it is not a text file'}")
 
 
 def _value(text: str) -> object:

@@ -73,7 +73,7 @@ def _along(axis: Axis, mask: Mask, frame: Frame, batch: int, head: int) -> Itera
     length = frame.q_len if axis == "q" else frame.kv_len
     evaluation, padded = Evaluation(frame, axis), torch.zeros(length, dtype=torch.bool)
     ids: dict[Any, tuple[str, Tensor]] = {}
-    for label, node in _sources(mask, axis, head, "ids"):
+    for label, node in _sources(mask, axis, head, "ids", padding=True):
         values = evaluation.tensor(node)
         line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
         if isinstance(node, Mask):
@@ -83,28 +83,29 @@ def _along(axis: Axis, mask: Mask, frame: Frame, batch: int, head: int) -> Itera
     if padded.any() and not ids:
         ids[PADDING] = PADDING, torch.zeros(length, dtype=torch.int64)
     for place, (label, line) in enumerate(ids.values()):
-        marked = line.clamp(min=-1)
-        if place == 0:
-            marked = marked.masked_fill(padded, PADDED_ID)
+        marked = line.clamp(min=-1).masked_fill(padded, PADDED_ID) if place == 0 else line.clamp(min=-1)
         starts = [0, *((marked[1:] != marked[:-1]).nonzero().flatten() + 1).tolist()]
         if len(starts) <= MOST_STRETCHES:
             yield Band(axis, label, tuple(starts), tuple(_value(int(marked[start]), label) for start in starts))
 
 
-def _sources(mask: Mask, axis: Axis, head: int, name: str) -> Iterator[_Source]:
+def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> Iterator[_Source]:
+    """The sources in a mask that stands under a name; ``padding`` says whether what it hides is hidden by the whole."""
     match mask:
         case Named():
-            yield from _sources(mask.body, axis, head, mask.name)
+            yield from _sources(mask.body, axis, head, mask.name, padding=padding)
         case And(operands) | Or(operands):
             for operand in operands:
-                yield from _sources(operand, axis, head, name)
+                yield from _sources(operand, axis, head, name, padding=padding and isinstance(mask, And))
         case PerHead(masks):
-            yield from _sources(masks[head], axis, head, name)
+            yield from _sources(masks[head], axis, head, name, padding=padding)
         case Compare("==", Lookup() as left, Lookup() as right) if left.table == right.table:
             sides = {_axis(left): left, _axis(right): right}
             if sides.keys() == {"q", "kv"}:
                 yield _Source(name, sides[axis])
-        case Compare() if name in PADDED and _axis(mask) == axis:
+                if padding and name == "document":
+                    yield _Source(PADDING, sides[axis] >= 0)
+        case Compare() if padding and name in PADDED and _axis(mask) == axis:
             yield _Source(PADDING, mask)
 
 
@@ -115,6 +116,6 @@ def _axis(node: Node) -> str | None:
 
 
 def _value(number: int, label: str) -> str:
-    if number == PADDED_ID or (number < 0 and label == "document"):
+    if number == PADDED_ID:
         return PADDING
     return "" if number < 0 or label == PADDING else str(number)

@@ -40,7 +40,7 @@ def _fitted(text: str, width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int, **options: Any) -> list[str]:
-    whole = re.sub(r"\[[^][]*\]", lambda found: found[0].replace(" ", "\u00a0"), text)
+    whole = re.sub(r"\[[-\w, …]*\]", lambda found: found[0].replace(" ", "\u00a0"), text)
     lines = textwrap.wrap(whole, width, break_on_hyphens=False, **options)
     return [line.replace("\u00a0", " ") for line in lines] or [""]
 
@@ -80,7 +80,7 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
     said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
     if picture.scores is not None and picture.scores.averaged is not None:
         said.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
-    if alone and picture.kinds[0].role == "visible":
+    if alone and picture.kinds[0].role == "visible" and (picture.scores is None or picture.pairs[1][1]):
         said.append(visible_text(picture))
     if picture.blocks is not None and picture.block_size:
         said.append("blocks of {:,} × {:,}".format(*picture.block_size))

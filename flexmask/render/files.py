@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from flexmask.errors import RenderError
+from flexmask.render.endings import ending_of
 from flexmask.render.options import Contents
 from flexmask.render.picture import Picture
 from flexmask.render.sheet import Indices, chosen
@@ -13,10 +14,7 @@ from flexmask.render.sheet import Indices, chosen
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
 
-__all__ = ["ENDINGS", "check_ending", "save"]
-
-#: The files that can be written.
-ENDINGS = (".png", ".svg", ".html")
+__all__ = ["save"]
 
 
 def save(
@@ -31,7 +29,7 @@ def save(
     **options: Unpack[Contents],
 ) -> None:
     """Writes a picture of a mask, as the ending of ``path`` says: see :meth:`flexmask.Mask.save_picture`."""
-    ending = check_ending(path)
+    ending = ending_of(path)
     if ending == ".html":
         from flexmask.render.html.view import html
 
@@ -49,15 +47,3 @@ def save(
         save_picture(shown, path)
     else:
         save_sheet(shown, path)
-
-
-def check_ending(path: str | Path) -> str:
-    """The ending of a file in small letters.
-
-    Raises:
-        RenderError: it says of no picture how it is written.
-    """
-    ending = Path(path).suffix.lower()
-    if ending not in ENDINGS:
-        raise RenderError(f"a picture is written as {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, got the file {str(path)!r}")
-    return ending

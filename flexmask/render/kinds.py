@@ -50,12 +50,13 @@ def visibility(mask: Mask) -> tuple[Kind, ...]:
     return Kind("visible", "visible", mask), Kind("hidden", "hidden")
 
 
-def reasons(mask: Mask, head: int) -> tuple[Kind, ...]:
-    """What the mask shows, and of what it hides what each term hides first, in reading order."""
-    labelled = [(shortened(str(term), MOST_VALUES), hides) for term, hides in terms(mask, head)]
-    if len(labelled) > MOST_TERMS:
-        further = [hides for _, hides in labelled[MOST_TERMS - 1 :]]
-        labelled[MOST_TERMS - 1 :] = [(f"{len(further)} further terms", reduce(operator.or_, further))]
+def reasons(mask: Mask, head: int | None) -> tuple[Kind, ...]:
+    """What the mask shows, and of what it hides what each term hides first, in reading order: see :func:`terms`."""
+    found = terms(mask, head)
+    labelled = [(shortened(str(term), MOST_VALUES), ~term) for term in found]
+    if len(found) > MOST_TERMS:
+        further = found[MOST_TERMS - 1 :]
+        labelled[MOST_TERMS - 1 :] = [(f"{len(further)} further terms", ~reduce(operator.and_, further))]
     kinds = [Kind("visible", "visible", mask)]
     shown: Mask = Truth(True)  # by the terms before
     for label, hides in labelled[:-1]:

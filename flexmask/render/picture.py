@@ -128,6 +128,7 @@ def picture(
     bands: bool = True,
     most_pixels: tuple[int, int] = (1024, 1024),
     most_blocks: tuple[int, int] = (64, 64),
+    heads_apart: bool = True,
 ) -> Picture:
     """Works out what a picture of a mask shows.
 
@@ -147,6 +148,7 @@ def picture(
         bands: also documents and padding along the edges, where the mask has them.
         most_pixels: rows and columns of the picture at most; longer masks are drawn by area.
         most_blocks: rows and columns of the block grid at most; a finer grid is left out.
+        heads_apart: with ``why``, the terms of the head's own mask stand for ``per_head``; otherwise that is one term.
 
     Raises:
         RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
@@ -159,14 +161,19 @@ def picture(
         if why or block_size is not None:
             raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
     block = _block_size(block_size)
+    for name, most in (("most_pixels", most_pixels), ("most_blocks", most_blocks)):
+        if min(most) < 1:
+            raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
     queries, keys = lengths_with(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     place = place_of([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
-    told = (
-        kinds.difference(mask, against) if against is not None else kinds.reasons(mask, head) if why else kinds.visibility(mask)
-    )
+    if against is not None:
+        told = kinds.difference(mask, against)
+    else:
+        told = kinds.reasons(mask, head if heads_apart else None) if why else kinds.visibility(mask)
     step = (-(-queries // most_pixels[0]), -(-keys // most_pixels[1]))
-    pairs, shares, estimated = _shares([place.area(kind.cells) for kind in told if kind.cells is not None], step)
-    whole = place.area(mask)
+    areas = [place.area(kind.cells) for kind in told if kind.cells is not None]
+    pairs, shares, estimated = _shares(areas, step)
+    whole = areas[0] if against is None else place.area(mask)
     offset = whole.frame.q_offset
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
     return Picture(

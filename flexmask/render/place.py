@@ -66,7 +66,7 @@ def place_of(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, 
     """The place, with how many sequences and heads there are where one of the masks says it."""
     for name, index in (("batch", batch), ("head", head)):
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise OperandError(f"{name} must be an index from 0, got {index!r}")
+            raise OperandError(f"{name} must be an index from 0, got {index!r}; Mask.plot_panels draws several")
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(length, int) and length > MOST_TOKENS:
             raise RenderError(f"{name} {length:,} is too long to draw; at most {MOST_TOKENS:,} can be drawn")
@@ -79,7 +79,7 @@ def place_of(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, 
     )
     for what, name, index, size in (("sequence", "batch", batch, batches), ("head", "head", head, heads)):
         if size is not None and index >= size:
-            there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"the mask is the same for every {what}: leave it 0"
+            there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"leave it 0, as the mask is the same for every {what}"
             raise RenderError(f"{name} {index} is out of range: {there}")
     return Place(q_len, kv_len, q_offset, batch, head, batches, heads)
 

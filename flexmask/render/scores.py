@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from flexmask.algebra import Mask, Truth
 from flexmask.catalogue import dense
 from flexmask.errors import OperandError, RenderError
+from flexmask.frame import Frame
 from flexmask.lowering.dense import dense as mask_cells
 from flexmask.preparation import frame_of
 from flexmask.render.bands import bands_of
@@ -47,32 +48,7 @@ def score_picture(
         OperandError: weights that are no such tensor.
     """
     _check(weights, batch, head)
-    values = weights[batch].mean(0) if head is None else weights[batch, head]
-    values = values.detach().float().cpu()
-    if not values.isfinite().all():
-        raise RenderError("weights must be finite; of a query without keys flexmask.attention_weights gives 0")
-    batches, heads, q_len, kv_len = weights.shape
-    whole = Truth(True) if mask is None else as_mask(mask)
-    offset = options.get("q_offset", 0)
-    frame = frame_of(whole, q_len, kv_len, batch=batches, heads=heads, q_offset=offset)
-    cells = mask_cells(frame).expand(batches, heads, q_len, kv_len)[batch]
-    shown = picture(dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
-    first = int(frame.q_offset[min(batch, frame.q_offset.numel() - 1)]) if isinstance(frame.q_offset, Tensor) else frame.q_offset
-    tokens = options.get("tokens")
-    pixels = _averaged(values.numpy(), shown.step)
-    return replace(
-        shown,
-        text="attention weights" if mask is None else shortened(str(whole)),
-        q_offset=first,
-        batch=batch,
-        batches=batches,
-        head=head or 0,
-        heads=heads if head is not None else 1,
-        bands=bands_of(whole, frame, batch, head or 0) if options.get("bands", True) else (),
-        q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
-        kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
-        scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),
-    )
+    return _picture(weights, batch, head, _Shown.of(weights, mask, options), options)
 
 
 def score_sheet(
@@ -93,11 +69,58 @@ def score_sheet(
         options: what stands around the weights, as for :func:`flexmask.render.picture.picture`.
     """
     _check(weights, 0, 0)
-    places = places_of(batch, head, weights.shape[0], weights.shape[1])
-    found = [score_picture(weights, mask, batch=b, head=h, **options) for b, h in places]
-    scores = [shown.scores for shown in found if shown.scores is not None]
+    shown, places = _Shown.of(weights, mask, options), places_of(batch, head, weights.shape[0], weights.shape[1])
+    found = []
+    for b, h in places:
+        _check(weights, b, h)
+        found.append(_picture(weights, b, h, shown, options))
+    scores = [picture.scores for picture in found if picture.scores is not None]
     most = max(own.most for own in scores)
     return arranged([replace(s, scores=replace(own, most=most)) for s, own in zip(found, scores, strict=True)], places)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a mask shows of all weights: its cells, ``bool[B, H, q_len, kv_len]``, with the mask and where it is lowered."""
+
+    mask: Mask
+    text: str
+    frame: Frame
+    cells: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor, mask: Mask | str | None, options: Labelling) -> _Shown:
+        batch, heads, q_len, kv_len = weights.shape
+        whole = Truth(True) if mask is None else as_mask(mask)
+        frame = frame_of(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
+        text = "attention weights" if mask is None else shortened(str(whole))
+        return cls(whole, text, frame, mask_cells(frame).expand(weights.shape))
+
+
+def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, options: Labelling) -> Picture:
+    values = weights[batch].mean(0) if head is None else weights[batch, head]
+    values = values.detach().float().cpu()
+    if not values.isfinite().all():
+        raise RenderError("weights must be finite; of a query without keys flexmask.attention_weights gives 0")
+    batches, heads, q_len, kv_len = weights.shape
+    cells, offset = whole.cells[batch], whole.frame.q_offset
+    shown = picture(dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
+    first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
+    tokens = options.get("tokens")
+    pixels = _averaged(values.numpy(), shown.step)
+    return replace(
+        shown,
+        text=whole.text,
+        q_offset=first,
+        batch=batch,
+        batches=batches,
+        head=head or 0,
+        heads=heads if head is not None else 1,
+        bands=bands_of(whole.mask, whole.frame, batch, head or 0) if options.get("bands", True) else (),
+        q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
+        kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
+        scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),
+    )
 
 
 def _check(weights: Tensor, batch: int, head: int | None) -> None:

@@ -11,15 +11,17 @@ import numpy as np
 from flexmask.errors import OperandError, RenderError
 from flexmask.preparation import check_mask
 from flexmask.render.caption import shortened
-from flexmask.render.options import Contents, Options
+from flexmask.render.kinds import MOST_TERMS
+from flexmask.render.options import Contents, Options, lengths_with
 from flexmask.render.picture import Picture, picture
+from flexmask.render.place import place_of
 from flexmask.render.terms import terms
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
     from flexmask.render.kinds import Kind
 
-__all__ = ["Indices", "MOST_PANELS", "Sheet", "arranged", "chosen", "places_of", "sheet", "term_sheet"]
+__all__ = ["Indices", "Sheet", "arranged", "chosen", "places_of", "sheet", "term_sheet"]
 
 #: Which sequences or heads are drawn: one, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
@@ -68,12 +70,13 @@ def sheet(
         RenderError: more than 64 pictures, or what :func:`flexmask.render.picture.picture` raises.
     """
     check_mask(mask)
-    first = [_first("batch", batch), _first("head", head)]
-    start = picture(mask, q_len, kv_len, batch=first[0], head=first[1], **options)
+    queries, keys = lengths_with(mask, q_len, kv_len, options)
+    against, offset = options.get("against"), options.get("q_offset", 0)
+    start = place_of([mask] if against is None else [mask, against], queries, keys, 0, 0, offset)
     places = places_of(batch, head, start.batches, start.heads)
-    found = [
-        start if [b, h] == first else picture(mask, start.q_len, start.kv_len, batch=b, head=h, **options) for b, h in places
-    ]
+    of_heads = {term for h in {h for _, h in places} if h < (start.heads or h + 1) for term in terms(mask, h)}
+    apart = len(of_heads) <= MOST_TERMS
+    found = [picture(mask, queries, keys, batch=b, head=h, heads_apart=apart, **options) for b, h in places]
     return arranged(_alike(found), places)
 
 
@@ -88,7 +91,7 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
     """
     whole = picture(mask, q_len, kv_len, **cast(Options, {**options, "why": True}))
     parts, titles = [], []
-    for term, _ in terms(mask, whole.head):
+    for term in terms(mask, whole.head):
         place = {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
         alone = cast(Options, {**options, **place, "q_offset": whole.q_offset, "why": False})
         parts.append(picture(term, whole.q_len, whole.kv_len, **alone))
@@ -144,24 +147,19 @@ def arranged(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> 
     return Sheet(pictures[0].text, tuple(pictures), titles, columns)
 
 
-def _first(name: str, given: Indices) -> int:
-    if isinstance(given, int):
-        return given
-    if isinstance(given, Sequence) and not isinstance(given, str) and given:
-        return given[0]
-    if given not in ("all", "some"):
-        raise OperandError(f'{name} must be an index, a list of them, "all" or "some", got {given!r}')
-    return 0
-
-
 def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
+    """Indices, each once, of which there are as many as ``size`` says where something does."""
     if given == "some":
         return range(min(FEW, size or 1))
     if given == "all":
         if size is None:
             raise RenderError(f"nothing says how many there are along {name}; say which are to be drawn with {name}=")
         return range(size)
-    return [given] if isinstance(given, int) else given
+    if isinstance(given, int):
+        return [given]
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+        return list(dict.fromkeys(given))
+    raise OperandError(f'{name} must be an index, a list of them, "all" or "some", got {given!r}')
 
 
 def _columns(count: int) -> int:
@@ -171,17 +169,17 @@ def _columns(count: int) -> int:
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
     """The same pictures with the kinds of all of them, so that colours mean the same in each."""
-    union: dict[tuple[str, str], Kind] = {}
+    union: dict[tuple[str, Mask | None], Kind] = {}
     for shown in pictures:
         for kind in shown.kinds:
-            union.setdefault((kind.role, kind.label), kind)
+            union.setdefault((kind.role, kind.hides), kind)
     kinds = tuple(union.values())
     return [_with_kinds(shown, kinds) for shown in pictures]
 
 
 def _with_kinds(shown: Picture, kinds: tuple[Kind, ...]) -> Picture:
-    names = [(kind.role, kind.label) for kind in kinds]
-    places = [names.index((kind.role, kind.label)) for kind in shown.kinds]
+    names = [(kind.role, kind.hides) for kind in kinds]
+    places = [names.index((kind.role, kind.hides)) for kind in shown.kinds]
     pairs = [(0, 0)] * len(kinds)
     shares = np.zeros((len(kinds), *shown.shares.shape[1:]), dtype=np.float32)
     hidden_by = None if shown.hidden_by is None else np.zeros_like(shown.hidden_by)

@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
 from flexmask.render.figure.heat import UNSEEN, colored_scores, draw_numbers
+from flexmask.render.kinds import tells_more
 from flexmask.render.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
@@ -19,6 +20,8 @@ __all__ = ["MOST_SQUARES", "draw_cells", "faded", "opacity", "squares"]
 
 #: Cells along the longer side up to which each is drawn as a square of its own.
 MOST_SQUARES = 64
+#: The roles of cells that the axes' own colour stands for.
+BACKGROUND = ("hidden", "neither")
 #: How much of the colour is left to what empty blocks hide.
 IN_EMPTY = 0.45
 
@@ -47,14 +50,14 @@ def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
 
 def _draw_kinds(shown: Picture, ax: Axes) -> None:
     looks = looks_of(shown.kinds)
-    plain = looks[-1].color == HIDDEN  # otherwise terms tell apart what is hidden
+    plain = not tells_more(shown.kinds)
     if shown.blocks is not None:
         looks = (Look(IN_PARTIAL, prominent=True), *looks[1:])
         if plain:
             _draw_blocks(shown, ax, PARTIAL, WASTED)
     if squares(shown):
-        for number, look in enumerate(looks):
-            if look.color != HIDDEN:
+        for number, (kind, look) in enumerate(zip(shown.kinds, looks, strict=True)):
+            if kind.hides is not None or kind.role not in BACKGROUND:
                 _draw_rectangles(ax, _runs(shown.cells == number), (1, 1), look)
     else:
         _draw_pixels(shown, ax, looks)
@@ -111,7 +114,7 @@ def _draw_blocks(shown: Picture, ax: Axes, kind: int, color: str, alpha: float |
 def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
     """Images that show shares: the colours of what is not prominent mixed, and over them the others by their opacity."""
     ordinary = [number for number, look in enumerate(looks) if not look.prominent]
-    if any(looks[number].color != HIDDEN for number in ordinary):
+    if tells_more(shown.kinds):
         weights = shown.shares[ordinary]
         weights = weights / np.maximum(weights.sum(0), 1e-9)
         mixed = np.einsum("krc,kx->rcx", weights, np.array([to_rgb(looks[number].color) for number in ordinary]))

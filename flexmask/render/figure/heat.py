@@ -37,7 +37,8 @@ def draw_numbers(shown: Picture, ax: Axes) -> None:
     size = min(8.0, 72 * inches / 2.9)
     relative = _relative(shown.scores)
     for row, column in np.argwhere(shown.shares[0] > 0).tolist():
-        number = f"{shown.scores.values[row, column]:.2f}".removeprefix("0")
+        weight = float(shown.scores.values[row, column])
+        number = f"{weight:.2f}".removeprefix("0") if abs(weight) < 10 else f"{weight:.3g}"
         color = "white" if relative[row, column] > DARK else INK
         ax.text(column + 0.5, row + 0.5, number, ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
 

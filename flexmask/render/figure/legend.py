@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
-from flexmask.render.figure.drawing import faded, opacity
+from flexmask.render.figure.drawing import faded, opacity, squares
 from flexmask.render.figure.heat import UNSEEN, scale_marks
 from flexmask.render.kinds import count_text, tells_more
 from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
@@ -58,42 +61,51 @@ def legend_lines(entries: list[Patch], columns: int) -> int:
 
 def _entries(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
     """How something looks, what it is, and how many there are, of all that the picture has; if not counted, that it may have."""
-    blocks = {kind: 0 if shown.blocks is None else int((shown.blocks == kind).sum()) for kind in range(4)}
-    some = [kind for kind, count in blocks.items() if shown.blocks is not None and (count or not counted)]
-    count = {kind: f"{number:,}" for kind, number in blocks.items()}
     if shown.scores is not None:
-        for color, label in scale_marks(shown.scores):
-            yield Look(color), label, ""
+        yield from ((Look(color), label, "") for color, label in scale_marks(shown.scores))
         if shown.pairs[1][1]:
             yield UNSEEN, "hidden", ""
     elif tells_more(shown.kinds):
-        for look, kind, pairs in zip(looks_of(shown.kinds), shown.kinds, shown.pairs, strict=True):
-            if kind.role != "visible" or shown.blocks is None:
-                yield look, kind.words, count_text(pairs)
-        if FULL in some:
-            yield Look(VISIBLE), "visible, full blocks", count[FULL]
-        if PARTIAL in some:
-            yield Look(IN_PARTIAL), "visible, partial blocks", count[PARTIAL]
-        if EMPTY in some:
-            yield Look("#FFFFFF"), "paler: in empty blocks, skipped", count[EMPTY]
+        yield from _of_kinds(shown, counted)
     elif shown.blocks is not None:
-        if FULL in some:
-            yield Look(VISIBLE), "full blocks", count[FULL]
-        if PARTIAL in some:
-            yield Look(IN_PARTIAL), "partial blocks, visible cells", count[PARTIAL]
-            yield Look(WASTED), "partial blocks, hidden cells: computed, then discarded", ""
-        if EMPTY in some:
-            yield Look(HIDDEN), "empty blocks, skipped", count[EMPTY]
+        yield from _of_blocks(shown.blocks, counted)
     elif shown.step == (1, 1):
         yield Look(VISIBLE), "visible", ""
         yield Look(HIDDEN), "hidden", ""
     else:
         for label, share in {"none visible": 0.0, "25 %": 0.25, "50 %": 0.5, "75 %": 0.75, "all": 1.0}.items():
             yield Look(faded(VISIBLE, float(opacity(share)))), label, ""
-    if blocks[UNKNOWN]:
-        yield Look(UNDECIDED), "blocks of unknown kind", count[UNKNOWN]
+    if shown.blocks is not None and (shown.blocks == UNKNOWN).any():
+        yield Look(UNDECIDED), "blocks of unknown kind", f"{(shown.blocks == UNKNOWN).sum():,}"
     if shown.estimated is not None:
         yield Look(UNDECIDED), "estimated", ""
+
+
+def _of_kinds(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
+    """The kinds with their cells; of terms only those that hide some."""
+    for look, kind, pairs in zip(looks_of(shown.kinds), shown.kinds, shown.pairs, strict=True):
+        if kind.role == "visible" and shown.blocks is not None and shown.block_size is not None:
+            in_full = int((shown.blocks == FULL).sum()) * shown.block_size[0] * shown.block_size[1]
+            if in_full or not counted:
+                yield Look(VISIBLE), "visible, in full blocks", f"{in_full:,}"
+            yield Look(IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
+        elif kind.hides is None or pairs[1] or not counted:
+            yield look if squares(shown) else replace(look, hatch=""), kind.words, count_text(pairs)
+    if shown.blocks is not None and (shown.blocks == EMPTY).any():
+        yield Look("#FFFFFF"), "paler: in empty blocks, skipped", ""
+
+
+def _of_blocks(blocks: NDArray[np.int8], counted: bool) -> Iterator[tuple[Look, str, str]]:
+    """The kinds of blocks with their number."""
+    count = {kind: int((blocks == kind).sum()) for kind in (FULL, PARTIAL, EMPTY)}
+    some = [kind for kind, number in count.items() if number or not counted]
+    if FULL in some:
+        yield Look(VISIBLE), "full blocks", f"{count[FULL]:,}"
+    if PARTIAL in some:
+        yield Look(IN_PARTIAL), "partial blocks, visible cells", f"{count[PARTIAL]:,}"
+        yield Look(WASTED), "partial blocks, hidden cells: computed, then discarded", ""
+    if EMPTY in some:
+        yield Look(HIDDEN), "empty blocks, skipped", f"{count[EMPTY]:,}"
 
 
 def _columns(shown: Picture) -> int:

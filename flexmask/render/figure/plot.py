@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,10 +15,11 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
 
-from flexmask.errors import RenderError
 from flexmask.render.caption import notes, packed, title_lines
+from flexmask.render.endings import ending_of
 from flexmask.render.figure.drawing import MOST_SQUARES, draw_cells
 from flexmask.render.figure.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.render.figure.legend import LEGEND, entries_of, legend_lines
@@ -41,11 +43,13 @@ SQUARE, NUMBERED, LONGEST, SHORTEST = 0.24, 0.32, 5.12, 0.15
 #: Inches: around the axes, a line of the title and of the legend, and the characters of title and notes.
 MARGIN, ABOVE, TITLE_LINE, LEGEND_LINE = 0.15, 0.5, 0.165, 0.175
 TITLE_CHARACTER, NOTE_CHARACTER = 0.0755, 0.0605
-#: Inches that text may take beside a narrow mask.
-TEXT_WIDTH = 4.2
+#: Inches that text may take beside a narrow mask, and below one on narrow axes of the user.
+TEXT_WIDTH, LEAST_WIDTH = 4.2, 1.2
+#: Fonts for the tokens of scripts that DejaVu Sans does not have, of which those are used that are installed.
+SCRIPTS = ["Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"]
+SCRIPTS += ["Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Devanagari", "Noto Sans Arabic", "Noto Emoji"]
 
 STYLE: dict[str, Any] = {
-    "font.family": ["DejaVu Sans"],
     "hatch.linewidth": 0.5,
     "svg.hashsalt": "flexmask",
     "svg.fonttype": "path",
@@ -93,16 +97,12 @@ def save(shown: Picture, path: str | Path, *, title: str | None = None, dpi: int
         RenderError: another ending.
     """
     with style():
-        figure = draw(shown, title=title).get_figure(root=True)
-        assert figure is not None
-        write(figure, path, shown.text, dpi)
+        write(_figure(draw(shown, title=title)), path, shown.text, dpi)
 
 
 def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
     """Writes a figure that was drawn in the style of pictures, with a text that says what it shows."""
-    ending = Path(path).suffix.lower()
-    if ending not in (".png", ".svg"):
-        raise RenderError(f"matplotlib writes a picture as .png or .svg, got the file {str(path)!r}")
+    ending = ending_of(path, (".png", ".svg"))
     words = {"Software": None} if ending == ".png" else {"Date": None, "Creator": None, "Title": about}
     with style():
         figure.savefig(path, format=ending[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
@@ -111,16 +111,28 @@ def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
 @contextmanager
 def style() -> Iterator[None]:
     """The settings of all pictures, whatever those of the user."""
-    with matplotlib.style.context(["default", STYLE]):
+    with matplotlib.style.context(["default", STYLE, {"font.family": _families()}]):
         yield
+
+
+@cache
+def _families() -> list[str]:
+    installed = set(fontManager.get_font_names())
+    return ["DejaVu Sans", *(name for name in SCRIPTS if name in installed)]
+
+
+def _figure(ax: Axes) -> Figure:
+    figure = ax.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    return figure
 
 
 def draw(shown: Picture, *, ax: Axes | None = None, title: str | None = None) -> Axes:
     """Draws a picture on given axes, or on those of a new figure."""
     if ax is None:
         with style():
-            return _drawn(shown, _new_axes(shown, title), title)
-    return _drawn(shown, ax, title)
+            return _drawn(shown, _new_axes(shown, title), title, TEXT_WIDTH)
+    return _drawn(shown, ax, title, LEAST_WIDTH)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -149,12 +161,14 @@ def _new_axes(shown: Picture, title: str | None) -> Axes:
     return new_figure(*size).add_axes((left / size[0], below / size[1], width / size[0], height / size[1]))
 
 
-def _drawn(shown: Picture, ax: Axes, title: str | None) -> Axes:
+def _drawn(shown: Picture, ax: Axes, title: str | None, least: float) -> Axes:
+    """Draws on axes, with text as wide as they are, or as ``least`` in inches."""
+    width = max(ax.get_position(original=True).width * _figure(ax).get_figwidth(), least)
     draw_cells(shown, ax)
     ax.set_aspect("equal" if _to_scale(shown) else "auto")
     label_axes(shown, ax)
     draw_bands(shown, ax)
-    _caption(shown, ax, title)
+    _caption(shown, ax, title, width)
     return ax
 
 
@@ -163,15 +177,12 @@ def _to_scale(shown: Picture) -> bool:
     return min(shown.q_len, shown.kv_len) * LONGEST >= max(shown.q_len, shown.kv_len) * SHORTEST
 
 
-def _caption(shown: Picture, ax: Axes, title: str | None) -> None:
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    width = max(ax.get_window_extent().width / figure.dpi, TEXT_WIDTH)
+def _caption(shown: Picture, ax: Axes, title: str | None, width: float) -> None:
     lines = _title(shown, title, width)
     family = "monospace" if title is None else None
     ax.set_title("\n".join(lines), loc="left", fontsize=9, fontfamily=family, color="black", parse_math=False)
     handles, columns = entries_of(shown, int(width / NOTE_CHARACTER))
-    below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), figure.dpi_scale_trans)
+    below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
     legend = ax.legend(
         handles=handles,
         ncols=columns,

@@ -1,0 +1,23 @@
+"""The files that pictures are written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexmask.errors import RenderError
+
+__all__ = ["ENDINGS", "ending_of"]
+
+ENDINGS = (".png", ".svg", ".html")
+
+
+def ending_of(path: str | Path, endings: tuple[str, ...] = ENDINGS) -> str:
+    """The ending of a file in small letters.
+
+    Raises:
+        RenderError: it is none of ``endings``.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in endings:
+        raise RenderError(f"the file of a picture must end in {', '.join(endings[:-1])} or {endings[-1]}, got {str(path)!r}")
+    return ending
