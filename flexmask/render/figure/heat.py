@@ -34,13 +34,20 @@ def draw_numbers(shown: Picture, ax: Axes) -> None:
     inches = min(box.width / shown.kv_len, box.height / shown.q_len) / ax.figure.dpi
     if inches < ROOM:
         return
-    size = min(8.0, 72 * inches / 2.9)
     relative = _relative(shown.scores)
-    for row, column in np.argwhere(shown.shares[0] > 0).tolist():
-        weight = float(shown.scores.values[row, column])
-        number = f"{weight:.2f}".removeprefix("0") if abs(weight) < 10 else f"{weight:.3g}"
+    places = np.argwhere(shown.shares[0] > 0).tolist()
+    numbers = [_written(float(shown.scores.values[row, column])) for row, column in places]
+    size = min(8.0, 72 * inches / (0.75 * max(map(len, numbers), default=1) + 0.65))
+    for (row, column), number in zip(places, numbers, strict=True):
         color = "white" if relative[row, column] > DARK else INK
         ax.text(column + 0.5, row + 0.5, number, ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
+
+
+def _written(weight: float) -> str:
+    """A weight in three characters, if it is between 0 and 1."""
+    if abs(weight) >= 10:
+        return f"{weight:.3g}"
+    return "1.0" if f"{weight:.2f}" == "1.00" else f"{weight:.2f}".removeprefix("0")
 
 
 def scale_marks(scores: Scores) -> list[tuple[str, str]]:
