@@ -216,7 +216,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_same_entries_same_bytes(tmp_path: Path) -> None:
-    some = chosen(ENTRIES, ["per-head"])
+    some = chosen(ENTRIES, ["graphs", "a-mask-for-each-head"])
     seen: list[str] = []
     build(some, tmp_path / "one", lambda entry: seen.append(entry.slug))
     with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30}):

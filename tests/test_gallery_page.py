@@ -176,6 +176,26 @@ def test_next_is_among_what_is_found(chromium: Browser, file: Path) -> None:
         assert page.page.locator("#title").inner_text() == found[0]
 
 
+def test_one_view_at_a_time(chromium: Browser, file: Path) -> None:
+    views = "() => [document.querySelectorAll('.flexmask').length, document.querySelectorAll('dialog canvas').length > 1]"
+    with opened(chromium, file, ENTRIES[0].slug) as page:
+        for _ in range(3):
+            page.settle()
+            assert page.page.evaluate(views) == [1, True]
+            page.page.evaluate("() => { window.legend = document.querySelector('tbody'); window.row = legend.firstChild; }")
+            label = page.page.locator(".flexmask-stage canvas").get_attribute("aria-label") or ""
+            page.page.get_by_role("button", name="Next mask").click()
+            page.page.wait_for_function(
+                "(before) => document.querySelector('.flexmask-stage canvas').getAttribute('aria-label') !== before", arg=label
+            )
+            page.page.emulate_media(color_scheme="dark")
+            assert page.page.evaluate("() => legend.firstChild === row")  # the view before does not follow any more
+            page.page.emulate_media(color_scheme="light")
+        page.page.get_by_role("button", name="Close").click()
+        page.page.wait_for_function("() => location.hash === ''")
+        assert page.page.evaluate(views) == [0, False]
+
+
 def test_detail_says_all_and_copies(chromium: Browser, file: Path) -> None:
     (entry,) = [entry for entry in ENTRIES if entry.title == "A chunk of a prompt in a static cache"]
     with opened(chromium, file, entry.slug, permissions=["clipboard-read", "clipboard-write"]) as page:

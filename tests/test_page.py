@@ -6,16 +6,18 @@ import json
 import random
 import re
 import zlib
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from flexmask.render import palette
 from flexmask.render.html.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
 from tests import browser
 from tests.browser import Opened, opened, screenshot
@@ -75,6 +77,28 @@ def test_a_page_asks_for_nothing_from_outside() -> None:
     assert not re.search(r"\bsrc=|url\(|fetch\(|XMLHttpRequest", html)
     assert re.findall(r'href="([^"]*)"', html) == ["data:,"]
     assert "default-src 'none'" in html
+
+
+def test_the_policy_allows_only_what_stands_in_the_page() -> None:
+    html = page(packed_text().view)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', html)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for rule, element in (("style-src", "style"), ("script-src", "script")):
+        (text,) = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
+        assert rules[rule] == f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    assert "unsafe" not in policy
+
+
+def test_page_and_pictures_have_the_same_colours() -> None:
+    found = re.findall(r"--flexmask-([\w-]+): (?:light-dark\()?(#\w{6})", style())
+    colours = {name: colour.upper() for name, colour in found}
+    names = {"visible": palette.VISIBLE, "in-partial": palette.IN_PARTIAL, "wasted": palette.WASTED, "hidden": palette.HIDDEN}
+    names |= {"unknown": palette.UNDECIDED}
+    names |= {role.replace("_", "-"): look.color for role, look in palette.LOOKS.items()}
+    assert {name: colours[name] for name in names} == names
+    terms = [colours[name] for name in sorted(colours) if name.startswith("term-")]
+    assert terms == [look.ink for look in palette.TERMS]
+    assert re.findall(r"const TERMS = (\d+);", script()) == [str(len(palette.TERMS))]
 
 
 def test_a_page_is_small() -> None:
@@ -208,7 +232,7 @@ def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
         before = view.hover(x, y)
         for _ in range(notches):
             view.page.mouse.wheel(0, -120)
-        view.page.wait_for_timeout(100)
+        view.settle()
         assert view.readout == before
         view.page.mouse.move(1, 1)
         now, checked, random_ = drawn(view), 0, random.Random(notches)
@@ -234,6 +258,7 @@ def test_large_masks_are_told_by_area(shown: Shown, tmp_path: Path) -> None:
         assert re.search(r"q \d+\.\.\d+  kv \d+\.\.\d+: all visible; block \(\d+, \d+\) full", view.readout)
         view.hover(left + 0.75 * size, bottom - 0.75 * size)
         assert re.search(r": all hidden; block \(\d+, \d+\) empty", view.readout)
+        assert not view.page.get_by_label("Blocks").is_checked()  # nobody asked for them
         screenshot(view.page, "large", tmp_path)
         canvas = view.page.locator(".flexmask-stage canvas")
         canvas.focus()
@@ -278,7 +303,6 @@ def test_everything_is_reached_by_keyboard(shown: Shown) -> None:
             "Mask causal",
         ]
         assert [text.startswith(start) for text, start in zip(reached, starts, strict=True)] == [True] * 8
-        assert view.page.locator(".flexmask-readout").get_attribute("aria-live") == "polite"
         assert view.readout.startswith("Point at a cell")
         keyboard.press("ArrowDown")  # only shows where the cursor stands
         place = [0, 0]
@@ -294,6 +318,77 @@ def test_everything_is_reached_by_keyboard(shown: Shown) -> None:
                 assert said.startswith(f"b 0  h 0  q {q}  kv {kv}: {mask.says(0, q, kv)}; block ({q // 4}, {kv // 4}) ")
         keyboard.press("Escape")
         assert view.readout.startswith("Point at a cell")
+
+
+@pytest.mark.browser
+def test_only_what_is_chosen_is_announced(shown: Shown) -> None:
+    with shown(causal().view, has_touch=True) as view:
+        readout, canvas = view.page.locator(".flexmask-readout"), view.page.locator(".flexmask-stage canvas")
+        left, top, right, bottom = drawn(view).extent(VISIBLE)
+        for row in (2, 4):
+            y = top + (row + 0.5) * (bottom - top) / 6
+            assert view.hover(left + 5, y).startswith(f"b 0  h 0  q {row}  kv 0")
+            assert readout.get_attribute("aria-live") == "off"
+            canvas.focus()
+            view.page.keyboard.press("ArrowRight")
+            assert view.readout.startswith(f"b 0  h 0  q {row}  kv 1")
+            assert readout.get_attribute("aria-live") == "polite"
+        view.page.mouse.move(1, 1)
+        view.hover(left + 5, top + 5)
+        view.page.mouse.move(1, 1)
+        assert readout.get_attribute("aria-live") == "off"
+        box = canvas.bounding_box()
+        assert box is not None
+        view.page.touchscreen.tap(box["x"] + right - 5, box["y"] + bottom - 5)
+        assert view.readout.startswith("b 0  h 0  q 5  kv 5")
+        assert readout.get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("start", ["why", "blocks"])
+@pytest.mark.parametrize("terms", [False, True])
+def test_on_at_first_is_what_was_asked_for(shown: Shown, start: Literal["why", "blocks"], terms: bool) -> None:
+    mask = packed_text(block_size=[4, 4]) if terms else causal(8, 8, block_size=[4, 4])
+    with shown({**mask.view, "start": start}) as view:
+        on = {name for name in ("Why hidden", "Blocks") for box in view.page.get_by_label(name).all() if box.is_checked()}
+        assert on == ({"Blocks"} if start == "blocks" else {"Why hidden"} if terms else set())
+        assert re.search(r"; block \(\d, 0\) (full|partial)", view.hover(*drawn(view).extent(VISIBLE)[:2]))
+
+
+@pytest.mark.browser
+def test_moving_makes_nothing_anew(shown: Shown) -> None:
+    with shown(packed_text().view) as view:
+        left, top, right, bottom = drawn(view).extent(VISIBLE)
+        view.page.evaluate(COUNTED)
+        view.hover((left + right) / 2, (top + bottom) / 2)
+        view.page.mouse.wheel(0, -500)
+        view.page.mouse.down()
+        for step in range(5):
+            view.hover((left + right) / 2 + 10 * step, (top + bottom) / 2)
+            view.settle()
+        view.page.mouse.up()
+        assert view.page.evaluate("counted") == []
+        toggle(view, "Why hidden")
+        assert view.page.evaluate("counted.length") > 0
+
+
+#: Notes what makes patterns and canvases, or sizes these.
+COUNTED = """() => {
+  window.counted = [];
+  for (const [owner, name] of [[CanvasRenderingContext2D.prototype, "createPattern"], [Document.prototype, "createElement"]]) {
+    const own = owner[name];
+    owner[name] = function (...given) {
+      counted.push(name);
+      return own.apply(this, given);
+    };
+  }
+  const width = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, "width"), set = width.set;
+  width.set = function (value) {
+    counted.push("width");
+    set.call(this, value);
+  };
+  Object.defineProperty(HTMLCanvasElement.prototype, "width", width);
+}"""
 
 
 @pytest.mark.browser
@@ -313,6 +408,10 @@ def test_switches_change_what_is_drawn(shown: Shown) -> None:
             hiding = kinds[q, kv]
             expected = tint(TERMS[names.index(hiding[0])]) if hiding else VISIBLE
             assert why.main_colour(x, y) == pytest.approx(expected, abs=1)
+            patterned = bool(hiding) and hiding[0] != names[0]  # the first term is plain
+            found = {why.at(x + dx, y + dy) for dx in range(-6, 7) for dy in range(-6, 7)}
+            assert (len(found) > 1) == patterned
+            assert all(one <= most + 1 for rgb in found for one, most in zip(rgb, expected, strict=True))  # no other's pattern
         toggle(view, "Why hidden")
         toggle(view, "Blocks")
         blocks = drawn(view)
@@ -486,6 +585,29 @@ def test_the_text_is_copied(shown: Shown) -> None:
 
 
 @pytest.mark.browser
+def test_where_the_system_forces_colours_cells_keep_theirs(shown: Shown, tmp_path: Path) -> None:
+    with shown(causal().view, color_scheme="dark", forced_colors="active") as view:
+        canvas = "() => getComputedStyle(document.querySelector('.flexmask-frame')).backgroundColor"
+        system = tuple(map(int, re.findall(r"\d+", view.page.evaluate(canvas))[:3]))
+        dark = (0x3D, 0x9A, 0xD6)
+        now = drawn(view)
+        assert now.at(3, 3) == system
+        left, top, right, bottom = now.extent(dark)
+        assert right - left > 100
+        assert bottom - top > 100
+
+
+@pytest.mark.browser
+def test_no_other_script_runs(chromium: Any, tmp_path: Path) -> None:
+    with opened(
+        chromium, page(causal().view).replace("</body>", "<script>document.title = 'other'</script></body>"), tmp_path
+    ) as view:
+        assert view.page.title() == "causal"
+        assert len(view.troubles) == 1
+        assert "Content Security Policy" in view.troubles[0]
+
+
+@pytest.mark.browser
 def test_paper_is_drawn_in_light_colours(shown: Shown) -> None:
     with shown(causal().view, color_scheme="dark") as view:
         assert sum(drawn(view).at(3, 3)) < 120
@@ -512,3 +634,50 @@ def test_a_page_may_hold_many_views(shown: Shown) -> None:
         assert set(view.page.evaluate("Object.getOwnPropertyNames(window)")) == before
         labels = [canvas.get_attribute("aria-label") or "" for canvas in view.page.locator(".flexmask-stage canvas").all()]
         assert [label.split(",")[0] for label in labels] == ["Mask causal", "Mask one", "Mask two"]
+
+
+@pytest.mark.browser
+def test_a_view_that_ends_lets_go_of_everything(shown: Shown) -> None:
+    with shown(causal().view, color_scheme="light") as view:
+        view.page.evaluate(
+            """(data) => {
+              window.host = document.body.appendChild(document.createElement("div"));
+              host.className = "mine";
+              window.ending = flexmaskView(host, data);
+            }""",
+            causal(3, 12).view,
+        )
+        view.page.locator(".mine[aria-busy=false]").wait_for()
+        view.page.evaluate(
+            """() => {
+              window.canvas = host.querySelector(".flexmask-stage canvas");
+              window.legend = host.querySelector("tbody");
+              window.before = [legend.firstChild, canvas.width];
+              ending.destroy();
+            }"""
+        )
+        assert view.page.evaluate("host.outerHTML") == '<div class="mine"></div>'
+        view.page.emulate_media(color_scheme="dark")
+        view.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        view.page.evaluate("() => { canvas.style.width = '33px'; host.append(canvas); }")
+        view.settle()
+        assert view.page.evaluate("host.className") == "mine"
+        assert view.page.evaluate("legend.firstChild === before[0] && canvas.width === before[1]")
+
+
+@pytest.mark.browser
+def test_a_view_that_ends_before_it_is_drawn_stays_away(shown: Shown) -> None:
+    with shown(causal().view) as view:
+        ended = """(data) => {
+          window.host = document.body.appendChild(document.createElement("div"));
+          flexmaskView(host, data).destroy();
+          window.changes = 0;
+          new MutationObserver(() => { changes += 1; }).observe(host, { childList: true, subtree: true });
+        }"""
+        view.page.evaluate(ended, packed_text().view)
+        view.page.evaluate(
+            "(data) => flexmaskView(document.body.appendChild(document.createElement('div')), data)", packed_text().view
+        )
+        view.page.locator(".flexmask[aria-busy=false]").nth(1).wait_for()
+        assert view.page.evaluate("host.outerHTML") == '<div class=""></div>'
+        assert view.page.evaluate("changes") == 0

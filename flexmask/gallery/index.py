@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from string import Template
 
 from flexmask.gallery.drawn import Drawn
 from flexmask.gallery.snippets import command, python
@@ -19,23 +15,21 @@ from flexmask.render.html.view import view_of
 
 __all__ = ["index"]
 
+HERE = "flexmask.gallery"
+
 
 def index(found: Sequence[Drawn]) -> str:
     """The page of some entries: a whole HTML document, in which the views' data is unpacked when it is first shown."""
-    script = "\n".join([page.script(), _asset("index.js")])
-    css = "\n".join([f":root {{\n{_colours()}\n}}", page.style(), _asset("index.css")])
     tags = Counter(tag for one in found for tag in one.entry.tags)
-    parts = {
-        "policy": f"default-src 'none'; style-src {_digest(css)}; script-src {_digest(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'",
-        "count": str(len(found)),
-        "css": css,
-        "tags": "\n".join(_tag(tag, tags[tag]) for tag in sorted(tags)),
-        "sections": "\n".join(_section(family, members) for family, members in sections(found).items()),
-        "data": page.inline_json([_data(one) for one in found]),
-        "js": script,
-    }
-    return Template(_asset("index.html")).substitute(parts)
+    return page.document(
+        page.web(HERE, "index.html"),
+        css="\n".join([f":root {{\n{_colours()}\n}}", page.style(), page.web(HERE, "index.css")]),
+        js="\n".join([page.script(), page.web(HERE, "index.js")]),
+        count=str(len(found)),
+        tags="\n".join(_tag(tag, tags[tag]) for tag in sorted(tags)),
+        sections="\n".join(_section(family, members) for family, members in sections(found).items()),
+        data=page.inline_json([_data(one) for one in found]),
+    )
 
 
 def _data(found: Drawn) -> dict[str, object]:
@@ -53,7 +47,7 @@ def _data(found: Drawn) -> dict[str, object]:
         "command": command(entry),
         "python": python(entry),
         "figures": figures(found),
-        "view": view_of(found.sheet),
+        "view": view_of(found.sheet, start="why" if entry.why else "blocks"),
     }
 
 
@@ -82,12 +76,3 @@ def _tag(tag: str, count: int) -> str:
 def _colours() -> str:
     """The colours of the views, for the whole page."""
     return "\n".join(re.findall(r"^ *--flexmask-[\w-]+: .*;$", page.style(), re.MULTILINE))
-
-
-def _digest(text: str) -> str:
-    """What a policy calls the one script, or the one style sheet, that it allows."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _asset(name: str) -> str:
-    return files("flexmask.gallery").joinpath("web", name).read_text(encoding="utf-8")

@@ -2,19 +2,13 @@
 (() => {
 "use strict";
 
+const { copied, made, onThemeChange, thumbnail } = flexmaskView;
 const byId = (id) => document.getElementById(id);
 const entries = JSON.parse(byId("data").textContent);
 const cards = new Map([...document.querySelectorAll(".card")].map((card) => [card.dataset.slug, card]));
 const places = new Map(entries.map((entry, place) => [entry.slug, place]));
 const toggles = [...document.querySelectorAll("[data-tag]")];
 const title = document.title;
-
-/** An element with a text, or with children. */
-function made(name, ...children) {
-  const element = document.createElement(name);
-  element.append(...children);
-  return element;
-}
 
 // What is found.
 
@@ -60,62 +54,12 @@ function clear() {
 
 // The small drawings.
 
-/** Pixels: the height of a drawing at most, what is between panels, and the cells from which lines divide them; how much of its
- * colour a term has. */
-const HIGHEST = 200, GAP = 8, GRID_FROM = 9, TERM = 0.3;
+/** Pixels: the height of a drawing at most. */
+const HIGHEST = 200;
 
-/** The bytes in a base64 string of zlib data. */
-async function unpacked(text) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
-/** The colours of kinds in the theme in force, as a colour and its opacity on the paper. */
-function colours(kinds, element) {
-  const probe = element.appendChild(document.createElement("span"));
-  const named = (name) => {
-    probe.style.color = `var(--flexmask-${name})`;
-    return getComputedStyle(probe).color;
-  };
-  const hidden = kinds.filter(({ role }) => role === "hidden");
-  const looks = kinds.map((kind) => {
-    if (kind.role === "hidden" && hidden.length > 1) return [named(`term-${hidden.indexOf(kind) % 7}`), TERM];
-    return [named(kind.role), 1];
-  });
-  probe.remove();
-  return looks;
-}
-
-/** The panels beside and below each other, so that their cells are as large as they can be: columns, and pixels of a cell. */
-function arranged(count, down, across, width, height) {
-  let best = { columns: 1, size: 0 };
-  for (let columns = 1; columns <= count; columns++) {
-    const rows = Math.ceil(count / columns);
-    const size = Math.min((width - GAP * (columns - 1)) / (columns * across), (height - GAP * (rows - 1)) / (rows * down));
-    if (size > best.size) best = { columns, size };
-  }
-  return best;
-}
-
-async function draw(card) {
-  const { view } = entries[places.get(card.dataset.slug)], box = card.querySelector(".thumb"), canvas = box.firstElementChild;
-  const [down, across] = view.shape, ratio = window.devicePixelRatio || 1;
-  const panels = await Promise.all(view.panels.map(({ cells }) => unpacked(cells)));
-  const { columns, size } = arranged(panels.length, down, across, box.clientWidth, HIGHEST);
-  const cell = Math.max(1, Math.floor(size * ratio)), gap = Math.round(GAP * ratio), line = cell >= GRID_FROM * ratio ? Math.round(ratio) : 0;
-  canvas.width = columns * across * cell + (columns - 1) * gap;
-  canvas.height = Math.ceil(panels.length / columns) * (down * cell + gap) - gap;
-  canvas.style.width = `${canvas.width / ratio}px`;
-  canvas.style.height = `${canvas.height / ratio}px`;
-  const pen = canvas.getContext("2d"), looks = colours(view.kinds, box);
-  panels.forEach((cells, place) => {
-    const left = (place % columns) * (across * cell + gap), top = Math.floor(place / columns) * (down * cell + gap);
-    cells.forEach((kind, index) => {
-      [pen.fillStyle, pen.globalAlpha] = looks[kind];
-      pen.fillRect(left + (index % across) * cell, top + Math.floor(index / across) * cell, cell - line, cell - line);
-    });
-  });
+function draw(card) {
+  const box = card.querySelector(".thumb");
+  thumbnail(box.firstElementChild, entries[places.get(card.dataset.slug)].view, box.clientWidth, HIGHEST);
 }
 
 const drawn = new Set();
@@ -136,9 +80,8 @@ function redraw() {
 // The mask that is open.
 
 const dialog = byId("detail");
-const views = new Map();
-/** The entry that is open, and whether the page before it in the history is this one without an entry. */
-let open = null, behind = false;
+/** The entry that is open, its view, and whether the page before it in the history is this one without an entry. */
+let open = null, view = null, behind = false;
 
 const named = () => entries[places.get(location.hash.slice(1))] ?? null;
 
@@ -160,22 +103,12 @@ function fill(entry) {
   document.title = `${entry.title} · ${title}`;
   for (const key of ["family", "title", "caption", "text", "command", "python", "lengths"]) byId(key).textContent = entry[key];
   byId("family").textContent = entry.family[0].toUpperCase() + entry.family.slice(1);
-  byId("figures").replaceChildren(...entry.figures.map(([label, text]) => made("div", made("dt", label), made("dd", text))));
-  byId("tags").replaceChildren(...entry.tags.map((tag) => made("li", tag)));
-  byId("source").replaceChildren(...entry.source.map(([text, address]) => {
-    if (!address) return text;
-    const link = made("a", text);
-    link.href = address;
-    link.rel = "noreferrer";
-    return link;
-  }));
+  byId("figures").replaceChildren(...entry.figures.map(([label, text]) => made("div", {}, made("dt", {}, label), made("dd", {}, text))));
+  byId("tags").replaceChildren(...entry.tags.map((tag) => made("li", {}, tag)));
+  byId("source").replaceChildren(...entry.source.map(([text, address]) => (address ? made("a", { href: address, rel: "noreferrer" }, text) : text)));
   byId("said").textContent = "";
-  for (const [slug, element] of views) element.hidden = slug !== entry.slug;
-  if (!views.has(entry.slug)) {
-    const element = byId("views").appendChild(document.createElement("div"));
-    views.set(entry.slug, element);
-    flexmaskView(element, entry.view);
-  }
+  view?.destroy();
+  view = flexmaskView(byId("view"), entry.view);
 }
 
 /** The entry so many places further, among those that are shown. */
@@ -189,6 +122,8 @@ function step(by) {
 function closed() {
   const card = cards.get(open.slug);
   document.title = title;
+  view.destroy();
+  view = null;
   if (named()) {
     if (behind) history.back();
     else history.replaceState(null, "", location.href.split("#")[0]);
@@ -198,25 +133,15 @@ function closed() {
 }
 
 async function copy(button) {
-  const code = byId(button.dataset.copies);
-  let done = true;
-  try {
-    await navigator.clipboard.writeText(code.textContent);
-  } catch {
-    getSelection().selectAllChildren(code);  // old browsers copy what is selected; else it can be copied by hand
-    done = document.execCommand("copy");
-  }
-  button.textContent = done ? "Copied" : "Selected";
-  byId("said").textContent = done ? "Copied." : "The text is selected.";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  const code = byId(button.dataset.copies), done = await copied(code.textContent, button);
+  if (!done) getSelection().selectAllChildren(code);
+  byId("said").textContent = done ? "Copied." : "This page may not copy: the text is selected.";
 }
 
 // What happens.
 
 for (const card of cards.values()) {
-  const box = made("div", card.querySelector("canvas"));
-  box.className = "thumb";
-  card.prepend(box);
+  card.prepend(made("div", { class: "thumb" }, card.querySelector("canvas")));
   near.observe(card);
 }
 document.documentElement.classList.add("live");
@@ -257,7 +182,7 @@ dialog.addEventListener("mousedown", (event) => {
 });
 for (const button of document.querySelectorAll("[data-copies]")) button.addEventListener("click", () => copy(button));
 
-for (const query of ["(prefers-color-scheme: dark)", "(prefers-contrast: more)", "(forced-colors: active)"]) matchMedia(query).addEventListener("change", redraw);
+onThemeChange(redraw);
 let waiting = null, width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === width) return;

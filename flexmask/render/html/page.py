@@ -7,6 +7,7 @@ bytes for the same data.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from html import escape
@@ -14,10 +15,13 @@ from importlib.resources import files
 from string import Template
 from typing import Literal, TypedDict
 
-__all__ = ["BandData", "KindData", "PanelData", "ViewData", "inline_json", "packed", "page", "script", "style"]
+from flexmask.render.kinds import Role, count_text
 
+__all__ = ["BandData", "KindData", "PanelData", "ViewData", "document", "inline_json", "packed", "page", "script", "style", "web"]
+
+HERE = "flexmask.render.html"
 #: The parts of the script, each built on those before it.
-PARTS = ("data.js", "colours.js", "legend.js", "stage.js", "view.js")
+PARTS = ("data.js", "elements.js", "colours.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
 
 
 class KindData(TypedDict):
@@ -28,7 +32,7 @@ class KindData(TypedDict):
         label: its name; for hidden cells the text of the condition that hides them, or ``"hidden"``.
     """
 
-    role: Literal["visible", "hidden", "both", "only_a", "only_b", "neither"]
+    role: Role
     label: str
 
 
@@ -92,7 +96,7 @@ class ViewData(TypedDict):
         block_size: queries and keys in a block, or None.
         q_tokens: a label for each query, or None.
         kv_tokens: a label for each key, or None.
-        start: what is on at first, the terms that hide cells or the blocks, where there are both.
+        start: what is on at first where the view has it: the terms that hide cells, or the blocks.
         panels: the sequences and heads that are shown.
     """
 
@@ -113,14 +117,28 @@ class ViewData(TypedDict):
 
 def page(view: ViewData) -> str:
     """The page that shows a mask: a whole HTML document."""
-    parts = {
-        "title": escape(view["text"]),
-        "css": style(),
-        "figures": "\n".join(f"<li>{escape(line)}</li>" for line in _figures(view)),
-        "data": inline_json(view),
-        "js": script(),
-    }
-    return Template(_asset("page.html")).substitute(parts)
+    return document(
+        web(HERE, "page.html"),
+        css=f"{style()}\n{web(HERE, 'page.css')}",
+        js=f"{script()}\n{web(HERE, 'page.js')}",
+        title=escape(view["text"]),
+        figures="\n".join(f"<li>{escape(line)}</li>" for line in _figures(view)),
+        data=inline_json(view),
+    )
+
+
+def document(template: str, *, css: str, js: str, **parts: str) -> str:
+    """A page whose policy allows its one style sheet and its one script, and nothing else.
+
+    Args:
+        template: the page, with ``$policy`` for its policy, ``<style>$css</style>`` and ``<script>$js</script>``.
+        css: the style sheet.
+        js: the script.
+        **parts: what else the template names.
+    """
+    allowed = f"style-src {_digest(css)}; script-src {_digest(js)}; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    return Template(template).substitute(parts, policy=policy, css=css, js=js)
 
 
 def packed(data: bytes) -> str:
@@ -134,19 +152,24 @@ def inline_json(data: object) -> str:
 
 
 def script() -> str:
-    """The script of the view: it defines ``flexmaskView(element, data)`` and nothing else."""
-    return "\n".join(
-        ['const flexmaskView = (() => {\n"use strict";', *(_asset(part) for part in PARTS), "return flexmaskView;\n})();"]
-    )
+    """The script of the view: it defines ``flexmaskView(element, data)``, with what else it offers as attributes."""
+    parts = [web(HERE, part) for part in PARTS]
+    return "\n".join(['const flexmaskView = (() => {\n"use strict";', *parts, "return flexmaskView;\n})();"])
 
 
 def style() -> str:
     """The style sheet of the view; its colours are custom properties that a page may set."""
-    return _asset("viewer.css")
+    return web(HERE, "viewer.css")
 
 
-def _asset(name: str) -> str:
-    return files("flexmask.render.html").joinpath("web", name).read_text(encoding="utf-8")
+def web(package: str, name: str) -> str:
+    """A file in the folder ``web`` of a package."""
+    return files(package).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """What a policy calls the one script, or the one style sheet, that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _figures(view: ViewData) -> list[str]:
@@ -157,7 +180,6 @@ def _figures(view: ViewData) -> list[str]:
         counts = []
         for kind, (least, most) in zip(view["kinds"], panel["pairs"], strict=True):
             by = "hidden by " if kind["role"] == "hidden" and kind["label"] != "hidden" else ""
-            number = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-            counts.append(f"{by}{kind['label']}: {number} ({100 * least / cells:.1f} %)")
+            counts.append(f"{by}{kind['label']}: {count_text((least, most))} ({100 * least / cells:.1f} %)")
         lines.append(f"sequence {panel['batch']}, head {panel['head']}: {'; '.join(counts)}")
     return lines

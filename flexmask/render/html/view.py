@@ -54,7 +54,7 @@ def notebook_html(mask: Mask) -> str:
         document = html(mask)
     except FlexmaskError as error:
         return f"{text}: {escape(str(error))}"
-    frame = f'<iframe title="{escape(shortened(str(mask)))}" srcdoc="{escape(document)}" loading="lazy"'
+    frame = f'<iframe title="{escape(shortened(str(mask)))}" srcdoc="{escape(document)}" sandbox="allow-scripts" loading="lazy"'
     return f'{frame} style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
 
 
@@ -64,7 +64,7 @@ def block_size_for(q_len: int, kv_len: int) -> int:
 
 
 def view_of(shown: Sheet, *, start: Literal["why", "blocks"] = "why") -> ViewData:
-    """The data of the page of a sheet, with what is on at first where it has both."""
+    """The data of the page of a sheet, with what is on at first where it has it."""
     first = shown.pictures[0]
     return {
         "text": shown.text,

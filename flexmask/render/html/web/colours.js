@@ -1,6 +1,6 @@
 // How it looks: colours from the style sheet, patterns beside them, and panels as images of one pixel a cell.
 
-const TERMS = 7;
+const TERMS = 6;
 /** How much of a term's own colour its cells have, and how much its pattern. */
 const TINT = 0.3, MARKS = 0.75;
 const COLOUR_NAMES = [
@@ -13,27 +13,34 @@ const css = ([red, green, blue]) => `rgb(${red}, ${green}, ${blue})`;
 
 /** The colours of the theme in force, read from the style sheet so that a page may set others. */
 function readPalette(element) {
-  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const pen = made("canvas").getContext("2d", { willReadFrequently: true });
   const channels = (text) => {
     pen.clearRect(0, 0, 1, 1);
     pen.fillStyle = text;
     pen.fillRect(0, 0, 1, 1);
     return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
   };
-  const probe = element.appendChild(document.createElement("span"));
-  probe.className = "flexmask-probe";
-  const palette = {};
-  for (const name of COLOUR_NAMES) {
+  const probe = element.appendChild(made("span")), style = getComputedStyle(probe), palette = {};
+  const read = (name) => {
     probe.style.color = `var(--flexmask-${name})`;
-    palette[name] = channels(getComputedStyle(probe).color);
-  }
-  probe.remove();
-  // The frame's own colours are the system's where it forces some.
-  const frame = getComputedStyle(element.querySelector(".flexmask-frame"));
-  palette.ink = channels(frame.color);
-  palette.paper = channels(frame.backgroundColor);
+    return channels(style.color);
+  };
+  palette.ink = read("ink");
+  probe.style.backgroundColor = "var(--flexmask-paper)";
+  palette.paper = channels(style.backgroundColor);
   palette.faint = mixed(palette.ink, palette.paper, 0.7);
+  // Where the system forces colours, it has those of text and paper; what cells are is told by ours.
+  probe.style.forcedColorAdjust = "none";
+  for (const name of COLOUR_NAMES) palette[name] = read(name);
+  probe.remove();
   return palette;
+}
+
+/** Calls back when the colours may have become others, until the signal. */
+function onThemeChange(changed, signal) {
+  for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)", "(prefers-contrast: more)"]) {
+    matchMedia(query).addEventListener("change", changed, { signal });
+  }
 }
 
 /** Which of the terms' colours and patterns a kind has: the first kind that hides has the first. */
@@ -78,20 +85,23 @@ function pixelBlocks(data, panel) {
   return found;
 }
 
-/** A panel as an image of one pixel a cell; `masks` holds, for each term, where its pattern goes. */
+/** A panel as an image of one pixel a cell. */
 function panelImage(data, panel, palette, mode) {
   const [rows, columns] = data.shape;
   const blocks = mode.blocks ? pixelBlocks(data, panel) : new Uint8Array(rows * columns).fill(4);
   const table = colourTable(data, palette, mode);
-  const masks = [];
-  if (mode.why && panel.cells && hasTerms(data)) {
-    data.kinds.forEach((kind, which) => {
-      if (kind.role !== "hidden") return;
-      masks.push({ term: termOf(data, which), image: painted(rows, columns, (index) => (panel.cells[index] === which ? table[0][4] : null)) });
-    });
-  }
   const colours = panel.cells ? (index) => table[panel.cells[index]][blocks[index]] : blender(data, panel.shares, table, blocks);
-  return { base: painted(rows, columns, colours), masks };
+  return painted(rows, columns, colours);
+}
+
+/** Where the pattern of each term goes: images of one pixel a cell, transparent elsewhere. */
+function termImages(data, panel, mode) {
+  if (!mode.why || !panel.cells || !hasTerms(data)) return [];
+  const [rows, columns] = data.shape, opaque = [0, 0, 0];
+  return data.kinds.flatMap((kind, which) => (kind.role !== "hidden" ? [] : [{
+    term: termOf(data, which),
+    image: painted(rows, columns, (index) => (panel.cells[index] === which ? opaque : null)),
+  }]));
 }
 
 /** The colours of pixels that stand for several cells. What matters is never too faint to be seen, be it ever so rare. */
@@ -121,9 +131,7 @@ function blender(data, shares, table, blocks) {
 
 /** A canvas of one pixel for each index, transparent where `colours` gives null. */
 function painted(rows, columns, colours) {
-  const canvas = document.createElement("canvas");
-  canvas.width = columns;
-  canvas.height = rows;
+  const canvas = made("canvas", { width: columns, height: rows });
   const pen = canvas.getContext("2d"), image = pen.createImageData(columns, rows);
   for (let index = 0; index < rows * columns; index++) {
     const colour = colours(index);
@@ -140,8 +148,7 @@ function painted(rows, columns, colours) {
 
 /** The pattern of a term, as a repeating tile: terms stand apart by it where colours cannot be told apart. */
 function termPattern(pen, palette, term, ratio) {
-  const side = Math.max(4, Math.round(7 * ratio)), tile = document.createElement("canvas");
-  tile.width = tile.height = side;
+  const side = Math.max(4, Math.round(7 * ratio)), tile = made("canvas", { width: side, height: side });
   const brush = tile.getContext("2d"), half = side / 2;
   brush.strokeStyle = brush.fillStyle = css(mixed(mixed(palette[`term-${term}`], palette.ink, 0.85), palette.paper, MARKS));
   brush.lineWidth = Math.max(1, ratio * 0.8);
@@ -158,13 +165,12 @@ function termPattern(pen, palette, term, ratio) {
   const falling = rising.map((value, i) => (i % 2 ? value : side - value));
   const dot = (x, y, radius) => { brush.beginPath(); brush.arc(x, y, radius, 0, 7); brush.fill(); };
   [
+    () => {},  // the first is plain
     () => line(...rising),
     () => dot(half, half, side / 6),
     () => line(...falling),
-    () => line(0, Math.floor(half) + 0.5, side, Math.floor(half) + 0.5),
     () => line(Math.floor(half) + 0.5, 0, Math.floor(half) + 0.5, side),
     () => line(...rising, ...falling),
-    () => { brush.beginPath(); brush.arc(half, half, side / 4, 0, 7); brush.stroke(); },
   ][term]();
   return pen.createPattern(tile, "repeat");
 }

@@ -12,6 +12,7 @@ class Stage {
   constructor(canvas, data) {
     this.canvas = canvas;
     this.pen = canvas.getContext("2d");
+    this.layer = made("canvas");  // for one term at a time
     this.data = data;
     this.width = this.height = 0;
     this.zoom = 1;  // 1 is fitted
@@ -23,8 +24,9 @@ class Stage {
     this.ratio = window.devicePixelRatio || 1;
     this.width = this.canvas.clientWidth;
     this.height = this.canvas.clientHeight;
-    this.canvas.width = Math.round(this.width * this.ratio);
-    this.canvas.height = Math.round(this.height * this.ratio);
+    this.canvas.width = this.layer.width = Math.round(this.width * this.ratio);
+    this.canvas.height = this.layer.height = Math.round(this.height * this.ratio);
+    this.patterns = {};
     pen.font = LABEL_FONT;
     const longest = (texts) => Math.ceil(Math.max(...texts.map((text) => pen.measureText(text).width)));
     const most = Math.min(110, Math.min(this.width, this.height) * 0.24);
@@ -180,19 +182,25 @@ class Stage {
       brush.drawImage(picture, column, row, lastColumn - column, lastRow - row, left, top, wide, high);
     };
     show(pen, image.base);
-    for (const { term, image: mask } of image.masks) {
-      const layer = this.layer ??= document.createElement("canvas");
-      layer.width = this.canvas.width;
-      layer.height = this.canvas.height;
+    const { layer } = this;
+    for (const { term, image: mask } of image.terms) {
       const brush = layer.getContext("2d");
       brush.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+      brush.globalCompositeOperation = "source-over";
+      brush.clearRect(0, 0, this.width + 1, this.height + 1);
       show(brush, mask);
       brush.setTransform(1, 0, 0, 1, Math.round(this.left * this.ratio), Math.round(this.top * this.ratio));
       brush.globalCompositeOperation = "source-in";
-      brush.fillStyle = termPattern(brush, palette, term, this.ratio);
+      brush.fillStyle = this.pattern(palette, term);
       brush.fillRect(-this.left * this.ratio, -this.top * this.ratio, layer.width, layer.height);
       pen.drawImage(layer, 0, 0, this.width, this.height);
     }
+  }
+
+  /** The pattern of a term, made once for a palette. */
+  pattern(palette, term) {
+    if (this.patterns.palette !== palette) this.patterns = { palette };
+    return this.patterns[term] ??= termPattern(this.pen, palette, term, this.ratio);
   }
 
   paintLines(palette, mode, seen) {

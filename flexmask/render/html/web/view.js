@@ -1,15 +1,7 @@
 // The view: its elements, what they do, and what is remembered between two drawings.
 
-/** An element with attributes and children. */
-function made(name, attributes = {}, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children);
-  return element;
-}
-
-/** Panels that are kept unpacked, and pictures of them that are kept drawn. */
-const MOST_PANELS = 4, MOST_IMAGES = 4;
+/** Panels that are kept unpacked. */
+const MOST_PANELS = 4;
 const HINT = "Point at a cell, or focus the picture and use the arrow keys.";
 const HELP = "Arrow keys move by a cell, with Shift or Page Up and Page Down by a block, Home and End to the ends of a row; " +
   "plus and minus zoom, 0 shows everything, Escape leaves the cell.";
@@ -28,22 +20,18 @@ class Recent {
     if (this.values.size > this.most) this.values.delete(this.values.keys().next().value);
     return value;
   }
-
-  clear() {
-    this.values.clear();
-  }
 }
 
 class View {
   constructor(element, data) {
     this.data = data;
     this.element = element;
-    const why = hasTerms(data) && data.start === "why";
-    this.mode = { why, blocks: Boolean(data.block_size) && !why };
+    this.mode = { why: hasTerms(data) && data.start === "why", blocks: Boolean(data.block_size) && data.start === "blocks" };
     this.panels = new Recent(MOST_PANELS);
-    this.images = new Recent(MOST_IMAGES);
+    this.ended = new AbortController();
     this.index = 0;     // of the panel shown
     this.panel = null;  // that panel, once unpacked
+    this.image = null;  // that panel in the mode and the palette of now, once drawn
     this.pinned = null; // the pixel chosen by key or tap
     this.hovered = null;
     this.pointers = new Map();
@@ -101,7 +89,10 @@ class View {
       made_.addEventListener("click", action);
       return made_;
     };
-    const copy = button("Copy text", "Copy the mask’s text", () => this.copy(copy));
+    const copy = button("Copy text", "Copy the mask’s text", async () => {
+      const done = await copied(data.text, copy);
+      this.say(done ? "The mask’s text is copied." : "This page may not copy: select the text instead.");
+    });
     return made("div", { class: "flexmask-tools" }, choosers,
       made("div", { class: "flexmask-group flexmask-actions" },
         made("div", { class: "flexmask-zoom", role: "group", "aria-label": "Zoom" },
@@ -112,18 +103,18 @@ class View {
   }
 
   listen() {
-    const { canvas } = this;
-    new ResizeObserver(() => this.resize()).observe(canvas);
-    for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)", "(prefers-contrast: more)"]) {
-      matchMedia(query).addEventListener("change", () => this.refresh());
-    }
+    const { canvas } = this, { signal } = this.ended;
+    const observer = new ResizeObserver(() => this.resize());
+    observer.observe(canvas);
+    signal.addEventListener("abort", () => observer.disconnect());
+    onThemeChange(() => this.refresh(), signal);
     // Paper is white: what is printed is drawn in the light colours.
     for (const [event, printing] of [["beforeprint", true], ["afterprint", false]]) {
       addEventListener(event, () => {
         this.element.classList.toggle("flexmask-printing", printing);
         this.refresh();
         this.paint();
-      });
+      }, { signal });
     }
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
@@ -134,6 +125,15 @@ class View {
     canvas.addEventListener("pointerleave", (event) => {
       if (event.pointerType === "mouse") this.hover(null);
     });
+  }
+
+  /** Ends the view: what it listened to is let go, and its element is as it was before. */
+  destroy() {
+    this.ended.abort();
+    cancelAnimationFrame(this.frame);
+    this.element.replaceChildren();
+    this.element.classList.remove("flexmask", "flexmask-wide", "flexmask-printing");
+    this.element.removeAttribute("aria-busy");
   }
 
   /** Chooses the panel with a sequence or a head, and keeps the other where there is such a panel. */
@@ -150,7 +150,7 @@ class View {
     for (const key of ["batch", "head"]) if (this[key]) this[key].value = String(data.panels[index][key]);
     try {
       const panel = await this.panels.get(index, () => loadedPanel(data, data.panels[index]));
-      if (index !== this.index) return;  // another was chosen meanwhile
+      if (index !== this.index || this.ended.signal.aborted) return;  // another was chosen meanwhile, or none is shown any more
       this.panel = panel;
     } catch (error) {
       this.say(`The picture cannot be unpacked: ${error.message}`);
@@ -170,8 +170,7 @@ class View {
   /** Draws again with the colours and the mode as they are now. */
   refresh() {
     if (!this.panel) return;
-    this.palette = null;
-    this.images.clear();
+    this.palette = this.image = null;
     this.fillLegend();
     this.queue();
   }
@@ -188,9 +187,9 @@ class View {
     if (!this.panel || !this.stage.width) return;
     if (this.stage.ratio !== (window.devicePixelRatio || 1)) this.stage.measure(this.panel);
     this.palette ??= readPalette(this.element);
-    const key = `${this.index} ${this.mode.why} ${this.mode.blocks}`;
-    const image = this.images.get(key, () => panelImage(this.data, this.panel, this.palette, this.mode));
-    this.stage.paint(this.panel, image, this.palette, this.mode, this.hovered ?? this.pinned);
+    const { data, panel, palette, mode } = this;
+    this.image ??= { base: panelImage(data, panel, palette, mode), terms: termImages(data, panel, mode) };
+    this.stage.paint(panel, this.image, palette, mode, this.hovered ?? this.pinned);
     // Fitted, one finger scrolls the page; two always zoom.
     this.canvas.style.touchAction = this.stage.zoom > 1 ? "none" : "pan-y";
     this.canvas.classList.toggle("flexmask-grab", this.stage.zoom > 1);
@@ -215,25 +214,29 @@ class View {
   }
 
   /** Says what is under the cursor. */
-  tell() {
+  tell(live) {
     const cursor = this.hovered ?? this.pinned;
-    this.say(cursor && this.panel ? pixelWords(this.data, this.panel, cursor.row, cursor.column) : HINT);
+    this.say(cursor && this.panel ? pixelWords(this.data, this.panel, cursor.row, cursor.column) : HINT, live);
   }
 
-  say(text) {
+  /** Shows a text; screen readers announce it too unless it is not live, as what a mouse passes over. */
+  say(text, live = true) {
+    this.readout.setAttribute("aria-live", live ? "polite" : "off");
     if (this.readout.textContent !== text) this.readout.textContent = text;
     this.readout.classList.toggle("flexmask-hint", text === HINT);
   }
 
   hover(cursor) {
     this.hovered = cursor;
-    this.tell();
+    this.tell(false);
     this.queue();
   }
 
   pin(cursor) {
     this.pinned = cursor;
-    this.hover(null);
+    this.hovered = null;
+    this.tell();
+    this.queue();
   }
 
   zoom(factor, x, y) {
@@ -318,34 +321,10 @@ class View {
     this.pointers.delete(event.pointerId);
     if (held && complete && held.travelled < 6) this.pin(this.stage.pixelAt(event.offsetX, event.offsetY));
   }
-
-  async copy(button) {
-    const { text } = this.data;
-    let done = true;
-    try {
-      await navigator.clipboard.writeText(text);
-    } catch {
-      done = copiedBySelection(this.element, text);  // frames and old pages may not write to the clipboard
-    }
-    button.textContent = done ? "Copied" : "Not allowed";
-    this.say(done ? "The mask’s text is copied." : "This page may not copy: select the text instead.");
-    setTimeout(() => { button.textContent = "Copy text"; }, 1500);
-  }
 }
 
-/** Copies in the way that needs no permission; returns whether it worked. */
-function copiedBySelection(element, text) {
-  const area = element.appendChild(made("textarea", { class: "flexmask-unseen", readonly: "" }));
-  const before = document.activeElement;
-  area.value = text;
-  area.select();
-  const done = document.execCommand("copy");
-  area.remove();
-  if (before) before.focus();
-  return done;
-}
-
-/** Mounts an interactive view of a mask into an element. */
+/** Mounts an interactive view of a mask into an element; `destroy` takes it away again. */
 function flexmaskView(element, data) {
-  new View(element, data);
+  const view = new View(element, data);
+  return { destroy: () => view.destroy() };
 }

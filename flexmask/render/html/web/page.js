@@ -1,0 +1,1 @@
+flexmaskView(document.getElementById("view"), JSON.parse(document.getElementById("data").textContent));
