@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -35,12 +36,19 @@ def write(sections: list[Section], device: str, folder: Path, command: str) -> N
 
 
 def _machine(device: str, command: str) -> str:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
     versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"{name}; {versions}. `{command}`: medians; all candidates of a row in one process, one after the other. Memory is the "
         "most that was held beyond what was there before, the result included. A dash: not measured."
     )
+
+
+def _processor() -> str:
+    """The model of the processor where the system says it, with its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return f"{found[1]} ({platform.machine()})" if found else platform.machine()
 
 
 def _table(section: Section) -> str:

@@ -74,8 +74,8 @@ def sheet(
     against, offset = options.get("against"), options.get("q_offset", 0)
     start = place_of([mask] if against is None else [mask, against], queries, keys, 0, 0, offset)
     places = places_of(batch, head, start.batches, start.heads)
-    of_heads = {term for h in {h for _, h in places} if h < (start.heads or h + 1) for term in terms(mask, h)}
-    apart = len(of_heads) <= MOST_TERMS
+    heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # picture refuses the others
+    apart = len({term for h in heads for term in terms(mask, h)}) <= MOST_TERMS
     found = [picture(mask, queries, keys, batch=b, head=h, heads_apart=apart, **options) for b, h in places]
     return arranged(_alike(found), places)
 
