@@ -72,7 +72,7 @@ def test_some_are_chosen() -> None:
 def test_terms_and_the_whole() -> None:
     mask = fm.causal() & fm.key_padding(lengths=[2, 4]) & fm.per_head([fm.full(), fm.kv > 0])
     shown = term_sheet(mask, 4, batch=1, head=1)
-    assert shown.titles == ("causal", "key_padding(lengths=[2, 4])", "kv > 0", "together")
+    assert shown.titles == ("causal", "key_padding(lengths=[2, 4])", "kv > 0", "together, sequence 1 of 2, head 1 of 2")
     parts = [fm.causal(), fm.key_padding(lengths=[2, 4]), fm.kv > 0]
     for picture, part in zip(shown.pictures, parts, strict=False):
         cells = part.dense(4)
@@ -119,6 +119,16 @@ def test_panels_have_titles_and_one_legend() -> None:
     assert said[0].startswith("per_head([causal,")
     assert "hidden by key_padding(lengths=[5, 3, 4])" in said
     figure.savefig(io.BytesIO())
+
+
+def test_the_legend_of_panels_has_what_is_in_one_of_them() -> None:
+    said = texts((fm.causal() & fm.key_padding(lengths=[4, 2])).plot_panels(4, why=True, block_size=2))
+    assert "visible, in full blocks" in said
+    assert "hidden by key_padding(lengths=[4, 2])" in said
+    assert "padding" in said
+    said = texts(fm.causal().plot_panels(4, why=True, block_size=4))
+    assert "visible, in full blocks" not in said
+    assert "padding" not in said
 
 
 def test_terms_are_drawn() -> None:
@@ -177,6 +187,15 @@ def test_the_page_of_a_long_mask_gets_shares() -> None:
     assert panel["cells"] is panel["hidden_by"] is None
     assert (shares[0, 0, 0], shares[1, 0, 0], shares[0, 5, 0], shares[1, 0, 5]) == (129, 126, 255, 255)
     assert shares[2, 52, 0] == 1  # 2 of 9,604 cells
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [({}, "why"), ({"block_size": 2}, "blocks"), ({"block_size": 2, "why": True}, "why"), ({"why": True}, "why")],
+    ids=str,
+)
+def test_a_page_starts_with_what_is_asked_for(options: dict[str, Any], start: str) -> None:
+    assert f'"start":"{start}"' in MASK.html(5, **options)
 
 
 def test_a_page_has_blocks_of_a_size_that_shows_something() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexmask.render.picture import Picture
 
-__all__ = ["notes", "numbered", "packed", "shortened", "title_lines", "visible_text"]
+__all__ = ["notes", "numbered", "packed", "place_notes", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
 MOST_VALUES = 32
@@ -73,10 +73,7 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
 
     Where a picture does not stand alone, only what holds for all that stand beside it.
     """
-    said = []
-    for name, index, size in (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads)):
-        if alone and size != 1:
-            said.append(f"{name} {index}" if size is None else f"{name} {index} of {size}")
+    said = place_notes(picture) if alone else []
     said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
     if picture.scores is not None and picture.scores.averaged is not None:
         said.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
@@ -91,6 +88,12 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
     if picture.block_size and picture.blocks is None:
         said.append("blocks of {:,} × {:,} are too small to draw".format(*picture.block_size))
     return said
+
+
+def place_notes(picture: Picture) -> list[str]:
+    """Which sequence and head are drawn, where there are several."""
+    places = (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads))
+    return [f"{name} {index}" if size is None else f"{name} {index} of {size}" for name, index, size in places if size != 1]
 
 
 def visible_text(picture: Picture) -> str:

@@ -8,7 +8,7 @@ from itertools import cycle
 
 from flexmask.render.kinds import Kind
 
-__all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
+__all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "PADDED", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
 
 VISIBLE = "#0072B2"
 IN_PARTIAL = "#56B4E9"
@@ -17,8 +17,8 @@ HIDDEN = "#EFEFEF"
 UNDECIDED = "#F2D5E4"
 INK = "#333333"
 FAINT = "#666666"
-#: Stretches of a band by turns, and padding.
-STRETCHES = ("#D3E3EE", "#B4CDDF", "#E2E2E2")
+#: Stretches of a band by turns.
+STRETCHES = ("#D3E3EE", "#B4CDDF")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Look:
     prominent: bool = False
 
 
+#: Padding in a band.
+PADDED = Look("#E2E2E2", "//////", "#FFFFFF")
 LOOKS = {
     "visible": Look(VISIBLE, prominent=True),
     "hidden": Look(HIDDEN),

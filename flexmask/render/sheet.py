@@ -10,7 +10,7 @@ import numpy as np
 
 from flexmask.errors import OperandError, RenderError
 from flexmask.preparation import check_mask
-from flexmask.render.caption import shortened
+from flexmask.render.caption import place_notes, shortened
 from flexmask.render.kinds import MOST_TERMS
 from flexmask.render.options import Contents, Options, lengths_with
 from flexmask.render.picture import Picture, picture
@@ -96,7 +96,7 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         alone = cast(Options, {**options, **place, "q_offset": whole.q_offset, "why": False})
         parts.append(picture(term, whole.q_len, whole.kv_len, **alone))
         titles.append(shortened(str(term), 4))
-    return Sheet(whole.text, (*parts, whole), (*titles, "together"), _columns(len(parts) + 1))
+    return Sheet(whole.text, (*parts, whole), (*titles, ", ".join(["together", *place_notes(whole)])), _columns(len(parts) + 1))
 
 
 def chosen(

@@ -11,7 +11,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 from flexmask.render.bands import PADDING, Band
 from flexmask.render.caption import numbered
 from flexmask.render.figure.drawing import squares
-from flexmask.render.palette import FAINT, INK, STRETCHES
+from flexmask.render.palette import FAINT, INK, PADDED, STRETCHES
 from flexmask.render.picture import Picture
 
 __all__ = ["BAND", "NUMBER_CHARACTER", "band_room", "draw_bands", "label_axes", "token_room"]
@@ -89,9 +89,9 @@ def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
             continue
         padding = value == PADDING
         corner, size = ((start, -thick), (stop - start, thick)) if along_keys else ((1, start), (thick, stop - start))
-        color = STRETCHES[2] if padding else STRETCHES[number % 2]
+        color = PADDED.color if padding else STRETCHES[number % 2]
         patch = Rectangle(corner, *size, transform=transform, facecolor=color, edgecolor="white", linewidth=0.6)
-        patch.set(clip_on=False, hatch="//////" if padding else None)
+        patch.set(clip_on=False, hatch=PADDED.hatch if padding else None)
         ax.add_patch(patch)
         if len(value) * NUMBER_CHARACTER * 0.85 < (stop - start) * inches:
             x, y = corner[0] + size[0] / 2, corner[1] + size[1] / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from flexmask.render.bands import PADDING
 from flexmask.render.figure.drawing import faded, opacity, squares
 from flexmask.render.figure.heat import UNSEEN, scale_marks
 from flexmask.render.kinds import count_text, tells_more
-from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
 
 __all__ = ["LEGEND", "entries_of", "legend_lines"]
@@ -37,19 +38,18 @@ LEGEND: dict[str, Any] = {
 }
 
 
-def entries_of(shown: Picture, characters: int, *, counted: bool = True) -> tuple[list[Patch], int]:
+def entries_of(pictures: Sequence[Picture], characters: int) -> tuple[list[Patch], int]:
     """The entries with labels of lines of at most so many characters, and in how many columns they stand.
 
     Args:
-        shown: the picture.
+        pictures: the picture, or those of a sheet, whose counts differ and are left out.
         characters: characters of a line at most.
-        counted: whether the labels say how many there are, which differs between the pictures of a sheet.
     """
-    entries = [
-        _patch(look, textwrap.fill(f"{label} ({count})" if count and counted else label, characters))
-        for look, label, count in _entries(shown, counted)
-    ]
-    return entries, _columns(shown)
+    found: dict[str, Look] = {}
+    for shown in pictures:
+        for look, label, count in _entries(shown):
+            found.setdefault(f"{label} ({count})" if count and len(pictures) == 1 else label, look)
+    return [_patch(look, textwrap.fill(label, characters)) for label, look in found.items()], min(map(_columns, pictures))
 
 
 def legend_lines(entries: list[Patch], columns: int) -> int:
@@ -59,16 +59,16 @@ def legend_lines(entries: list[Patch], columns: int) -> int:
     return sum(str(entry.get_label()).count("\n") + 1 for entry in entries)
 
 
-def _entries(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
-    """How something looks, what it is, and how many there are, of all that the picture has; if not counted, that it may have."""
+def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
+    """How something looks, what it is, and how many there are, of all that the picture has."""
     if shown.scores is not None:
         yield from ((Look(color), label, "") for color, label in scale_marks(shown.scores))
         if shown.pairs[1][1]:
             yield UNSEEN, "hidden", ""
     elif tells_more(shown.kinds):
-        yield from _of_kinds(shown, counted)
+        yield from _of_kinds(shown)
     elif shown.blocks is not None:
-        yield from _of_blocks(shown.blocks, counted)
+        yield from _of_blocks(shown.blocks)
     elif shown.step == (1, 1):
         yield Look(VISIBLE), "visible", ""
         yield Look(HIDDEN), "hidden", ""
@@ -79,26 +79,28 @@ def _entries(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
         yield Look(UNDECIDED), "blocks of unknown kind", f"{(shown.blocks == UNKNOWN).sum():,}"
     if shown.estimated is not None:
         yield Look(UNDECIDED), "estimated", ""
+    if any(PADDING in band.values for band in shown.bands):
+        yield PADDED, "padding", ""
 
 
-def _of_kinds(shown: Picture, counted: bool) -> Iterator[tuple[Look, str, str]]:
+def _of_kinds(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     """The kinds with their cells; of terms only those that hide some."""
     for look, kind, pairs in zip(looks_of(shown.kinds), shown.kinds, shown.pairs, strict=True):
         if kind.role == "visible" and shown.blocks is not None and shown.block_size is not None:
             in_full = int((shown.blocks == FULL).sum()) * shown.block_size[0] * shown.block_size[1]
-            if in_full or not counted:
+            if in_full:
                 yield Look(VISIBLE), "visible, in full blocks", f"{in_full:,}"
             yield Look(IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
-        elif kind.hides is None or pairs[1] or not counted:
+        elif kind.hides is None or pairs[1]:
             yield look if squares(shown) else replace(look, hatch=""), kind.words, count_text(pairs)
     if shown.blocks is not None and (shown.blocks == EMPTY).any():
         yield Look("#FFFFFF"), "paler: in empty blocks, skipped", ""
 
 
-def _of_blocks(blocks: NDArray[np.int8], counted: bool) -> Iterator[tuple[Look, str, str]]:
+def _of_blocks(blocks: NDArray[np.int8]) -> Iterator[tuple[Look, str, str]]:
     """The kinds of blocks with their number."""
     count = {kind: int((blocks == kind).sum()) for kind in (FULL, PARTIAL, EMPTY)}
-    some = [kind for kind, number in count.items() if number or not counted]
+    some = [kind for kind, number in count.items() if number]
     if FULL in some:
         yield Look(VISIBLE), "full blocks", f"{count[FULL]:,}"
     if PARTIAL in some:

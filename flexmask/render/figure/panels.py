@@ -93,7 +93,7 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
     text_width = max(across, TEXT_WIDTH)
     lines = title_lines(shown.text, int(text_width / TITLE_CHARACTER)) if title is None else title.split("\n")
     said = packed(notes(last, alone=False), text_width / NOTE_CHARACTER, "  ·  ")
-    entries, columns = entries_of(last, int(text_width / NOTE_CHARACTER), counted=False)
+    entries, columns = entries_of(shown.pictures, int(text_width / NOTE_CHARACTER))
     top, bottom = MARGIN + TITLE_LINE * len(lines) + 0.1, MARGIN + LEGEND_LINE * (len(said) + legend_lines(entries, columns))
     size = (text_width + 2 * MARGIN, top + down + bottom)
     figure = new_figure(*size)

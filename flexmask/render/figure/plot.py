@@ -154,7 +154,7 @@ def _new_axes(shown: Picture, title: str | None) -> Axes:
     width, height = fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST)
     text_width = max(width, TEXT_WIDTH)
     above = ABOVE + TITLE_LINE * len(_title(shown, title, text_width)) + token_room(shown.kv_tokens)
-    handles, columns = entries_of(shown, int(text_width / NOTE_CHARACTER))
+    handles, columns = entries_of([shown], int(text_width / NOTE_CHARACTER))
     below = MARGIN + band_room(shown, "kv") + LEGEND_LINE * (len(_notes(shown, text_width)) + legend_lines(handles, columns))
     left = 3 * MARGIN + max(NUMBER_CHARACTER * len(f"{shown.q_offset + shown.q_len:,}"), token_room(shown.q_tokens))
     size = (left + text_width + MARGIN + band_room(shown, "q"), above + height + below)
@@ -181,7 +181,7 @@ def _caption(shown: Picture, ax: Axes, title: str | None, width: float) -> None:
     lines = _title(shown, title, width)
     family = "monospace" if title is None else None
     ax.set_title("\n".join(lines), loc="left", fontsize=9, fontfamily=family, color="black", parse_math=False)
-    handles, columns = entries_of(shown, int(width / NOTE_CHARACTER))
+    handles, columns = entries_of([shown], int(width / NOTE_CHARACTER))
     below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
     legend = ax.legend(
         handles=handles,

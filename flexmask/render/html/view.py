@@ -37,12 +37,13 @@ def html(
 ) -> str:
     """The interactive view of a mask as one HTML document: see :meth:`flexmask.Mask.html`."""
     asked = options.get("block_size")
+    start: Literal["why", "blocks"] = "why" if asked is None or options.get("why") else "blocks"
     if options.get("against") is None:
         q_len, kv_len = lengths_with(mask, q_len, kv_len, options)
         blocks = block_size_for(q_len, kv_len) if asked is None else asked
         options = {"why": True, "most_blocks": MOST_BLOCKS, **options, "block_size": blocks}
     shown = sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
-    return page(view_of(shown, start="why" if asked is None else "blocks"))
+    return page(view_of(shown, start=start))
 
 
 def notebook_html(mask: Mask) -> str:
