@@ -94,6 +94,17 @@ def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> 
                 assert shown.shares[kind, row, column] == pytest.approx(np.mean(part == kind), abs=1e-6)
 
 
+@pytest.mark.parametrize("pixels", [(9, 9), (37, 41), (100, 100)])
+def test_no_pixel_shows_a_kind_that_is_not_there(pixels: tuple[int, int]) -> None:
+    """The shares are rounded; what they leave for the last kind must not be what rounding leaves."""
+    mask = fm.causal() & (fm.q % 7 < 3) & (fm.kv % 5 != 1)
+    cells, shown = picture(mask, 1000, why=True).cells, picture(mask, 1000, why=True, most_pixels=pixels)
+    last = len(shown.kinds) - 1
+    rows, columns = (np.arange(0, 1000, size) for size in shown.step)
+    counts = np.add.reduceat(np.add.reduceat((cells == last).astype(int), rows, axis=0), columns, axis=1)
+    assert np.array_equal(shown.shares[last] > 0, counts > 0)
+
+
 A, B, C, D = fm.causal(), fm.kv < 5, fm.q > 6, fm.key_padding(8)
 TERMS: list[tuple[Mask, list[str]]] = [
     (A & B & D, ["causal", "kv < 5", "key_padding(lengths=8)"]),

@@ -215,7 +215,8 @@ def _shares(
         if most is not least:
             unsure = least != most
             share[unsure] = area.samples(least, most, step)[unsure]
-    shares[-1] = 1 - shares[:-1].sum(0)
+    known = sum(least for least, _ in counts)
+    shares[-1] = np.where(estimated, 1 - shares[:-1].sum(0), (cells - known) / cells)  # 0 only where nothing is left
     return tuple((max(0, least), most) for least, most in pairs), shares.clip(0, 1), estimated if estimated.any() else None
 
 
