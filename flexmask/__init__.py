@@ -83,8 +83,8 @@ if TYPE_CHECKING:
     from flexmask.lowering.stats import Stats
     from flexmask.mask_cache import MaskCache
     from flexmask.nn import MultiheadFlexAttention
-    from flexmask.render.figure.panels import plot_score_panels
-    from flexmask.render.figure.plot import plot_scores
+    from flexmask.plotting.mpl.panels import plot_score_panels
+    from flexmask.plotting.mpl.plot import plot_scores
     from flexmask.rows import Rows
     from flexmask.tracing.trace import trace
     from flexmask.weights import attention_weights
@@ -195,8 +195,8 @@ _HEAVY = {
     "choose_backend": "flexmask.functional",
     "create_block_mask": "flexmask.drop_in",
     "explain": "flexmask.explaining",
-    "plot_score_panels": "flexmask.render.figure.panels",
-    "plot_scores": "flexmask.render.figure.plot",
+    "plot_score_panels": "flexmask.plotting.mpl.panels",
+    "plot_scores": "flexmask.plotting.mpl.plot",
     "trace": "flexmask.tracing.trace",
 }
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flexmask.algebra import Mask
-    from flexmask.render.options import Contents, Options
-    from flexmask.render.sheet import Indices
+    from flexmask.plotting.options import Contents, Options
+    from flexmask.plotting.sheet import Indices
 
 __all__ = ["Drawable"]
 
@@ -61,8 +61,8 @@ class Drawable(Lowerable):
             RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
                 ``against`` together with ``why`` or blocks.
         """
-        from flexmask.render.figure.plot import draw
-        from flexmask.render.picture import picture
+        from flexmask.plotting.mpl.plot import draw
+        from flexmask.plotting.raster import picture
 
         return draw(picture(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
 
@@ -89,8 +89,8 @@ class Drawable(Lowerable):
         Raises:
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
-        from flexmask.render.figure.panels import draw_sheet
-        from flexmask.render.sheet import sheet
+        from flexmask.plotting.mpl.panels import draw_sheet
+        from flexmask.plotting.sheet import sheet
 
         return draw_sheet(sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
 
@@ -108,8 +108,8 @@ class Drawable(Lowerable):
         Raises:
             RenderError: as :meth:`plot`.
         """
-        from flexmask.render.figure.panels import draw_sheet
-        from flexmask.render.sheet import term_sheet
+        from flexmask.plotting.mpl.panels import draw_sheet
+        from flexmask.plotting.sheet import term_sheet
 
         return draw_sheet(term_sheet(cast("Mask", self), q_len, kv_len, **options), title=title)
 
@@ -126,7 +126,7 @@ class Drawable(Lowerable):
         Args:
             console: where to draw; by default the standard output.
         """
-        from flexmask.render.terminal.show import show
+        from flexmask.plotting.terminal.show import show
 
         show(cast("Mask", self), q_len, kv_len, console=console, **options)
 
@@ -152,7 +152,7 @@ class Drawable(Lowerable):
         Raises:
             RenderError: as :meth:`plot_panels`.
         """
-        from flexmask.render.html.view import html
+        from flexmask.plotting.html.view import html
 
         return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
 
@@ -181,12 +181,12 @@ class Drawable(Lowerable):
                 :meth:`plot`.
             OSError: the file cannot be written.
         """
-        from flexmask.render.files import save
+        from flexmask.plotting.files import save
 
         save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""
-        from flexmask.render.html.view import notebook_html
+        from flexmask.plotting.html.view import notebook_html
 
         return notebook_html(cast("Mask", self))

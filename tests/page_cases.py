@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.render.html.page import BandData, KindData, PanelData, ViewData, packed
+from flexmask.plotting.html.page import BandData, KindData, PanelData, ViewData, packed
 
 __all__ = ["Case", "N", "PADDED", "block_kind", "by_area", "case", "causal", "packed_text"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.render.picture import picture
+from flexmask.plotting.raster import picture
 
 
 @pytest.mark.parametrize(

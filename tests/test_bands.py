@@ -9,8 +9,8 @@ import torch
 
 import flexmask as fm
 from flexmask import FlexmaskError, Mask, OperandError, RenderError
-from flexmask.render.bands import MOST_STRETCHES
-from flexmask.render.picture import Picture, picture
+from flexmask.plotting.annotations import MOST_STRETCHES
+from flexmask.plotting.raster import Picture, picture
 
 
 def positions(shown: Picture) -> dict[tuple[str, str], list[str]]:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import pytest
 
-from flexmask.render import palette
-from flexmask.render.html.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
+from flexmask.plotting import palette
+from flexmask.plotting.html.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
 from tests import browser
 from tests.browser import Opened, opened, screenshot
 from tests.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text

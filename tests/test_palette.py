@@ -9,9 +9,9 @@ import pytest
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from flexmask.render.figure.heat import scale_marks
-from flexmask.render.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
-from flexmask.render.picture import Scores
+from flexmask.plotting.mpl.heat import scale_marks
+from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
+from flexmask.plotting.raster import Scores
 
 Colour = NDArray[np.float64]
 

@@ -22,11 +22,11 @@ from matplotlib.image import imread
 
 import flexmask as fm
 from flexmask import Mask
-from flexmask.render import area
-from flexmask.render.figure.panels import save_sheet
-from flexmask.render.figure.plot import save
-from flexmask.render.picture import picture
-from flexmask.render.scores import score_picture, score_sheet
+from flexmask.plotting import density
+from flexmask.plotting.mpl.panels import save_sheet
+from flexmask.plotting.mpl.plot import save
+from flexmask.plotting.raster import picture
+from flexmask.plotting.scores import score_picture, score_sheet
 from tests.test_render import STRIDED, packed
 
 BASELINE = Path(__file__).parent / "baseline"
@@ -149,7 +149,7 @@ def difference(first: Path, second: Path) -> float:
 def test_golden_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, options = GOLDEN[name]
     if name == "estimated":
-        monkeypatch.setattr(area, "MAX_CELLS", 0)
+        monkeypatch.setattr(density, "MAX_CELLS", 0)
     assert_golden(name, tmp_path, lambda path: save(picture(mask, **options), path))
 
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask import FlexmaskError, LoweringError, Mask, OperandError, RenderError
-from flexmask.render import area
-from flexmask.render.caption import notes, numbered, shortened, title_lines
-from flexmask.render.figure.plot import save
-from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, picture
+from flexmask.plotting import density
+from flexmask.plotting.caption import notes, numbered, shortened, title_lines
+from flexmask.plotting.mpl.plot import save
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, picture
 from tests.strategies import Case, Shape, shaped_masks
 
 STRIDED = fm.causal() & ((fm.q - fm.kv) % 3 == 0)  # its rows are only bounds
@@ -103,8 +103,8 @@ def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, i
     ids=["documents", "many intervals", "table", "full", "empty", "strided"],
 )
 def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(area, "CHUNK_INTERVALS", 500)
-    monkeypatch.setattr(area, "CHUNK_CELLS", 5000)
+    monkeypatch.setattr(density, "CHUNK_INTERVALS", 500)
+    monkeypatch.setattr(density, "CHUNK_CELLS", 5000)
     shown = picture(mask, 500, most_pixels=pixels)
     assert shown.estimated is None
     cells = mask.dense(500)[0, 0].numpy()
@@ -115,7 +115,7 @@ def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: p
 
 def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = picture(STRIDED, 600, most_pixels=(60, 60), block_size=20)
-    monkeypatch.setattr(area, "MAX_CELLS", 1000)
+    monkeypatch.setattr(density, "MAX_CELLS", 1000)
     shown = picture(STRIDED, 600, most_pixels=(60, 60), block_size=20)
     assert shown.estimated is not None
     assert exact.blocks is not None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import flexmask as fm
 from flexmask import FlexmaskError, LoweringError, Mask, MultiheadFlexAttention, OperandError, RenderError
-from flexmask.render.palette import HIDDEN
-from flexmask.render.scores import score_picture, score_sheet
+from flexmask.plotting.palette import HIDDEN
+from flexmask.plotting.scores import score_picture, score_sheet
 
 MASK = fm.causal() & fm.key_padding(lengths=[3, 6])
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask import FlexmaskError, OperandError, RenderError
-from flexmask.render.html.view import block_size_for, view_of
-from flexmask.render.palette import looks_of
-from flexmask.render.sheet import sheet, term_sheet
+from flexmask.plotting.html.view import block_size_for, view_of
+from flexmask.plotting.palette import looks_of
+from flexmask.plotting.sheet import sheet, term_sheet
 
 MASK = fm.per_head([fm.causal(), fm.sliding_window(size=2) & (fm.kv > 0)]) & fm.key_padding(lengths=[5, 3, 4])
 

@@ -19,10 +19,10 @@ from rich.text import Text
 
 import flexmask as fm
 from flexmask import LoweringError, Mask
-from flexmask.render import area
-from flexmask.render.picture import EMPTY, FULL, PARTIAL, picture
-from flexmask.render.sheet import Sheet, sheet, term_sheet
-from flexmask.render.terminal.show import show_sheet
+from flexmask.plotting import density
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, picture
+from flexmask.plotting.sheet import Sheet, sheet, term_sheet
+from flexmask.plotting.terminal.show import show_sheet
 from tests.strategies import mask_cases, shapes
 
 #: What there is to draw on: colours, and the encoding.
@@ -446,7 +446,7 @@ def pixels_of_legend(text: str) -> set[tuple[int, ...]]:
 
 
 def test_estimates_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(area, "MAX_CELLS", 1000)
+    monkeypatch.setattr(density, "MAX_CELLS", 1000)
     text = output(fm.causal() & ((fm.q - fm.kv) % 3 == 0), 600, width=70)
     assert "shades estimated from samples" in " ".join(read(text).head)
     assert set("".join(read(text).lines)) <= set(".-+*#")

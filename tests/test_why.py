@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask import Mask, OperandError, RenderError
-from flexmask.render.kinds import MOST_TERMS
-from flexmask.render.picture import picture
-from flexmask.render.terms import terms
+from flexmask.plotting.categories import MOST_TERMS
+from flexmask.plotting.raster import picture
+from flexmask.plotting.terms import terms
 
 Q, KV = 9, 11
 LEAVES = [

@@ -13,10 +13,10 @@ import click
 from flexmask.cli.messages import Refused
 from flexmask.cli.output import say
 from flexmask.cli.values import read_text
-from flexmask.render.endings import ending_of
+from flexmask.plotting.endings import ending_of
 
 if TYPE_CHECKING:
-    from flexmask.render.sheet import Indices
+    from flexmask.plotting.sheet import Indices
 
 __all__ = ["Chosen", "TokenText", "label_options", "output_option", "writing"]
 

@@ -8,7 +8,7 @@ import click
 
 from flexmask.cli.output import say
 from flexmask.errors import TextError
-from flexmask.render.caption import shortened
+from flexmask.plotting.caption import shortened
 
 __all__ = ["Refused", "brief", "message_of"]
 

@@ -14,8 +14,8 @@ from flexmask.cli.progress import working
 from flexmask.cli.values import BlockSize
 
 if TYPE_CHECKING:
-    from flexmask.render.options import Contents
-    from flexmask.render.sheet import Indices
+    from flexmask.plotting.options import Contents
+    from flexmask.plotting.sheet import Indices
 
 __all__ = ["render"]
 
@@ -84,9 +84,9 @@ def render(
         with writing(output), working("drawing the mask"):
             mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **options)
         return
-    from flexmask.render.picture import Picture
-    from flexmask.render.sheet import chosen
-    from flexmask.render.terminal.show import show_picture, show_sheet
+    from flexmask.plotting.raster import Picture
+    from flexmask.plotting.sheet import chosen
+    from flexmask.plotting.terminal.show import show_picture, show_sheet
 
     with working("drawing the mask"):
         shown = chosen(mask, queries, across, batch=batch, head=head, terms=terms, **options)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from flexmask.errors import FlexmaskError, RenderError
 from flexmask.gallery.entry import Entry
 from flexmask.lowering.stats import Stats
-from flexmask.render.html.view import block_size_for
-from flexmask.render.sheet import Sheet, sheet
+from flexmask.plotting.html.view import block_size_for
+from flexmask.plotting.sheet import Sheet, sheet
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask

@@ -10,8 +10,8 @@ from html import escape
 from flexmask.gallery.drawn import Drawn
 from flexmask.gallery.snippets import command, python
 from flexmask.gallery.words import figures, lengths, linked, sections
-from flexmask.render.html import page
-from flexmask.render.html.view import view_of
+from flexmask.plotting.html import page
+from flexmask.plotting.html.view import view_of
 
 __all__ = ["index"]
 

@@ -9,8 +9,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from flexmask.gallery.drawn import Drawn
 from flexmask.gallery.snippets import command
-from flexmask.render.figure.panels import save_sheet
-from flexmask.render.figure.plot import save
+from flexmask.plotting.mpl.panels import save_sheet
+from flexmask.plotting.mpl.plot import save
 
 __all__ = ["write_picture"]
 

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from numpy.typing import NDArray
 
-from flexmask.render.palette import HIDDEN, INK, Look
-from flexmask.render.picture import Picture, Scores
+from flexmask.plotting.palette import HIDDEN, INK, Look
+from flexmask.plotting.raster import Picture, Scores
 
 __all__ = ["UNSEEN", "colored_scores", "draw_numbers", "scale_marks"]
 

@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import ScaledTranslation, Transform
 
-from flexmask.render.bands import PADDING, Band
-from flexmask.render.caption import numbered
-from flexmask.render.figure.drawing import squares
-from flexmask.render.palette import FAINT, INK, PADDED, STRETCHES
-from flexmask.render.picture import Picture
+from flexmask.plotting.annotations import PADDING, Band
+from flexmask.plotting.caption import numbered
+from flexmask.plotting.mpl.drawing import squares
+from flexmask.plotting.palette import FAINT, INK, PADDED, STRETCHES
+from flexmask.plotting.raster import Picture
 
 __all__ = ["BAND", "NUMBER_CHARACTER", "band_room", "draw_bands", "label_axes", "token_room"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import cycle
 from string import ascii_lowercase
 
-from flexmask.render.kinds import Kind
-from flexmask.render.palette import looks_of
-from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN
+from flexmask.plotting.categories import Kind
+from flexmask.plotting.palette import looks_of
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN
 
 __all__ = [
     "BLOCKS",

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmask.errors import FlexmaskError
-from flexmask.render.caption import shortened
-from flexmask.render.html.page import PanelData, ViewData, packed, page
-from flexmask.render.options import Contents, lengths_with
-from flexmask.render.picture import Picture
-from flexmask.render.sheet import Indices, Sheet, sheet
+from flexmask.plotting.caption import shortened
+from flexmask.plotting.html.page import PanelData, ViewData, packed, page
+from flexmask.plotting.options import Contents, lengths_with
+from flexmask.plotting.raster import Picture
+from flexmask.plotting.sheet import Indices, Sheet, sheet
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask

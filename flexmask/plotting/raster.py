@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from flexmask.algebra import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
+from flexmask.plotting import categories
+from flexmask.plotting.annotations import Band, bands_of
+from flexmask.plotting.caption import shortened
+from flexmask.plotting.categories import Kind
+from flexmask.plotting.density import Area, Counts
+from flexmask.plotting.options import key_labels, lengths_with
+from flexmask.plotting.selection import Place, place_of
+from flexmask.plotting.tokens import Tokens, query_labels
 from flexmask.preparation import check_mask
-from flexmask.render import kinds
-from flexmask.render.area import Area, Counts
-from flexmask.render.bands import Band, bands_of
-from flexmask.render.caption import shortened
-from flexmask.render.kinds import Kind
-from flexmask.render.options import key_labels, lengths_with
-from flexmask.render.place import Place, place_of
-from flexmask.render.tokens import Tokens, query_labels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,9 +167,9 @@ def picture(
     queries, keys = lengths_with(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     place = place_of([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
     if against is not None:
-        told = kinds.difference(mask, against)
+        told = categories.difference(mask, against)
     else:
-        told = kinds.reasons(mask, head if heads_apart else None) if why else kinds.visibility(mask)
+        told = categories.reasons(mask, head if heads_apart else None) if why else categories.visibility(mask)
     step = (-(-queries // most_pixels[0]), -(-keys // most_pixels[1]))
     areas = [place.area(kind.cells) for kind in told if kind.cells is not None]
     pairs, shares, estimated = _shares(areas, step)

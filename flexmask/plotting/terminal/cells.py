@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from flexmask.render.bands import PADDING
-from flexmask.render.caption import numbered
-from flexmask.render.kinds import count_text, tells_more
-from flexmask.render.picture import EMPTY, FULL, Picture
-from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
-from flexmask.render.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
+from flexmask.plotting.annotations import PADDING
+from flexmask.plotting.caption import numbered
+from flexmask.plotting.categories import count_text, tells_more
+from flexmask.plotting.raster import EMPTY, FULL, Picture
+from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.plotting.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

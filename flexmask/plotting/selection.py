@@ -12,8 +12,8 @@ from flexmask.analysis import analyse
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.index import Symbol
+from flexmask.plotting.density import Area
 from flexmask.preparation import frame_of
-from flexmask.render.area import Area
 from flexmask.tables import Lookup, Table, TensorTable
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 from flexmask.lengths import lengths_of
-from flexmask.render.tokens import Tokens, labels_of, split
+from flexmask.plotting.tokens import Tokens, labels_of, split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ __all__ = ["Contents", "Labelling", "Options", "key_labels", "lengths_with"]
 
 
 class Labelling(TypedDict, total=False):
-    """What stands around a picture; each as an argument of :func:`flexmask.render.picture.picture`."""
+    """What stands around a picture; each as an argument of :func:`flexmask.plotting.raster.picture`."""
 
     q_offset: int | Tensor
     tokens: Tokens | None
@@ -25,7 +25,7 @@ class Labelling(TypedDict, total=False):
 
 
 class Contents(Labelling, total=False):
-    """What a picture shows of whichever sequence and head; each as an argument of :func:`flexmask.render.picture.picture`."""
+    """What a picture shows of whichever sequence and head; each as an argument of :func:`flexmask.plotting.raster.picture`."""
 
     block_size: int | tuple[int, int] | None
     why: bool
@@ -35,7 +35,7 @@ class Contents(Labelling, total=False):
 
 
 class Options(Contents, total=False):
-    """What a picture shows; each as an argument of :func:`flexmask.render.picture.picture`."""
+    """What a picture shows; each as an argument of :func:`flexmask.plotting.raster.picture`."""
 
     batch: int
     head: int

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from flexmask.errors import RenderError
-from flexmask.render.endings import ending_of
-from flexmask.render.options import Contents
-from flexmask.render.picture import Picture
-from flexmask.render.sheet import Indices, chosen
+from flexmask.plotting.endings import ending_of
+from flexmask.plotting.options import Contents
+from flexmask.plotting.raster import Picture
+from flexmask.plotting.sheet import Indices, chosen
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
@@ -31,7 +31,7 @@ def save(
     """Writes a picture of a mask, as the ending of ``path`` says: see :meth:`flexmask.Mask.save_picture`."""
     ending = ending_of(path)
     if ending == ".html":
-        from flexmask.render.html.view import html
+        from flexmask.plotting.html.view import html
 
         if terms:
             raise RenderError("an interactive view tells the terms apart itself; leave out terms=")
@@ -39,8 +39,8 @@ def save(
         text = html(mask, q_len, kv_len, **places, **options)
         Path(path).write_text(text, encoding="utf-8", newline="\n")
         return
-    from flexmask.render.figure.panels import save_sheet
-    from flexmask.render.figure.plot import save as save_picture
+    from flexmask.plotting.mpl.panels import save_sheet
+    from flexmask.plotting.mpl.plot import save as save_picture
 
     shown = chosen(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
     if isinstance(shown, Picture):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmask.render.picture import Picture
+from flexmask.plotting.raster import Picture
 
 __all__ = ["coarser"]
 

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from flexmask.render.picture import Picture
-from flexmask.render.terminal.signs import FAINT, Sign
+from flexmask.plotting.raster import Picture
+from flexmask.plotting.terminal.signs import FAINT, Sign
 
 __all__ = ["Canvas", "Drawing", "Entry", "MOST_LINES", "framed", "ruler"]
 

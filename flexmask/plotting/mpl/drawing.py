@@ -11,10 +11,10 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
-from flexmask.render.figure.heat import UNSEEN, colored_scores, draw_numbers
-from flexmask.render.kinds import tells_more
-from flexmask.render.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
-from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
+from flexmask.plotting.categories import tells_more
+from flexmask.plotting.mpl.heat import UNSEEN, colored_scores, draw_numbers
+from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
 __all__ = ["MOST_SQUARES", "draw_cells", "faded", "opacity", "squares"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from flexmask.render.kinds import Kind
+from flexmask.plotting.categories import Kind
 
 __all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "PADDED", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
 import numpy as np
 
 from flexmask.errors import OperandError, RenderError
+from flexmask.plotting.caption import place_notes, shortened
+from flexmask.plotting.categories import MOST_TERMS
+from flexmask.plotting.options import Contents, Options, lengths_with
+from flexmask.plotting.raster import Picture, picture
+from flexmask.plotting.selection import place_of
+from flexmask.plotting.terms import terms
 from flexmask.preparation import check_mask
-from flexmask.render.caption import place_notes, shortened
-from flexmask.render.kinds import MOST_TERMS
-from flexmask.render.options import Contents, Options, lengths_with
-from flexmask.render.picture import Picture, picture
-from flexmask.render.place import place_of
-from flexmask.render.terms import terms
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
-    from flexmask.render.kinds import Kind
+    from flexmask.plotting.categories import Kind
 
 __all__ = ["Indices", "Sheet", "arranged", "chosen", "places_of", "sheet", "term_sheet"]
 
@@ -64,10 +64,10 @@ def sheet(
         kv_len: number of keys, likewise.
         batch: which sequences, all by default.
         head: which heads, likewise.
-        options: what every picture shows, as for :func:`flexmask.render.picture.picture`.
+        options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`.
 
     Raises:
-        RenderError: more than 64 pictures, or what :func:`flexmask.render.picture.picture` raises.
+        RenderError: more than 64 pictures, or what :func:`flexmask.plotting.raster.picture` raises.
     """
     check_mask(mask)
     queries, keys = lengths_with(mask, q_len, kv_len, options)
@@ -87,7 +87,7 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         mask: the mask.
         q_len: number of queries, by default as the mask's own data says.
         kv_len: number of keys, likewise.
-        options: what every picture shows, as for :func:`flexmask.render.picture.picture`; the whole shows why cells are hidden.
+        options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`; the whole shows why cells are hidden.
     """
     whole = picture(mask, q_len, kv_len, **cast(Options, {**options, "why": True}))
     parts, titles = [], []

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Unpack
 from rich.console import Console
 from rich.text import Text
 
-from flexmask.render.caption import notes, packed, title_lines, visible_text
-from flexmask.render.options import Options
-from flexmask.render.picture import Picture, picture
-from flexmask.render.terminal.areas import draw_area
-from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry
-from flexmask.render.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
-from flexmask.render.terminal.signs import FAINT
+from flexmask.plotting.caption import notes, packed, title_lines, visible_text
+from flexmask.plotting.options import Options
+from flexmask.plotting.raster import Picture, picture
+from flexmask.plotting.terminal.areas import draw_area
+from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry
+from flexmask.plotting.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
+from flexmask.plotting.terminal.signs import FAINT
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
-    from flexmask.render.sheet import Sheet
+    from flexmask.plotting.sheet import Sheet
 
 __all__ = ["show", "show_picture", "show_sheet"]
 

@@ -9,8 +9,8 @@ from functools import reduce
 from typing import Literal, TypeAlias
 
 from flexmask.algebra import Mask, Truth
-from flexmask.render.caption import shortened
-from flexmask.render.terms import terms
+from flexmask.plotting.caption import shortened
+from flexmask.plotting.terms import terms
 
 __all__ = ["Kind", "MOST_TERMS", "Role", "count_text", "difference", "reasons", "tells_more", "visibility"]
 

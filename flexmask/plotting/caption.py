@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexmask.render.picture import Picture
+    from flexmask.plotting.raster import Picture
 
 __all__ = ["notes", "numbered", "packed", "place_notes", "shortened", "title_lines", "visible_text"]
 

@@ -15,17 +15,17 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from flexmask.render.caption import numbered
-from flexmask.render.kinds import count_text, tells_more
-from flexmask.render.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
-from flexmask.render.terminal.coarsening import coarser
-from flexmask.render.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
+from flexmask.plotting.caption import numbered
+from flexmask.plotting.categories import count_text, tells_more
+from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.plotting.terminal.coarsening import coarser
+from flexmask.plotting.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from flexmask.render.kinds import Kind
-    from flexmask.render.picture import Picture
+    from flexmask.plotting.categories import Kind
+    from flexmask.plotting.raster import Picture
 
 __all__ = ["draw_area"]
 

@@ -18,15 +18,15 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
 
-from flexmask.render.caption import notes, packed, title_lines
-from flexmask.render.endings import ending_of
-from flexmask.render.figure.drawing import MOST_SQUARES, draw_cells
-from flexmask.render.figure.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
-from flexmask.render.figure.legend import LEGEND, entries_of, legend_lines
-from flexmask.render.options import Labelling
-from flexmask.render.palette import FAINT
-from flexmask.render.picture import Picture
-from flexmask.render.scores import score_picture
+from flexmask.plotting.caption import notes, packed, title_lines
+from flexmask.plotting.endings import ending_of
+from flexmask.plotting.mpl.drawing import MOST_SQUARES, draw_cells
+from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
+from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
+from flexmask.plotting.options import Labelling
+from flexmask.plotting.palette import FAINT
+from flexmask.plotting.raster import Picture
+from flexmask.plotting.scores import score_picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def plot_scores(
         head: which head; None for the mean of all.
         ax: where to draw; by default a new figure of a fitting size.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.render.picture.picture`.
+        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.picture`.
 
     Returns:
         The axes, with queries and keys as units.

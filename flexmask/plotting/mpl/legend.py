@@ -11,12 +11,12 @@ import numpy as np
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from flexmask.render.bands import PADDING
-from flexmask.render.figure.drawing import faded, opacity, squares
-from flexmask.render.figure.heat import UNSEEN, scale_marks
-from flexmask.render.kinds import count_text, tells_more
-from flexmask.render.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
-from flexmask.render.picture import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
+from flexmask.plotting.annotations import PADDING
+from flexmask.plotting.categories import count_text, tells_more
+from flexmask.plotting.mpl.drawing import faded, opacity, squares
+from flexmask.plotting.mpl.heat import UNSEEN, scale_marks
+from flexmask.plotting.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
 
 __all__ = ["LEGEND", "entries_of", "legend_lines"]
 

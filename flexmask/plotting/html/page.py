@@ -15,11 +15,11 @@ from importlib.resources import files
 from string import Template
 from typing import Literal, TypedDict
 
-from flexmask.render.kinds import Role, count_text
+from flexmask.plotting.categories import Role, count_text
 
 __all__ = ["BandData", "KindData", "PanelData", "ViewData", "document", "inline_json", "packed", "page", "script", "style", "web"]
 
-HERE = "flexmask.render.html"
+HERE = "flexmask.plotting.html"
 #: The parts of the script, each built on those before it.
 PARTS = ("data.js", "elements.js", "colours.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
 

@@ -14,13 +14,13 @@ from flexmask.catalogue import dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.lowering.dense import dense as mask_cells
+from flexmask.plotting.annotations import bands_of
+from flexmask.plotting.caption import shortened
+from flexmask.plotting.options import Labelling, key_labels
+from flexmask.plotting.raster import Picture, Scores, picture
+from flexmask.plotting.sheet import Indices, Sheet, arranged, places_of
+from flexmask.plotting.tokens import query_labels
 from flexmask.preparation import frame_of
-from flexmask.render.bands import bands_of
-from flexmask.render.caption import shortened
-from flexmask.render.options import Labelling, key_labels
-from flexmask.render.picture import Picture, Scores, picture
-from flexmask.render.sheet import Indices, Sheet, arranged, places_of
-from flexmask.render.tokens import query_labels
 from flexmask.text import as_mask
 
 __all__ = ["score_picture", "score_sheet"]
@@ -41,7 +41,7 @@ def score_picture(
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
-        options: what stands around the weights, as for :func:`flexmask.render.picture.picture`.
+        options: what stands around the weights, as for :func:`flexmask.plotting.raster.picture`.
 
     Raises:
         RenderError: a sequence or head that the weights do not have, or weights that are not finite.
@@ -66,7 +66,7 @@ def score_sheet(
         mask: what it hides is drawn as hidden.
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, likewise.
-        options: what stands around the weights, as for :func:`flexmask.render.picture.picture`.
+        options: what stands around the weights, as for :func:`flexmask.plotting.raster.picture`.
     """
     _check(weights, 0, 0)
     shown, places = _Shown.of(weights, mask, options), places_of(batch, head, weights.shape[0], weights.shape[1])

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Unpack
 
 from matplotlib.figure import Figure
 
-from flexmask.render.caption import notes, packed, title_lines, visible_text
-from flexmask.render.figure.drawing import draw_cells
-from flexmask.render.figure.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
-from flexmask.render.figure.legend import LEGEND, entries_of, legend_lines
-from flexmask.render.figure.plot import DPI, fit, new_figure, style, write
-from flexmask.render.options import Labelling
-from flexmask.render.palette import FAINT, INK
-from flexmask.render.picture import Picture
-from flexmask.render.scores import score_sheet
-from flexmask.render.sheet import Indices, Sheet
+from flexmask.plotting.caption import notes, packed, title_lines, visible_text
+from flexmask.plotting.mpl.drawing import draw_cells
+from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
+from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
+from flexmask.plotting.mpl.plot import DPI, fit, new_figure, style, write
+from flexmask.plotting.options import Labelling
+from flexmask.plotting.palette import FAINT, INK
+from flexmask.plotting.raster import Picture
+from flexmask.plotting.scores import score_sheet
+from flexmask.plotting.sheet import Indices, Sheet
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ def plot_score_panels(
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, likewise.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.render.picture.picture`.
+        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.picture`.
     """
     return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **options), title=title)
 
