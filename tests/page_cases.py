@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.plotting.html.page import BandData, KindData, PanelData, ViewData, packed
+from flexmask.plotting.html.page import BandData, CategoryData, PanelData, ViewData, packed
 
 __all__ = ["Case", "N", "PADDED", "block_kind", "by_area", "case", "causal", "packed_text"]
 
@@ -82,14 +82,14 @@ def case(
                 "bands": bands(b),
             }
         )
-    labels: list[KindData] = [{"role": "hidden", "label": name if len(names) > 1 else "hidden"} for name in names]
+    labels: list[CategoryData] = [{"role": "hidden", "label": name if len(names) > 1 else "hidden"} for name in names]
     view: ViewData = {
         "text": " & ".join(names),
         "q_len": q_len,
         "kv_len": kv_len,
         "batches": batches,
         "heads": 1,
-        "kinds": [{"role": "visible", "label": "visible"}, *labels],
+        "categories": [{"role": "visible", "label": "visible"}, *labels],
         "step": [1, 1],
         "shape": [q_len, kv_len],
         "block_size": block_size,

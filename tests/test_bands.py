@@ -9,7 +9,7 @@ import torch
 
 import flexmask as fm
 from flexmask import FlexmaskError, Mask, OperandError, RenderError
-from flexmask.plotting.annotations import MOST_STRETCHES
+from flexmask.plotting.annotations import MAX_STRETCHES
 from flexmask.plotting.raster import Picture, picture
 
 
@@ -83,7 +83,7 @@ def test_ids_of_one_table_are_a_band() -> None:
 
 
 def test_documents_of_long_masks_are_left_out_where_they_could_not_be_told_apart() -> None:
-    few, many = (fm.document(lengths=[5] * count) for count in (MOST_STRETCHES, MOST_STRETCHES + 1))
+    few, many = (fm.document(lengths=[5] * count) for count in (MAX_STRETCHES, MAX_STRETCHES + 1))
     assert len(picture(few).bands) == 2
     assert picture(many).bands == ()
     assert picture(few, bands=False).bands == ()

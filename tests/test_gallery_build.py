@@ -90,7 +90,7 @@ def test_pictures_are_the_mask(entry: Entry) -> None:
     panels = panels_of(entry)
     assert len(pictures) == len(panels)
     for shown, cells in zip(pictures, panels, strict=True):
-        assert shown.kinds[0].role == "visible"
+        assert shown.categories[0].role == "visible"
         assert np.array_equal(shown.cells == 0, cells.numpy())
 
 

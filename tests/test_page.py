@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from flexmask.plotting import palette
-from flexmask.plotting.html.page import KindData, PanelData, ViewData, inline_json, packed, page, script, style
+from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, inline_json, packed, page, script, style
 from tests import browser
 from tests.browser import Opened, opened, screenshot
 from tests.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
@@ -455,7 +455,7 @@ def test_the_legend_counts(shown: Shown) -> None:
 @pytest.mark.browser
 def test_differences_have_their_own_kinds(shown: Shown) -> None:
     mask = causal(4, 4).view
-    kinds: list[KindData] = [
+    kinds: list[CategoryData] = [
         {"role": "both", "label": "visible in both"},
         {"role": "only_a", "label": "only A"},
         {"role": "only_b", "label": "only B"},
@@ -463,7 +463,7 @@ def test_differences_have_their_own_kinds(shown: Shown) -> None:
     ]
     cells = bytes((q + kv) % 4 for q in range(4) for kv in range(4))
     panel: PanelData = {**mask["panels"][0], "cells": packed(cells), "pairs": [[4, 4]] * 4}
-    with shown({**mask, "text": "A vs B", "kinds": kinds, "panels": [panel]}) as view:
+    with shown({**mask, "text": "A vs B", "categories": kinds, "panels": [panel]}) as view:
         view.page.locator(".flexmask-stage canvas").focus()
         for q in range(4):
             view.page.keyboard.press("Home" if q else "ArrowDown")

@@ -72,7 +72,7 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
             assert shown.pairs[0] == (expected[batch, head].sum(),) * 2
     pixels = data.draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
     block = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    shown = picture(case.mask, **lowering, most_pixels=pixels, block_size=block)
+    shown = picture(case.mask, **lowering, max_pixels=pixels, block_size=block)
     assert shown.shares.shape[1:] <= pixels
     assert np.allclose(shown.shares[0], averaged(expected[0, 0], shown.step), atol=1e-6)
     assert shown.blocks is not None
@@ -105,7 +105,7 @@ def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, i
 def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(density, "CHUNK_INTERVALS", 500)
     monkeypatch.setattr(density, "CHUNK_CELLS", 5000)
-    shown = picture(mask, 500, most_pixels=pixels)
+    shown = picture(mask, 500, max_pixels=pixels)
     assert shown.estimated is None
     cells = mask.dense(500)[0, 0].numpy()
     assert np.allclose(shown.shares[0], averaged(cells, shown.step), atol=1e-6)
@@ -114,9 +114,9 @@ def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: p
 
 
 def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = picture(STRIDED, 600, most_pixels=(60, 60), block_size=20)
+    exact = picture(STRIDED, 600, max_pixels=(60, 60), block_size=20)
     monkeypatch.setattr(density, "MAX_CELLS", 1000)
-    shown = picture(STRIDED, 600, most_pixels=(60, 60), block_size=20)
+    shown = picture(STRIDED, 600, max_pixels=(60, 60), block_size=20)
     assert shown.estimated is not None
     assert exact.blocks is not None
     assert shown.blocks is not None
@@ -130,7 +130,7 @@ def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert least <= pairs <= most
     assert "shades estimated from samples" in notes(shown)
     assert notes(shown)[1] == "0 to 50.1 % visible"
-    assert np.array_equal(shown.shares, picture(STRIDED, 600, most_pixels=(60, 60)).shares)
+    assert np.array_equal(shown.shares, picture(STRIDED, 600, max_pixels=(60, 60)).shares)
 
 
 def test_long_masks_need_no_dense_tensor() -> None:
@@ -178,7 +178,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("too long", lambda: picture(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
     ("length", lambda: picture(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: picture(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
-    ("pixels", lambda: picture(PADDED, 5, most_pixels=(0, 4)), OperandError, r"most_pixels .*\(0, 4\)"),
+    ("pixels", lambda: picture(PADDED, 5, max_pixels=(0, 4)), OperandError, r"max_pixels .*\(0, 4\)"),
     ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg, got .*mask\.pdf"),
 ]
 

@@ -35,11 +35,11 @@ def test_every_sequence_and_head_is_its_mask() -> None:
 
 def test_kinds_mean_the_same_in_every_panel() -> None:
     shown = sheet(MASK, 5, why=True)
-    labels = [kind.label for kind in shown.pictures[0].kinds]
+    labels = [kind.label for kind in shown.pictures[0].categories]
     assert len(labels) == len(set(labels)) == 5
     for place, picture in enumerate(shown.pictures):
-        assert [kind.label for kind in picture.kinds] == labels
-        assert looks_of(picture.kinds) == looks_of(shown.pictures[0].kinds)
+        assert [kind.label for kind in picture.categories] == labels
+        assert looks_of(picture.categories) == looks_of(shown.pictures[0].categories)
         assert [pair[0] for pair in picture.pairs] == [int((picture.cells == kind).sum()) for kind in range(5)]
         padded = fm.key_padding(lengths=[5, 3, 4]).dense(5)[place // 2, 0].logical_not().expand(5, 5)
         assert picture.hidden_by is not None
@@ -51,10 +51,10 @@ def test_heads_with_many_terms_are_told_apart_all_the_same() -> None:
     """Colours for each head's own terms would not do; so ``per_head`` is one term."""
     heads = [fm.causal() & (fm.kv > place) & (fm.q != place) for place in range(8)]
     shown = sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
-    assert [kind.label for kind in shown.pictures[0].kinds][2] == "key_padding(lengths=9)"
+    assert [kind.label for kind in shown.pictures[0].categories][2] == "key_padding(lengths=9)"
     for head, picture in enumerate(shown.pictures):
-        assert picture.kinds == shown.pictures[0].kinds
-        assert len(picture.kinds) == 3
+        assert picture.categories == shown.pictures[0].categories
+        assert len(picture.categories) == 3
         own = np.asarray(heads[head].dense(10)[0, 0])
         assert np.array_equal(picture.cells == 1, ~own)
         assert np.array_equal(picture.cells == 0, own & (np.arange(10) < 9))
@@ -78,7 +78,7 @@ def test_terms_and_the_whole() -> None:
         cells = part.dense(4)
         assert np.array_equal(picture.cells == 0, cells[-1, 0].expand(4, 4))
     assert np.array_equal(shown.pictures[-1].cells == 0, mask.dense(4)[1, 1])
-    assert len(shown.pictures[-1].kinds) == 4
+    assert len(shown.pictures[-1].categories) == 4
 
 
 def test_terms_of_later_queries_of_each_sequence() -> None:
@@ -217,7 +217,7 @@ def test_a_notebook_shows_the_view_or_says_why_not() -> None:
 def test_pictures_of_masks_on_a_gpu(pixels: tuple[int, int]) -> None:
     ids, lengths = torch.tensor([[0] * 9 + [1] * 11, [0] * 3 + [2] * 17]), torch.tensor([18, 20])
     here, there = (
-        sheet(fm.causal() & fm.document(ids.to(device)) & fm.key_padding(lengths.to(device)), 20, why=True, most_pixels=pixels)
+        sheet(fm.causal() & fm.document(ids.to(device)) & fm.key_padding(lengths.to(device)), 20, why=True, max_pixels=pixels)
         for device in ("cpu", "cuda")
     )
     for one, other in zip(here.pictures, there.pictures, strict=True):

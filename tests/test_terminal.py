@@ -563,6 +563,6 @@ def test_sheets_fit_the_width(sheets: list[Sheet], width: int, on: str) -> None:
         assert max(map(len, lines)) <= width
         assert sum(line.count("q\\kv") for line in lines) == len(drawn.pictures)
         legend = "".join(lines[max(number for number, line in enumerate(lines) if not line) + 1 :]).replace(" ", "")
-        for kind in drawn.pictures[-1].kinds:
+        for kind in drawn.pictures[-1].categories:
             if kind.hides is not None:
                 assert legend.count(f"hiddenby{kind.label}".split("(")[0]) == 1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask import Mask, OperandError, RenderError
-from flexmask.plotting.categories import MOST_TERMS
+from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.raster import picture
 from flexmask.plotting.terms import terms
 
@@ -57,7 +57,7 @@ def shows(tree: Tree, q: int, kv: int) -> bool:
 @st.composite
 def trees(draw: st.DrawFn) -> Tree:
     """A composition in which each leaf stands once."""
-    order, many = draw(st.permutations(range(len(LEAVES)))), draw(st.integers(2, MOST_TERMS))
+    order, many = draw(st.permutations(range(len(LEAVES)))), draw(st.integers(2, MAX_TERMS))
     pending: list[Tree] = [*order[:many]]
     while len(pending) > 1:
         many = draw(st.integers(2, len(pending)))
@@ -76,21 +76,21 @@ def test_each_hidden_cell_has_its_reasons(tree: Tree) -> None:
         for kv in range(KV):
             hiding = [number for number, cells in enumerate(found, 1) if not cells[q, kv]]
             assert shows(tree, q, kv) == (not hiding)
-            if len(found) <= MOST_TERMS:
+            if len(found) <= MAX_TERMS:
                 assert [kind for kind in range(1, len(found) + 1) if int(shown.hidden_by[q, kv]) >> kind & 1] == hiding
                 assert shown.cells[q, kv] == (hiding[0] if hiding else 0)
-    assert [pair[0] for pair in shown.pairs] == [int((shown.cells == kind).sum()) for kind in range(len(shown.kinds))]
+    assert [pair[0] for pair in shown.pairs] == [int((shown.cells == kind).sum()) for kind in range(len(shown.categories))]
 
 
 @given(trees(), st.tuples(st.integers(1, 6), st.integers(1, 6)))
 def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> None:
     mask = composed(tree)
-    cells, shown = picture(mask, Q, KV, why=True).cells, picture(mask, Q, KV, why=True, most_pixels=pixels)
+    cells, shown = picture(mask, Q, KV, why=True).cells, picture(mask, Q, KV, why=True, max_pixels=pixels)
     high, wide = shown.step
     for row in range(shown.shares.shape[1]):
         for column in range(shown.shares.shape[2]):
             part = cells[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
-            for kind in range(len(shown.kinds)):
+            for kind in range(len(shown.categories)):
                 assert shown.shares[kind, row, column] == pytest.approx(np.mean(part == kind), abs=1e-6)
 
 
@@ -98,8 +98,8 @@ def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> 
 def test_no_pixel_shows_a_kind_that_is_not_there(pixels: tuple[int, int]) -> None:
     """The shares are rounded; what they leave for the last kind must not be what rounding leaves."""
     mask = fm.causal() & (fm.q % 7 < 3) & (fm.kv % 5 != 1)
-    cells, shown = picture(mask, 1000, why=True).cells, picture(mask, 1000, why=True, most_pixels=pixels)
-    last = len(shown.kinds) - 1
+    cells, shown = picture(mask, 1000, why=True).cells, picture(mask, 1000, why=True, max_pixels=pixels)
+    last = len(shown.categories) - 1
     rows, columns = (np.arange(0, 1000, size) for size in shown.step)
     counts = np.add.reduceat(np.add.reduceat((cells == last).astype(int), rows, axis=0), columns, axis=1)
     assert np.array_equal(shown.shares[last] > 0, counts > 0)
@@ -134,7 +134,7 @@ def test_terms_as_text(mask: Mask, expected: list[str]) -> None:
 
 def test_heads_have_terms_of_their_own() -> None:
     mask = fm.per_head([fm.causal() & (fm.kv > 1), fm.kv < 3]) & fm.key_padding(5)
-    labels = [[kind.label for kind in picture(mask, 6, head=head, why=True).kinds] for head in (0, 1)]
+    labels = [[kind.label for kind in picture(mask, 6, head=head, why=True).categories] for head in (0, 1)]
     assert labels == [["visible", "causal", "kv > 1", "key_padding(lengths=5)"], ["visible", "kv < 3", "key_padding(lengths=5)"]]
 
 
@@ -143,7 +143,7 @@ def test_many_terms_are_put_together() -> None:
     for place in range(10):
         mask = mask & (fm.kv != place)
     shown = picture(mask, 4, 12, why=True)
-    assert [kind.label for kind in shown.kinds][-2:] == ["kv != 4", "5 further terms"]
+    assert [kind.label for kind in shown.categories][-2:] == ["kv != 4", "5 further terms"]
     assert shown.cells[0].tolist() == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 0, 0]
     assert shown.hidden_by is not None
     assert shown.hidden_by[0].tolist() == [2, 4, 8, 16, 32, 64, 64, 64, 64, 64, 0, 0]
@@ -152,7 +152,7 @@ def test_many_terms_are_put_together() -> None:
 def test_what_hides_everything_or_nothing() -> None:
     for mask, pairs in ((fm.full(), ((9, 9), (0, 0))), (fm.empty(), ((0, 0), (9, 9)))):
         shown = picture(mask, 3, why=True)
-        assert [kind.label for kind in shown.kinds] == ["visible", str(mask)]
+        assert [kind.label for kind in shown.categories] == ["visible", str(mask)]
         assert shown.pairs == pairs
 
 
@@ -164,7 +164,7 @@ def test_differences_are_those_of_the_cells(one: Tree, other: Tree) -> None:
     a, b = composed(one), composed(other)
     shown = picture(a, Q, KV, against=b)
     first, second = (np.asarray(mask.dense(Q, KV)[0, 0]) for mask in (a, b))
-    assert [kind.role for kind in shown.kinds] == ["both", "only_a", "only_b", "neither"]
+    assert [kind.role for kind in shown.categories] == ["both", "only_a", "only_b", "neither"]
     assert np.array_equal(shown.cells, np.where(first & second, 0, np.where(first, 1, np.where(second, 2, 3))))
     found = a.difference(b, Q, KV)
     assert [pair[0] for pair in shown.pairs[1:3]] == [found.only_self, found.only_other]

@@ -15,7 +15,7 @@ __all__ = ["Refused", "brief", "message_of"]
 #: Characters of a long text that are shown around the place where it is wrong.
 EXCERPT = 76
 #: Values of a list that a message shows at most.
-MOST_VALUES = 8
+MAX_VALUES = 8
 
 
 class Refused(click.ClickException):
@@ -35,8 +35,8 @@ def brief(text: object) -> str:
 def message_of(error: Exception) -> str:
     """The message of an error, with long lists and long texts cut short."""
     if isinstance(error, TextError) and error.column is not None:
-        return f"{shortened(error.reason, MOST_VALUES)}\n{_excerpt(error.text, error.column)}"
-    return shortened(str(error), MOST_VALUES)
+        return f"{shortened(error.reason, MAX_VALUES)}\n{_excerpt(error.text, error.column)}"
+    return shortened(str(error), MAX_VALUES)
 
 
 def _excerpt(text: str, column: int) -> str:

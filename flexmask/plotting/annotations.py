@@ -27,10 +27,10 @@ Axis: TypeAlias = Literal["q", "kv"]
 #: The named masks that hide padding.
 PADDED = {"key_padding", "query_padding", "cross_length"}
 PADDING = "padding"
-#: What stands for padding among ids.
+#: The id that marks padding.
 PADDED_ID = -2
-#: Stretches of a band at most; more could not be told apart.
-MOST_STRETCHES = 256
+#: Stretches of a band at most; more could not be distinguished.
+MAX_STRETCHES = 256
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def _along(axis: Axis, mask: Mask, frame: Frame, batch: int, head: int) -> Itera
     for place, (label, line) in enumerate(ids.values()):
         marked = line.clamp(min=-1).masked_fill(padded, PADDED_ID) if place == 0 else line.clamp(min=-1)
         starts = [0, *((marked[1:] != marked[:-1]).nonzero().flatten() + 1).tolist()]
-        if len(starts) <= MOST_STRETCHES:
+        if len(starts) <= MAX_STRETCHES:
             yield Band(axis, label, tuple(starts), tuple(_value(int(marked[start]), label) for start in starts))
 
 
 def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> Iterator[_Source]:
-    """The sources in a mask that stands under a name; ``padding`` says whether what it hides is hidden by the whole."""
+    """The sources in a mask with a name; ``padding`` says whether what it hides is hidden by the whole."""
     match mask:
         case Named():
             yield from _sources(mask.body, axis, head, mask.name, padding=padding)

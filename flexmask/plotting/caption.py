@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = ["notes", "numbered", "packed", "place_notes", "shortened", "title_lines", "visible_text"]
+__all__ = ["notes", "numbered", "packed", "selection_notes", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
-MOST_VALUES = 32
+MAX_VALUES = 32
 
 
-def shortened(text: str, most: int = MOST_VALUES) -> str:
+def shortened(text: str, most: int = MAX_VALUES) -> str:
     """The text of a mask with only the first values of lists that hold more than ``most``."""
     values = rf"\[((?:[\w-]+, ){{{most}}})[\w, …-]+\]"
     lists = rf"\[((?:\[[^][]*\], ){{{most}}})(?:\[[^][]*\]|…)(?:, (?:\[[^][]*\]|…))*\]"
@@ -32,7 +32,7 @@ def title_lines(text: str, width: int) -> list[str]:
 
 def _fitted(text: str, width: int) -> list[str]:
     for lines in (1, 2, 3):
-        for most in (MOST_VALUES, 16, 8, 4):
+        for most in (MAX_VALUES, 16, 8, 4):
             wrapped = _wrapped(shortened(text, most), width, break_long_words=False)
             if len(wrapped) <= lines and max(map(len, wrapped)) <= width:
                 return wrapped
@@ -71,13 +71,13 @@ def numbered(length: int, most: float, block: int | None = None) -> range:
 def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[str]:
     """Which part of the mask is drawn, and how much of it is visible; what a pixel is unless there are none.
 
-    Where a picture does not stand alone, only what holds for all that stand beside it.
+    In a sheet of several pictures, only the notes that hold for all of them.
     """
-    said = place_notes(picture) if alone else []
+    said = selection_notes(picture) if alone else []
     said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
     if picture.scores is not None and picture.scores.averaged is not None:
         said.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
-    if alone and picture.kinds[0].role == "visible" and (picture.scores is None or picture.pairs[1][1]):
+    if alone and picture.categories[0].role == "visible" and (picture.scores is None or picture.pairs[1][1]):
         said.append(visible_text(picture))
     if picture.blocks is not None and picture.block_size:
         said.append("blocks of {:,} × {:,}".format(*picture.block_size))
@@ -90,7 +90,7 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
     return said
 
 
-def place_notes(picture: Picture) -> list[str]:
+def selection_notes(picture: Picture) -> list[str]:
     """Which sequence and head are drawn, where there are several."""
     places = (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads))
     return [f"{name} {index}" if size is None else f"{name} {index} of {size}" for name, index, size in places if size != 1]

@@ -18,7 +18,7 @@ from flexmask.closures import frame_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["Area", "Counts", "SAMPLES", "count_intervals"]
+__all__ = ["Counts", "MaskSlice", "SAMPLES", "count_intervals"]
 
 Counts = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ MAX_CELLS = 2**28
 
 
 @dataclass(frozen=True, eq=False)
-class Area:
+class MaskSlice:
     """One sequence and one head of a mask, to be counted.
 
     Attributes:
@@ -127,7 +127,7 @@ def count_intervals(lo: NDArray[np.int32], hi: NDArray[np.int32], kv_len: int, s
 
 
 def _behind(ends: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Counts:
-    """For each rectangle the pairs of an end and a key that stands at or behind it."""
+    """For each rectangle the pairs of an end and a key at or after it."""
     height, width = -(-ends.shape[0] // step[0]), -(-kv_len // step[1])
     column = ends // step[1]  # an end at kv_len may fall into one column more than there are
     edges = np.minimum(np.arange(1, width + 2) * step[1], kv_len)

@@ -34,7 +34,7 @@ def save(
         from flexmask.plotting.html.view import html
 
         if terms:
-            raise RenderError("an interactive view tells the terms apart itself; leave out terms=")
+            raise RenderError("the interactive view shows the terms itself; leave out terms=")
         places = {"batch": "some" if batch is None else batch, "head": "some" if head is None else head}
         text = html(mask, q_len, kv_len, **places, **options)
         Path(path).write_text(text, encoding="utf-8", newline="\n")

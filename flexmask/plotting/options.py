@@ -16,7 +16,7 @@ __all__ = ["Contents", "Labelling", "Options", "key_labels", "lengths_with"]
 
 
 class Labelling(TypedDict, total=False):
-    """What stands around a picture; each as an argument of :func:`flexmask.plotting.raster.picture`."""
+    """The labels around a picture; each as an argument of :func:`flexmask.plotting.raster.picture`."""
 
     q_offset: int | Tensor
     tokens: Tokens | None
@@ -30,8 +30,8 @@ class Contents(Labelling, total=False):
     block_size: int | tuple[int, int] | None
     why: bool
     against: Mask | None
-    most_pixels: tuple[int, int]
-    most_blocks: tuple[int, int]
+    max_pixels: tuple[int, int]
+    max_blocks: tuple[int, int]
 
 
 class Options(Contents, total=False):

@@ -1,4 +1,4 @@
-"""The colours of pictures, after Okabe and Ito: told apart with any common colour blindness, by patterns in print."""
+"""The colours of pictures, after Okabe and Ito: distinguishable with any common colour blindness, and by patterns in print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from flexmask.plotting.categories import Kind
+from flexmask.plotting.categories import Category
 
 __all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "PADDED", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
 
@@ -23,7 +23,7 @@ STRETCHES = ("#D3E3EE", "#B4CDDF")
 
 @dataclass(frozen=True)
 class Look:
-    """How the cells of one kind are drawn.
+    """How the cells of one category are drawn.
 
     Attributes:
         color: their colour.
@@ -59,7 +59,7 @@ TERMS = (
 )
 
 
-def looks_of(kinds: Sequence[Kind]) -> tuple[Look, ...]:
-    """The look of each kind of a picture."""
+def looks_of(categories: Sequence[Category]) -> tuple[Look, ...]:
+    """The look of each category of a picture."""
     terms = cycle(TERMS)  # heads may have more terms than there are colours
-    return tuple(LOOKS[kind.role] if kind.hides is None else next(terms) for kind in kinds)
+    return tuple(LOOKS[category.role] if category.hides is None else next(terms) for category in categories)

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from flexmask.algebra import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
-from flexmask.plotting import categories
 from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
-from flexmask.plotting.categories import Kind
-from flexmask.plotting.density import Area, Counts
+from flexmask.plotting.categories import Category, difference, reasons, visibility
+from flexmask.plotting.density import Counts, MaskSlice
 from flexmask.plotting.options import key_labels, lengths_with
-from flexmask.plotting.selection import Place, place_of
+from flexmask.plotting.selection import Selection, select
 from flexmask.plotting.tokens import Tokens, query_labels
 from flexmask.preparation import check_mask
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "picture"]
 
-#: The kinds of blocks: nothing visible, something visible, all of a whole block visible, or (with a mask whose rows are
+#: The states of blocks: nothing visible, something visible, all of a whole block visible, or (with a mask whose rows are
 #: only bounds, at lengths where its cells are too many to evaluate) not known.
 EMPTY, PARTIAL, FULL, UNKNOWN = range(4)
 
@@ -50,7 +49,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One sequence and one head of a mask, or of two masks beside each other, ready to be drawn.
+    """One sequence and one head of a mask, or a comparison of two masks, ready to be drawn.
 
     Attributes:
         text: the mask's text; of two masks a line for each.
@@ -60,21 +59,20 @@ class Picture:
         batch: index of the sequence.
         batches: sequences of the mask, 1 where it does not depend on them; None where nothing says how many.
         head: index of the head.
-        heads: heads of the mask, likewise.
+        heads: heads of the mask, in the same way.
         step: queries and keys in one pixel; ``(1, 1)`` where every cell is drawn.
-        kinds: what the cells are told apart by.
-        pairs: (query, key) pairs of each kind, at least and at most; the two are equal where everything is exact.
-        shares: the share of each kind in each pixel, ``float32[kinds, rows, columns]``; pixels at the lower and right edge
-            stand for the cells that there are.
+        categories: the categories of the cells.
+        pairs: (query, key) pairs of each category, at least and at most; the two are equal where everything is exact.
+        shares: the share of each category in each pixel, ``float32[categories, rows, columns]``; pixels at the lower and right
+            edge cover the cells that exist.
         estimated: the pixels whose shares are estimates, ``bool[rows, columns]``; None where everything is exact.
-        hidden_by: for each cell the kinds whose terms hide it, bit ``i`` for kind ``i``, ``uint32[rows, columns]``; None
-            where cells have no pixels of their own, or kinds no terms.
+        hidden_by: for each cell the categories whose terms hide it, bit ``i`` for category ``i``, ``uint32[rows, columns]``; None
+            where cells have no pixels of their own, or categories no terms.
         block_size: queries and keys in a block, or None where no blocks were asked for.
-        blocks: the kind of each block, ``int8[q_blocks, kv_blocks]``; None also where the blocks are too many to be told
-            apart.
+        blocks: the state of each block, ``int8[q_blocks, kv_blocks]``; None also if there are too many blocks to draw.
         bands: documents and padding along the edges.
         q_tokens: labels of the queries; None for their numbers.
-        kv_tokens: labels of the keys, likewise.
+        kv_tokens: labels of the keys, in the same way.
         scores: attention weights, which are drawn where the mask shows cells; None for the mask alone.
     """
 
@@ -87,7 +85,7 @@ class Picture:
     head: int
     heads: int | None
     step: tuple[int, int]
-    kinds: tuple[Kind, ...]
+    categories: tuple[Category, ...]
     pairs: tuple[tuple[int, int], ...]
     shares: NDArray[np.float32]
     estimated: NDArray[np.bool_] | None
@@ -101,15 +99,15 @@ class Picture:
 
     @property
     def every_cell(self) -> bool:
-        """Whether each pixel is one cell and known, so that each is of one kind."""
+        """Whether each pixel is one cell and known, so that each is of one category."""
         return self.step == (1, 1) and self.estimated is None
 
     @property
     def cells(self) -> NDArray[np.uint8]:
-        """The kind of each cell, ``uint8[q_len, kv_len]``, where each is drawn."""
+        """The category of each cell, ``uint8[q_len, kv_len]``, where each is drawn."""
         assert self.every_cell
-        kinds: NDArray[np.uint8] = self.shares.argmax(0).astype(np.uint8)
-        return kinds
+        categories: NDArray[np.uint8] = self.shares.argmax(0).astype(np.uint8)
+        return categories
 
 
 def picture(
@@ -126,29 +124,29 @@ def picture(
     tokens: Tokens | None = None,
     kv_tokens: Tokens | None = None,
     bands: bool = True,
-    most_pixels: tuple[int, int] = (1024, 1024),
-    most_blocks: tuple[int, int] = (64, 64),
-    heads_apart: bool = True,
+    max_pixels: tuple[int, int] = (1024, 1024),
+    max_blocks: tuple[int, int] = (64, 64),
+    split_heads: bool = True,
 ) -> Picture:
     """Works out what a picture of a mask shows.
 
     Args:
         mask: the mask.
         q_len: number of queries; by default as the tokens or the mask's own data say, else as many as keys, else 16.
-        kv_len: number of keys; by default as many as queries, or likewise where ``q_len`` is not given either.
+        kv_len: number of keys; by default ``q_len`` if that is given, else as the tokens or the mask's data say.
         batch: which sequence of the batch.
         head: which head.
         q_offset: position of the first query.
         block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
-        why: tells apart which term of the mask hides a cell; where several do, the first in reading order.
+        why: shows which term of the mask hides each cell; where several do, the first in reading order.
         against: another mask (B): which cells both masks show, only the first (A), only the other, or neither.
         tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and of the keys as well
             unless ``kv_tokens`` is given; later queries have the later ones.
         kv_tokens: labels of the keys, where they are others.
         bands: also documents and padding along the edges, where the mask has them.
-        most_pixels: rows and columns of the picture at most; longer masks are drawn by area.
-        most_blocks: rows and columns of the block grid at most; a finer grid is left out.
-        heads_apart: with ``why``, the terms of the head's own mask stand for ``per_head``; otherwise that is one term.
+        max_pixels: rows and columns of the picture at most; longer masks are downsampled.
+        max_blocks: rows and columns of the block grid at most; a finer grid is left out.
+        split_heads: with ``why``, ``per_head`` is split into the terms of the head's own mask; otherwise it is one term.
 
     Raises:
         RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
@@ -161,19 +159,19 @@ def picture(
         if why or block_size is not None:
             raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
     block = _block_size(block_size)
-    for name, most in (("most_pixels", most_pixels), ("most_blocks", most_blocks)):
+    for name, most in (("max_pixels", max_pixels), ("max_blocks", max_blocks)):
         if min(most) < 1:
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
     queries, keys = lengths_with(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
-    place = place_of([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
+    selection = select([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
     if against is not None:
-        told = categories.difference(mask, against)
+        categories = difference(mask, against)
     else:
-        told = categories.reasons(mask, head if heads_apart else None) if why else categories.visibility(mask)
-    step = (-(-queries // most_pixels[0]), -(-keys // most_pixels[1]))
-    areas = [place.area(kind.cells) for kind in told if kind.cells is not None]
-    pairs, shares, estimated = _shares(areas, step)
-    whole = areas[0] if against is None else place.area(mask)
+        categories = reasons(mask, head if split_heads else None) if why else visibility(mask)
+    step = (-(-queries // max_pixels[0]), -(-keys // max_pixels[1]))
+    slices = [selection.slice(category.cells) for category in categories if category.cells is not None]
+    pairs, shares, estimated = _shares(slices, step)
+    whole = slices[0] if against is None else selection.slice(mask)
     offset = whole.frame.q_offset
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
     return Picture(
@@ -182,17 +180,17 @@ def picture(
         kv_len=keys,
         q_offset=first,
         batch=batch,
-        batches=place.batches,
+        batches=selection.batches,
         head=head,
-        heads=place.heads,
+        heads=selection.heads,
         step=step,
-        kinds=told,
+        categories=categories,
         pairs=pairs,
         shares=shares,
         estimated=estimated,
-        hidden_by=_hidden_by(told, place) if step == (1, 1) and estimated is None else None,
+        hidden_by=_hidden_by(categories, selection) if step == (1, 1) and estimated is None else None,
         block_size=block,
-        blocks=_blocks(whole, block, most_blocks) if block else None,
+        blocks=_blocks(whole, block, max_blocks) if block else None,
         bands=bands_of(mask, whole.frame, batch, head) if bands else (),
         q_tokens=None if tokens is None else query_labels(tokens, queries, keys, first),
         kv_tokens=key_labels(keys, tokens, kv_tokens),
@@ -200,32 +198,32 @@ def picture(
 
 
 def _shares(
-    areas: list[Area], step: tuple[int, int]
+    slices: list[MaskSlice], step: tuple[int, int]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.float32], NDArray[np.bool_] | None]:
-    """The pairs and shares of kinds, the last of which is what the others leave, and where the shares are estimates."""
-    cells = _cells_in(areas[0].frame, step)
-    counts = [area.counts(step) for area in areas]
+    """The pairs and shares of categories, the last of which is what the others leave, and where the shares are estimates."""
+    cells = _cells_in(slices[0].frame, step)
+    counts = [part.counts(step) for part in slices]
     estimated = np.logical_or.reduce([least != most for least, most in counts])
     pairs = [(int(least.sum()), int(most.sum())) for least, most in counts]
     total = int(cells.sum())
     pairs.append((total - sum(most for _, most in pairs), total - sum(least for least, _ in pairs)))
-    shares = np.empty((len(areas) + 1, *cells.shape), dtype=np.float32)
-    for share, area, (least, most) in zip(shares, areas, counts, strict=False):
+    shares = np.empty((len(slices) + 1, *cells.shape), dtype=np.float32)
+    for share, part, (least, most) in zip(shares, slices, counts, strict=False):
         share[:] = least / cells
         if most is not least:
             unsure = least != most
-            share[unsure] = area.samples(least, most, step)[unsure]
+            share[unsure] = part.samples(least, most, step)[unsure]
     known = sum(least for least, _ in counts)
     shares[-1] = np.where(estimated, 1 - shares[:-1].sum(0), (cells - known) / cells)  # 0 only where nothing is left
     return tuple((max(0, least), most) for least, most in pairs), shares.clip(0, 1), estimated if estimated.any() else None
 
 
-def _hidden_by(told: Iterable[Kind], place: Place) -> NDArray[np.uint32] | None:
-    """The kinds whose terms hide each cell, where there are terms."""
+def _hidden_by(categories: Iterable[Category], selection: Selection) -> NDArray[np.uint32] | None:
+    """The categories whose terms hide each cell, where there are terms."""
     found = [
-        place.area(kind.hides).counts((1, 1))[0].astype(np.uint32) << np.uint32(number)
-        for number, kind in enumerate(told)
-        if kind.hides is not None
+        selection.slice(category.hides).counts((1, 1))[0].astype(np.uint32) << np.uint32(number)
+        for number, category in enumerate(categories)
+        if category.hides is not None
     ]
     return np.bitwise_or.reduce(found) if found else None
 
@@ -245,17 +243,17 @@ def _cells_in(frame: Frame, step: tuple[int, int]) -> Counts:
     return np.multiply.outer(sides[0], sides[1]).astype(np.int64)
 
 
-def _blocks(area: Area, block: tuple[int, int], most_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
-    """The kinds that FlexAttention's ``BlockMask`` has: one that reaches over the edge of the mask is never full there."""
-    frame = area.frame
-    if -(-frame.q_len // block[0]) > most_blocks[0] or -(-frame.kv_len // block[1]) > most_blocks[1]:
+def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
+    """The states that FlexAttention's ``BlockMask`` has: one that reaches over the edge of the mask is never full there."""
+    frame = part.frame
+    if -(-frame.q_len // block[0]) > max_blocks[0] or -(-frame.kv_len // block[1]) > max_blocks[1]:
         return None
-    least, most = area.counts(block)
-    kinds = np.full(least.shape, UNKNOWN, dtype=np.int8)
+    least, most = part.counts(block)
+    states = np.full(least.shape, UNKNOWN, dtype=np.int8)
     if most is not least:
-        found = area.samples(least, most, block)
-        kinds[(found > 0) & (found < 1)] = PARTIAL
-    kinds[(least > 0) & (most < block[0] * block[1])] = PARTIAL
-    kinds[most == 0] = EMPTY
-    kinds[least == block[0] * block[1]] = FULL
-    return kinds
+        found = part.samples(least, most, block)
+        states[(found > 0) & (found < 1)] = PARTIAL
+    states[(least > 0) & (most < block[0] * block[1])] = PARTIAL
+    states[most == 0] = EMPTY
+    states[least == block[0] * block[1]] = FULL
+    return states

@@ -1,4 +1,4 @@
-"""Pictures of attention weights: of one head, of the mean of all, or of each beside the others."""
+"""Pictures of attention weights: of one head, of the mean of all, or of each head in a sheet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.plotting.annotations import bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.options import Labelling, key_labels
 from flexmask.plotting.raster import Picture, Scores, picture
-from flexmask.plotting.sheet import Indices, Sheet, arranged, places_of
+from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
 from flexmask.plotting.tokens import query_labels
 from flexmask.preparation import frame_of
 from flexmask.text import as_mask
@@ -41,7 +41,7 @@ def score_picture(
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
-        options: what stands around the weights, as for :func:`flexmask.plotting.raster.picture`.
+        options: the labels around the weights, as for :func:`flexmask.plotting.raster.picture`.
 
     Raises:
         RenderError: a sequence or head that the weights do not have, or weights that are not finite.
@@ -65,11 +65,11 @@ def score_sheet(
         weights: ``float[B, H, q_len, kv_len]``.
         mask: what it hides is drawn as hidden.
         batch: which sequences: an index, a list of them, or ``"all"``.
-        head: which heads, likewise.
-        options: what stands around the weights, as for :func:`flexmask.plotting.raster.picture`.
+        head: which heads, in the same way.
+        options: the labels around the weights, as for :func:`flexmask.plotting.raster.picture`.
     """
     _check(weights, 0, 0)
-    shown, places = _Shown.of(weights, mask, options), places_of(batch, head, weights.shape[0], weights.shape[1])
+    shown, places = _Shown.of(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
     found = []
     for b, h in places:
         _check(weights, b, h)

@@ -1,4 +1,4 @@
-"""Where masks are drawn: one sequence and one head, at given lengths."""
+"""What is drawn of a mask: one sequence and one head, at given lengths."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from flexmask.analysis import analyse
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.index import Symbol
-from flexmask.plotting.density import Area
+from flexmask.plotting.density import MaskSlice
 from flexmask.preparation import frame_of
 from flexmask.tables import Lookup, Table, TensorTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "place_of"]
+__all__ = ["Selection", "select"]
 
 #: Queries or keys that are drawn at most. Their rows take about 3 GB; longer masks would run out of memory unexplained.
-MOST_TOKENS = 2**27
+MAX_TOKENS = 2**27
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where masks are drawn.
+class Selection:
+    """One sequence and one head of masks at given lengths.
 
     Attributes:
         q_len: queries.
@@ -35,8 +35,8 @@ class Place:
         q_offset: position of the first query.
         batch: index of the sequence.
         head: index of the head.
-        batches: sequences of the masks; None where nothing says how many.
-        heads: heads, likewise.
+        batches: sequences of the masks; None if unknown.
+        heads: heads of the masks, in the same way.
     """
 
     q_len: int
@@ -56,20 +56,20 @@ class Place:
         )
         return frame_of(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
 
-    def area(self, mask: Mask) -> Area:
+    def slice(self, mask: Mask) -> MaskSlice:
         """One sequence and head of a mask."""
         frame = self.frame(mask)
-        return Area(frame, analyse(frame), self.batch if frame.batch > 1 else 0, self.head if frame.heads > 1 else 0)
+        return MaskSlice(frame, analyse(frame), self.batch if frame.batch > 1 else 0, self.head if frame.heads > 1 else 0)
 
 
-def place_of(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Place:
-    """The place, with how many sequences and heads there are where one of the masks says it."""
+def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:
+    """The selection, with the numbers of sequences and heads if one of the masks determines them."""
     for name, index in (("batch", batch), ("head", head)):
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise OperandError(f"{name} must be an index from 0, got {index!r}; Mask.plot_panels draws several")
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, int) and length > MOST_TOKENS:
-            raise RenderError(f"{name} {length:,} is too long to draw; at most {MOST_TOKENS:,} can be drawn")
+        if isinstance(length, int) and length > MAX_TOKENS:
+            raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")
     found = [_sizes(mask) for mask in masks]
     if isinstance(q_offset, torch.Tensor):
         found.append({"b": q_offset.numel()})
@@ -81,7 +81,7 @@ def place_of(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, 
         if size is not None and index >= size:
             there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"leave it 0, as the mask is the same for every {what}"
             raise RenderError(f"{name} {index} is out of range: {there}")
-    return Place(q_len, kv_len, q_offset, batch, head, batches, heads)
+    return Selection(q_len, kv_len, q_offset, batch, head, batches, heads)
 
 
 def _sizes(mask: Mask) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Sheets: several pictures beside each other, of sequences and heads, or of the terms of a mask and the whole."""
+"""Sheets: several pictures in a grid, of sequences and heads, or of the terms of a mask and the whole."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
 import numpy as np
 
 from flexmask.errors import OperandError, RenderError
-from flexmask.plotting.caption import place_notes, shortened
-from flexmask.plotting.categories import MOST_TERMS
+from flexmask.plotting.caption import selection_notes, shortened
+from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.options import Contents, Options, lengths_with
 from flexmask.plotting.raster import Picture, picture
-from flexmask.plotting.selection import place_of
+from flexmask.plotting.selection import select
 from flexmask.plotting.terms import terms
 from flexmask.preparation import check_mask
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
-    from flexmask.plotting.categories import Kind
+    from flexmask.plotting.categories import Category
 
-__all__ = ["Indices", "Sheet", "arranged", "chosen", "places_of", "sheet", "term_sheet"]
+__all__ = ["Indices", "Sheet", "arranged", "chosen", "panel_indices", "sheet", "term_sheet"]
 
 #: Which sequences or heads are drawn: one, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
 
 #: Pictures on a sheet at most, and sequences or heads that are the first few.
-MOST_PANELS, FEW = 64, 8
+MAX_PANELS, FEW = 64, 8
 
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """Pictures of the same lengths with the same kinds of cells.
+    """Pictures of the same lengths with the same categories of cells.
 
     Attributes:
         text: what all of them show.
         pictures: the pictures, row by row.
         titles: a title for each.
-        columns: how many stand beside each other.
+        columns: how many there are in a row.
     """
 
     text: str
@@ -61,9 +61,9 @@ def sheet(
     Args:
         mask: the mask.
         q_len: number of queries, by default as the mask's own data says.
-        kv_len: number of keys, likewise.
+        kv_len: number of keys, in the same way.
         batch: which sequences, all by default.
-        head: which heads, likewise.
+        head: which heads, in the same way.
         options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`.
 
     Raises:
@@ -72,11 +72,11 @@ def sheet(
     check_mask(mask)
     queries, keys = lengths_with(mask, q_len, kv_len, options)
     against, offset = options.get("against"), options.get("q_offset", 0)
-    start = place_of([mask] if against is None else [mask, against], queries, keys, 0, 0, offset)
-    places = places_of(batch, head, start.batches, start.heads)
+    start = select([mask] if against is None else [mask, against], queries, keys, 0, 0, offset)
+    places = panel_indices(batch, head, start.batches, start.heads)
     heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # picture refuses the others
-    apart = len({term for h in heads for term in terms(mask, h)}) <= MOST_TERMS
-    found = [picture(mask, queries, keys, batch=b, head=h, heads_apart=apart, **options) for b, h in places]
+    split = len({term for h in heads for term in terms(mask, h)}) <= MAX_TERMS
+    found = [picture(mask, queries, keys, batch=b, head=h, split_heads=split, **options) for b, h in places]
     return arranged(_alike(found), places)
 
 
@@ -86,7 +86,7 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
     Args:
         mask: the mask.
         q_len: number of queries, by default as the mask's own data says.
-        kv_len: number of keys, likewise.
+        kv_len: number of keys, in the same way.
         options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`; the whole shows why cells are hidden.
     """
     whole = picture(mask, q_len, kv_len, **cast(Options, {**options, "why": True}))
@@ -96,7 +96,9 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         alone = cast(Options, {**options, **place, "q_offset": whole.q_offset, "why": False})
         parts.append(picture(term, whole.q_len, whole.kv_len, **alone))
         titles.append(shortened(str(term), 4))
-    return Sheet(whole.text, (*parts, whole), (*titles, ", ".join(["together", *place_notes(whole)])), _columns(len(parts) + 1))
+    return Sheet(
+        whole.text, (*parts, whole), (*titles, ", ".join(["together", *selection_notes(whole)])), _columns(len(parts) + 1)
+    )
 
 
 def chosen(
@@ -123,7 +125,7 @@ def chosen(
     return term_sheet(mask, q_len, kv_len, **place) if terms else picture(mask, q_len, kv_len, **place)
 
 
-def places_of(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:
+def panel_indices(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:
     """The pairs of a sequence and a head that are drawn.
 
     Raises:
@@ -131,9 +133,9 @@ def places_of(batch: Indices, head: Indices, batches: int | None, heads: int | N
         OperandError: what is no index, list of them or ``"all"``.
     """
     sequences, of_each = _indices("batch", batch, batches), _indices("head", head, heads)
-    if len(sequences) * len(of_each) > MOST_PANELS:
+    if len(sequences) * len(of_each) > MAX_PANELS:
         raise RenderError(
-            f"{len(sequences):,} sequences x {len(of_each):,} heads are more than {MOST_PANELS} pictures; "
+            f"{len(sequences):,} sequences x {len(of_each):,} heads are more than {MAX_PANELS} pictures; "
             "say which are to be drawn with batch= and head="
         )
     return [(b, h) for b in sequences for h in of_each]
@@ -163,28 +165,28 @@ def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
 
 
 def _columns(count: int) -> int:
-    """A few pictures stand in a row, more in a grid that is wider than high."""
+    """A few pictures form a row, more a grid that is wider than high."""
     return count if count <= 4 else next(columns for columns in range(3, count + 1) if columns * columns >= count)
 
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
-    """The same pictures with the kinds of all of them, so that colours mean the same in each."""
-    union: dict[tuple[str, Mask | None], Kind] = {}
+    """The same pictures with the categories of all of them, so that colours mean the same in each."""
+    union: dict[tuple[str, Mask | None], Category] = {}
     for shown in pictures:
-        for kind in shown.kinds:
-            union.setdefault((kind.role, kind.hides), kind)
-    kinds = tuple(union.values())
-    return [_with_kinds(shown, kinds) for shown in pictures]
+        for category in shown.categories:
+            union.setdefault((category.role, category.hides), category)
+    categories = tuple(union.values())
+    return [_with_categories(shown, categories) for shown in pictures]
 
 
-def _with_kinds(shown: Picture, kinds: tuple[Kind, ...]) -> Picture:
-    names = [(kind.role, kind.hides) for kind in kinds]
-    places = [names.index((kind.role, kind.hides)) for kind in shown.kinds]
-    pairs = [(0, 0)] * len(kinds)
-    shares = np.zeros((len(kinds), *shown.shares.shape[1:]), dtype=np.float32)
+def _with_categories(shown: Picture, categories: tuple[Category, ...]) -> Picture:
+    names = [(category.role, category.hides) for category in categories]
+    places = [names.index((category.role, category.hides)) for category in shown.categories]
+    pairs = [(0, 0)] * len(categories)
+    shares = np.zeros((len(categories), *shown.shares.shape[1:]), dtype=np.float32)
     hidden_by = None if shown.hidden_by is None else np.zeros_like(shown.hidden_by)
     for own, place in enumerate(places):
         pairs[place], shares[place] = shown.pairs[own], shown.shares[own]
         if hidden_by is not None and shown.hidden_by is not None:
             hidden_by |= (shown.hidden_by >> own & 1) << place
-    return replace(shown, kinds=kinds, pairs=tuple(pairs), shares=shares, hidden_by=hidden_by)
+    return replace(shown, categories=categories, pairs=tuple(pairs), shares=shares, hidden_by=hidden_by)

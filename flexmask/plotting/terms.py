@@ -17,8 +17,8 @@ from flexmask.algebra import And, Mask, Named, Not, Or, PerHead
 __all__ = ["terms"]
 
 #: Terms of a union at most; one of more alternatives is a term as a whole.
-MOST_OF_UNION = 4
-#: Characters of the terms that stand for a name alone.
+MAX_OF_UNION = 4
+#: Characters of a term that replaces a single name.
 SHORT = 40
 
 
@@ -27,7 +27,7 @@ def terms(mask: Mask, head: int | None) -> list[Mask]:
 
     Args:
         mask: the mask. Of a single name the terms of its definition are given, where there are several and they are short.
-        head: whose mask stands for ``per_head``; None to have that as a term.
+        head: the head whose mask replaces ``per_head``; None to keep that as one term.
     """
     whole = reduce(operator.and_, _clauses(mask, head))  # each once, without those that others make superfluous
     found = list(whole.operands) if isinstance(whole, And) else [whole]
@@ -51,7 +51,7 @@ def _clauses(mask: Mask, head: int | None) -> list[Mask]:
 
 def _of_union(mask: Mask, operands: tuple[Mask, ...], head: int | None) -> list[Mask]:
     of_each = [_clauses(operand, head) for operand in operands]
-    if prod(map(len, of_each)) > MOST_OF_UNION:
+    if prod(map(len, of_each)) > MAX_OF_UNION:
         return [mask]
     return [reduce(operator.or_, chosen) for chosen in product(*of_each)]
 

@@ -1,6 +1,6 @@
 """The interactive view of a mask: one HTML file with everything in it, which asks for nothing from outside.
 
-The data stands in the page as JSON, the pixels in it as compressed bytes; the scripts in ``web`` draw them. A page is the same
+The page holds its data as JSON, with the pixels as compressed bytes; the scripts in ``web`` draw them. A page is the same
 bytes for the same data.
 """
 
@@ -17,15 +17,27 @@ from typing import Literal, TypedDict
 
 from flexmask.plotting.categories import Role, count_text
 
-__all__ = ["BandData", "KindData", "PanelData", "ViewData", "document", "inline_json", "packed", "page", "script", "style", "web"]
+__all__ = [
+    "BandData",
+    "CategoryData",
+    "PanelData",
+    "ViewData",
+    "document",
+    "inline_json",
+    "packed",
+    "page",
+    "script",
+    "style",
+    "web",
+]
 
 HERE = "flexmask.plotting.html"
 #: The parts of the script, each built on those before it.
 PARTS = ("data.js", "elements.js", "colours.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
 
 
-class KindData(TypedDict):
-    """What cells are told apart by.
+class CategoryData(TypedDict):
+    """One category of cells.
 
     Attributes:
         role: what it means for attention, or, where two masks are compared, which of them show the cell.
@@ -37,7 +49,7 @@ class KindData(TypedDict):
 
 
 class BandData(TypedDict):
-    """Stretches along an axis, drawn beside it.
+    """Stretches along an axis, drawn next to it.
 
     Attributes:
         axis: the axis.
@@ -59,13 +71,14 @@ class PanelData(TypedDict):
         batch: index of the sequence.
         head: index of the head.
         q_offset: position of the first query.
-        pairs: cells of each kind, at least and at most.
-        cells: packed uint8, the kind of each cell; None where a pixel stands for several, or for estimates.
-        hidden_by: packed little-endian uint32, bit ``i`` set where kind ``i`` hides the cell; None with less than two such kinds.
-        shares: packed uint8, kind after kind, its share of each pixel from 0 to 255, at least 1 where it is not 0; None beside
-            ``cells``.
+        pairs: cells of each category, at least and at most.
+        cells: packed uint8, the category of each cell; None where a pixel covers several cells or is estimated.
+        hidden_by: packed little-endian uint32, bit ``i`` set where category ``i`` hides the cell; None with
+            less than two such categories.
+        shares: packed uint8, for each category its share of each pixel from 0 to 255, at least 1 where it is not 0; None
+            where ``cells`` is given.
         estimated: packed uint8, 1 where the shares are estimates; None where all is exact.
-        blocks: packed uint8, the kind of each block: 0 empty, 1 partial, 2 full, 3 not known; None where they are not drawn.
+        blocks: packed uint8, the category of each block: 0 empty, 1 partial, 2 full, 3 not known; None where they are not drawn.
         bands: stretches along the axes, from the mask outwards.
     """
 
@@ -88,9 +101,9 @@ class ViewData(TypedDict):
         text: the mask's text.
         q_len: number of queries.
         kv_len: number of keys.
-        batches: sequences that the mask tells apart; None where nothing says how many.
-        heads: heads, likewise.
-        kinds: what the cells are told apart by.
+        batches: number of sequences that the mask distinguishes; None if unknown.
+        heads: number of heads, in the same way.
+        categories: the categories of the cells.
         step: queries and keys in one pixel.
         shape: rows and columns of pixels.
         block_size: queries and keys in a block, or None.
@@ -105,7 +118,7 @@ class ViewData(TypedDict):
     kv_len: int
     batches: int | None
     heads: int | None
-    kinds: list[KindData]
+    categories: list[CategoryData]
     step: list[int]
     shape: list[int]
     block_size: list[int] | None
@@ -147,7 +160,7 @@ def packed(data: bytes) -> str:
 
 
 def inline_json(data: object) -> str:
-    """The data as JSON that can stand inside a ``<script>`` element, whatever its texts hold."""
+    """The data as JSON that is safe inside a ``<script>`` element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # all but ASCII is escaped already
 
 
@@ -173,13 +186,13 @@ def _digest(text: str) -> str:
 
 
 def _figures(view: ViewData) -> list[str]:
-    """What is said where no script runs: the lengths, and the cells of each kind in each panel."""
+    """What is said where no script runs: the lengths, and the cells of each category in each panel."""
     cells = view["q_len"] * view["kv_len"]
     lines = [f"{view['q_len']:,} queries × {view['kv_len']:,} keys"]
     for panel in view["panels"]:
         counts = []
-        for kind, (least, most) in zip(view["kinds"], panel["pairs"], strict=True):
-            by = "hidden by " if kind["role"] == "hidden" and kind["label"] != "hidden" else ""
-            counts.append(f"{by}{kind['label']}: {count_text((least, most))} ({100 * least / cells:.1f} %)")
+        for category, (least, most) in zip(view["categories"], panel["pairs"], strict=True):
+            by = "hidden by " if category["role"] == "hidden" and category["label"] != "hidden" else ""
+            counts.append(f"{by}{category['label']}: {count_text((least, most))} ({100 * least / cells:.1f} %)")
         lines.append(f"sequence {panel['batch']}, head {panel['head']}: {'; '.join(counts)}")
     return lines

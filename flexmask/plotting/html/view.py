@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["block_size_for", "html", "notebook_html", "view_of"]
 
 #: Blocks along each side at most; a finer grid is left out.
-MOST_BLOCKS = (512, 512)
+MAX_BLOCKS = (512, 512)
 #: Pixels: the height of a view in a notebook.
 HEIGHT = 560
 
@@ -41,7 +41,7 @@ def html(
     if options.get("against") is None:
         q_len, kv_len = lengths_with(mask, q_len, kv_len, options)
         blocks = block_size_for(q_len, kv_len) if asked is None else asked
-        options = {"why": True, "most_blocks": MOST_BLOCKS, **options, "block_size": blocks}
+        options = {"why": True, "max_blocks": MAX_BLOCKS, **options, "block_size": blocks}
     shown = sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
     return page(view_of(shown, start=start))
 
@@ -73,7 +73,7 @@ def view_of(shown: Sheet, *, start: Literal["why", "blocks"] = "why") -> ViewDat
         "kv_len": first.kv_len,
         "batches": first.batches,
         "heads": first.heads,
-        "kinds": [{"role": kind.role, "label": kind.label} for kind in first.kinds],
+        "categories": [{"role": category.role, "label": category.label} for category in first.categories],
         "step": list(first.step),
         "shape": list(first.shares.shape[1:]),
         "block_size": None if first.blocks is None or first.block_size is None else list(first.block_size),
@@ -86,13 +86,14 @@ def view_of(shown: Sheet, *, start: Literal["why", "blocks"] = "why") -> ViewDat
 
 def _panel(shown: Picture) -> PanelData:
     cells = shown.every_cell
+    hidden_by = shown.hidden_by if len(shown.categories) > 2 else None
     return {
         "batch": shown.batch,
         "head": shown.head,
         "q_offset": shown.q_offset,
         "pairs": [list(pair) for pair in shown.pairs],
         "cells": _packed(shown.cells) if cells else None,
-        "hidden_by": _packed(shown.hidden_by.astype("<u4")) if shown.hidden_by is not None and len(shown.kinds) > 2 else None,
+        "hidden_by": None if hidden_by is None else _packed(hidden_by.astype("<u4")),
         "shares": None if cells else _packed(_bytes(shown.shares)),
         "estimated": None if shown.estimated is None else _packed(shown.estimated.astype(np.uint8)),
         "blocks": None if shown.blocks is None else _packed(shown.blocks.astype(np.uint8)),

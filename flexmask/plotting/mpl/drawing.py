@@ -11,16 +11,16 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
-from flexmask.plotting.categories import tells_more
+from flexmask.plotting.categories import is_detailed
 from flexmask.plotting.mpl.heat import UNSEEN, colored_scores, draw_numbers
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
-__all__ = ["MOST_SQUARES", "draw_cells", "faded", "opacity", "squares"]
+__all__ = ["MAX_SQUARES", "draw_cells", "faded", "opacity", "squares"]
 
 #: Cells along the longer side up to which each is drawn as a square of its own.
-MOST_SQUARES = 64
-#: The roles of cells that the axes' own colour stands for.
+MAX_SQUARES = 64
+#: The roles that are drawn as the background of the axes.
 BACKGROUND = ("hidden", "neither")
 #: How much of the colour is left to what empty blocks hide.
 IN_EMPTY = 0.45
@@ -28,14 +28,14 @@ IN_EMPTY = 0.45
 
 def squares(shown: Picture) -> bool:
     """Whether each cell is drawn as a square."""
-    return shown.every_cell and max(shown.q_len, shown.kv_len) <= MOST_SQUARES
+    return shown.every_cell and max(shown.q_len, shown.kv_len) <= MAX_SQUARES
 
 
 def draw_cells(shown: Picture, ax: Axes) -> None:
     """Draws the cells and blocks of a picture, with queries and keys as units."""
     ax.set(xlim=(0, shown.kv_len), ylim=(shown.q_len, 0), facecolor=HIDDEN)
     if shown.scores is None:
-        _draw_kinds(shown, ax)
+        _draw_categories(shown, ax)
     else:
         _draw_scores(shown, shown.scores, ax)
     _draw_lines(shown, ax)
@@ -48,16 +48,16 @@ def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
         draw_numbers(shown, ax)
 
 
-def _draw_kinds(shown: Picture, ax: Axes) -> None:
-    looks = looks_of(shown.kinds)
-    plain = not tells_more(shown.kinds)
+def _draw_categories(shown: Picture, ax: Axes) -> None:
+    looks = looks_of(shown.categories)
+    plain = not is_detailed(shown.categories)
     if shown.blocks is not None:
         looks = (Look(IN_PARTIAL, prominent=True), *looks[1:])
         if plain:
             _draw_blocks(shown, ax, PARTIAL, WASTED)
     if squares(shown):
-        for number, (kind, look) in enumerate(zip(shown.kinds, looks, strict=True)):
-            if kind.hides is not None or kind.role not in BACKGROUND:
+        for number, (category, look) in enumerate(zip(shown.categories, looks, strict=True)):
+            if category.hides is not None or category.role not in BACKGROUND:
                 _draw_rectangles(ax, _runs(shown.cells == number), (1, 1), look)
     else:
         _draw_pixels(shown, ax, looks)
@@ -106,15 +106,15 @@ def _draw_rectangles(
     ax.add_collection(drawn, autolim=False)
 
 
-def _draw_blocks(shown: Picture, ax: Axes, kind: int, color: str, alpha: float | None = None) -> None:
+def _draw_blocks(shown: Picture, ax: Axes, state: int, color: str, alpha: float | None = None) -> None:
     if shown.blocks is not None and shown.block_size is not None:
-        _draw_rectangles(ax, _runs(shown.blocks == kind), shown.block_size, Look(color), alpha)
+        _draw_rectangles(ax, _runs(shown.blocks == state), shown.block_size, Look(color), alpha)
 
 
 def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
     """Images that show shares: the colours of what is not prominent mixed, and over them the others by their opacity."""
     ordinary = [number for number, look in enumerate(looks) if not look.prominent]
-    if tells_more(shown.kinds):
+    if is_detailed(shown.categories):
         weights = shown.shares[ordinary]
         weights = weights / np.maximum(weights.sum(0), 1e-9)
         mixed = np.einsum("krc,kx->rcx", weights, np.array([to_rgb(looks[number].color) for number in ordinary]))

@@ -1,4 +1,4 @@
-"""What stands around the cells of a picture on matplotlib axes: numbers or tokens, and bands of documents and padding."""
+"""The labels around a picture on matplotlib axes: numbers or tokens, and bands of documents and padding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["BAND", "NUMBER_CHARACTER", "band_room", "draw_bands", "label_axes", 
 #: Inches: a character of the numbers on an axis, and a band with the gap before it.
 NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
 #: Numbers along an axis at most, where there is not one for every index.
-MOST_NUMBERS = 9
+MAX_NUMBERS = 9
 #: Characters of a token at most.
-MOST_CHARACTERS = 16
+MAX_CHARACTERS = 16
 
 
 def band_room(shown: Picture, axis: str) -> float:
@@ -46,7 +46,7 @@ def label_axes(shown: Picture, ax: Axes, *, names: bool = True) -> None:
     if shown.q_len == shown.kv_len:
         most = dict.fromkeys(most, min(most.values()))
     across, down = (
-        numbered(length, room if length <= room else min(room, MOST_NUMBERS), block and block[axis])
+        numbered(length, room if length <= room else min(room, MAX_NUMBERS), block and block[axis])
         for length, room, axis in ((shown.kv_len, most["x"], 1), (shown.q_len, most["y"], 0))
     )
     ax.xaxis.tick_top()
@@ -113,4 +113,4 @@ def _labels(indices: range, tokens: tuple[str, ...] | None, offset: int) -> list
 
 
 def _cut(token: str) -> str:
-    return token if len(token) <= MOST_CHARACTERS else token[: MOST_CHARACTERS - 1] + "…"
+    return token if len(token) <= MAX_CHARACTERS else token[: MAX_CHARACTERS - 1] + "…"

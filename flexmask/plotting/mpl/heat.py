@@ -14,7 +14,7 @@ __all__ = ["UNSEEN", "colored_scores", "draw_numbers", "scale_marks"]
 
 #: From no weight to the greatest.
 SCALE = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", "#9CCBEA", "#3B8FC9", "#0B4F8A", "#08264A"])
-#: How cells that the mask hides are told from those of weight 0.
+#: How masked-out cells are drawn, to differ from visible cells of weight 0.
 UNSEEN = Look(HIDDEN, "////", "#CFCFCF")
 #: Inches that a cell must have for its number, and from which lightness on the ink is white.
 ROOM, DARK = 0.2, 0.5
@@ -51,7 +51,7 @@ def _written(weight: float) -> str:
 
 
 def scale_marks(scores: Scores) -> list[tuple[str, str]]:
-    """Colours along the scale, each with the weight that it stands for."""
+    """Colours along the scale, each with its weight."""
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     colors = [tuple(round(255 * part) for part in SCALE(share)[:3]) for share in shares]
     return [("#{:02X}{:02X}{:02X}".format(*c), f"{share * scores.most:.2g}") for c, share in zip(colors, shares, strict=True)]

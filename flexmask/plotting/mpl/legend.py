@@ -1,4 +1,4 @@
-"""The legend of a picture: what the colours say, with how many cells or blocks they stand for."""
+"""The legend of a picture: the meaning of each colour, with its number of cells or blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from flexmask.plotting.annotations import PADDING
-from flexmask.plotting.categories import count_text, tells_more
+from flexmask.plotting.categories import count_text, is_detailed
 from flexmask.plotting.mpl.drawing import faded, opacity, squares
 from flexmask.plotting.mpl.heat import UNSEEN, scale_marks
 from flexmask.plotting.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
@@ -39,7 +39,7 @@ LEGEND: dict[str, Any] = {
 
 
 def entries_of(pictures: Sequence[Picture], characters: int) -> tuple[list[Patch], int]:
-    """The entries with labels of lines of at most so many characters, and in how many columns they stand.
+    """The entries, their labels wrapped to a width in characters, and the number of columns.
 
     Args:
         pictures: the picture, or those of a sheet, whose counts differ and are left out.
@@ -65,8 +65,8 @@ def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
         yield from ((Look(color), label, "") for color, label in scale_marks(shown.scores))
         if shown.pairs[1][1]:
             yield UNSEEN, "hidden", ""
-    elif tells_more(shown.kinds):
-        yield from _of_kinds(shown)
+    elif is_detailed(shown.categories):
+        yield from _of_categories(shown)
     elif shown.blocks is not None:
         yield from _of_blocks(shown.blocks)
     elif shown.step == (1, 1):
@@ -83,24 +83,24 @@ def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
         yield PADDED, "padding", ""
 
 
-def _of_kinds(shown: Picture) -> Iterator[tuple[Look, str, str]]:
-    """The kinds with their cells; of terms only those that hide some."""
-    for look, kind, pairs in zip(looks_of(shown.kinds), shown.kinds, shown.pairs, strict=True):
-        if kind.role == "visible" and shown.blocks is not None and shown.block_size is not None:
+def _of_categories(shown: Picture) -> Iterator[tuple[Look, str, str]]:
+    """The categories with their cells; of terms only those that hide some."""
+    for look, category, pairs in zip(looks_of(shown.categories), shown.categories, shown.pairs, strict=True):
+        if category.role == "visible" and shown.blocks is not None and shown.block_size is not None:
             in_full = int((shown.blocks == FULL).sum()) * shown.block_size[0] * shown.block_size[1]
             if in_full:
                 yield Look(VISIBLE), "visible, in full blocks", f"{in_full:,}"
             yield Look(IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
-        elif kind.hides is None or pairs[1]:
-            yield look if squares(shown) else replace(look, hatch=""), kind.words, count_text(pairs)
+        elif category.hides is None or pairs[1]:
+            yield look if squares(shown) else replace(look, hatch=""), category.words, count_text(pairs)
     if shown.blocks is not None and (shown.blocks == EMPTY).any():
         yield Look("#FFFFFF"), "paler: in empty blocks, skipped", ""
 
 
 def _of_blocks(blocks: NDArray[np.int8]) -> Iterator[tuple[Look, str, str]]:
-    """The kinds of blocks with their number."""
-    count = {kind: int((blocks == kind).sum()) for kind in (FULL, PARTIAL, EMPTY)}
-    some = [kind for kind, number in count.items() if number]
+    """The states of blocks with their number."""
+    count = {state: int((blocks == state).sum()) for state in (FULL, PARTIAL, EMPTY)}
+    some = [state for state, number in count.items() if number]
     if FULL in some:
         yield Look(VISIBLE), "full blocks", f"{count[FULL]:,}"
     if PARTIAL in some:
@@ -111,7 +111,7 @@ def _of_blocks(blocks: NDArray[np.int8]) -> Iterator[tuple[Look, str, str]]:
 
 
 def _columns(shown: Picture) -> int:
-    if shown.blocks is not None or tells_more(shown.kinds):
+    if shown.blocks is not None or is_detailed(shown.categories):
         return 1
     return 3 if shown.step == (1, 1) and shown.scores is None else 6
 

@@ -49,7 +49,7 @@ def plot_score_panels(
         weights: ``float[B, H, q_len, kv_len]``, as for :func:`flexmask.plot_scores`.
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequences: an index, a list of them, or ``"all"``.
-        head: which heads, likewise.
+        head: which heads, in the same way.
         title: instead of the mask's text.
         options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.picture`.
     """
@@ -80,8 +80,8 @@ def draw_sheet(shown: Sheet, *, title: str | None = None) -> Figure:
 def _drawn(shown: Sheet, title: str | None) -> Figure:
     last = shown.pictures[-1]
     width, height = fit(last, SQUARE, LONGEST)
-    beside = max(NUMBER_CHARACTER * len(f"{last.q_offset + last.q_len:,}"), token_room(last.q_tokens)) + 0.1
-    wide = max(beside + width + band_room(last, "q"), PANEL_WIDTH)
+    label_width = max(NUMBER_CHARACTER * len(f"{last.q_offset + last.q_len:,}"), token_room(last.q_tokens)) + 0.1
+    wide = max(label_width + width + band_room(last, "q"), PANEL_WIDTH)
     titles = [
         packed(_words(text, picture), wide / PANEL_CHARACTER, "  ·  ")
         for text, picture in zip(shown.titles, shown.pictures, strict=True)
@@ -102,7 +102,7 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
     figure.text(*corner, "\n".join(lines), va="top", fontsize=9, fontfamily=family, color="black", parse_math=False)
     for place, (picture, words) in enumerate(zip(shown.pictures, titles, strict=True)):
         row, column = divmod(place, shown.columns)
-        left = MARGIN + column * (wide + GAP) + beside
+        left = MARGIN + column * (wide + GAP) + label_width
         low = size[1] - top - row * (high + GAP) - above - height
         ax = figure.add_axes((left / size[0], low / size[1], width / size[0], height / size[1]))
         draw_cells(picture, ax)
@@ -123,5 +123,5 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
 
 def _words(title: str, shown: Picture) -> list[str]:
     """The title of a panel, and of a mask how much is visible."""
-    visible = [visible_text(shown)] if shown.kinds[0].role == "visible" and shown.scores is None else []
+    visible = [visible_text(shown)] if shown.categories[0].role == "visible" and shown.scores is None else []
     return [part for part in (title, *visible) if part]

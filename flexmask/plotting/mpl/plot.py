@@ -20,7 +20,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask.plotting.caption import notes, packed, title_lines
 from flexmask.plotting.endings import ending_of
-from flexmask.plotting.mpl.drawing import MOST_SQUARES, draw_cells
+from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
 from flexmask.plotting.options import Labelling
@@ -43,7 +43,7 @@ SQUARE, NUMBERED, LONGEST, SHORTEST = 0.24, 0.32, 5.12, 0.15
 #: Inches: around the axes, a line of the title and of the legend, and the characters of title and notes.
 MARGIN, ABOVE, TITLE_LINE, LEGEND_LINE = 0.15, 0.5, 0.165, 0.175
 TITLE_CHARACTER, NOTE_CHARACTER = 0.0755, 0.0605
-#: Inches that text may take beside a narrow mask, and below one on narrow axes of the user.
+#: Inches that text may take next to a narrow mask, and below one on narrow axes of the user.
 TEXT_WIDTH, LEAST_WIDTH = 4.2, 1.2
 #: Fonts for the tokens of scripts that DejaVu Sans does not have, of which those are used that are installed.
 SCRIPTS = ["Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"]
@@ -145,12 +145,12 @@ def new_figure(width: float, height: float) -> Figure:
 def fit(shown: Picture, square: float, longest: float) -> tuple[float, float]:
     """Width and height of the cells in inches, with the sizes of a square and of the longer side at most."""
     longer = max(shown.q_len, shown.kv_len)
-    scale = min(square, longest / longer) if longer <= MOST_SQUARES else longest / longer
+    scale = min(square, longest / longer) if longer <= MAX_SQUARES else longest / longer
     return max(shown.kv_len * scale, SHORTEST), max(shown.q_len * scale, SHORTEST)
 
 
 def _new_axes(shown: Picture, title: str | None) -> Axes:
-    """Axes of a new figure that has room for the picture, what stands around it, its title and its legend."""
+    """Axes of a new figure that has room for the picture, its labels, its title and its legend."""
     width, height = fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST)
     text_width = max(width, TEXT_WIDTH)
     above = ABOVE + TITLE_LINE * len(_title(shown, title, text_width)) + token_room(shown.kv_tokens)

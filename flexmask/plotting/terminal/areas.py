@@ -1,7 +1,7 @@
 """Drawings in characters by area: pixels of many cells each, as half blocks whose colours mix, or as a sign for each pixel.
 
 Whatever the size of a pixel, what is visible in it, or visible in one mask only, can be seen; what is hidden has the sign
-of the kind that is the most frequent there.
+of the category that is the most frequent there.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rich.style import Style
 from rich.text import Text
 
 from flexmask.plotting.caption import numbered
-from flexmask.plotting.categories import count_text, tells_more
-from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.plotting.categories import count_text, is_detailed
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry, framed, ruler
 from flexmask.plotting.terminal.coarsening import coarser
 from flexmask.plotting.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from flexmask.plotting.categories import Kind
+    from flexmask.plotting.categories import Category
     from flexmask.plotting.raster import Picture
 
 __all__ = ["draw_area"]
 
 RGB: TypeAlias = tuple[int, int, int]
 
-#: The colours of pixels of one kind.
+#: The colours of pixels of one category.
 DARK, BRIGHT = (58, 58, 58), (86, 180, 233)
 COLORS: dict[str, RGB] = {
     "visible": BRIGHT,
@@ -52,22 +52,22 @@ def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
     high, wide = _step(shown, canvas)
     shown = coarser(shown, (high, wide))
     drawn, legend = _halves(shown) if canvas.mixing else _signs(shown, canvas)
-    beside, over = _numbers(shown, len(drawn), 2 if canvas.mixing else 1, canvas)
-    lines = list(framed([over], beside, drawn, canvas.margin(shown)))
+    row_labels, over = _numbers(shown, len(drawn), 2 if canvas.mixing else 1, canvas)
+    lines = list(framed([over], row_labels, drawn, canvas.margin(shown)))
     return Drawing(shown, lines, legend, by_area=True)
 
 
 def _step(shown: Picture, canvas: Canvas) -> tuple[int, int]:
     """Queries and keys in a pixel. A character is twice as high as wide; with colours it is two pixels."""
-    side = max(1, -(-shown.kv_len // canvas.room(shown)), -(-shown.q_len // (2 * MOST_LINES)))
+    side = max(1, -(-shown.kv_len // canvas.room(shown)), -(-shown.q_len // (2 * MAX_LINES)))
     side = -(-side // shown.step[1]) * shown.step[1]
-    every_cell = side == 1 and shown.q_len <= MOST_LINES
+    every_cell = side == 1 and shown.q_len <= MAX_LINES
     return side if canvas.mixing or every_cell else 2 * side, side
 
 
 def _numbers(shown: Picture, lines: int, high: int, canvas: Canvas) -> tuple[list[str], str]:
     """The numbers, or tokens, of the first query of some lines, and the numbers of the first key of some columns."""
-    marked, labels = set(numbered(lines, lines / 4)), canvas.beside(shown, high * shown.step[0])
+    marked, labels = set(numbered(lines, lines / 4)), canvas.row_labels(shown, high * shown.step[0])
     columns = shown.shares.shape[2]
     step = numbered(columns, columns / (len(f"{shown.kv_len:,}") + 2))
     over = ruler({column: f"{column * shown.step[1]:,}" for column in step}, canvas.room(shown))
@@ -76,12 +76,12 @@ def _numbers(shown: Picture, lines: int, high: int, canvas: Canvas) -> tuple[lis
 
 def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[Entry]]:
     """A sign for each pixel: that of what differs, else darker the more is visible, else that of what hides."""
-    signs, more = signs_of(shown.kinds), tells_more(shown.kinds)
+    signs, more = signs_of(shown.categories), is_detailed(shown.categories)
     amounts = [count_text(pairs) if more else "" for pairs in shown.pairs]
     legend = [canvas.entry(sign, amount) for sign, amount in zip(signs, amounts, strict=True)]
     if shown.every_cell:
         return _written(shown.cells, signs, canvas), legend
-    shades = SHADES_OF_BOTH if shown.kinds[0].role == "both" else SHADES
+    shades = SHADES_OF_BOTH if shown.categories[0].role == "both" else SHADES
     marks = _levels(shown.shares[0], 3) + (shown.shares[0] == 1)
     if more:
         marks = np.where(marks == 0, len(shades) + shown.shares[1:].argmax(0), marks)
@@ -89,7 +89,7 @@ def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[Entry]]:
         legend[0] = Entry(by_share, f"{signs[0].meaning}, by share", amounts[0])
     else:
         legend = [canvas.entry(sign) for sign in shades]
-    only = [place for place, kind in enumerate(shown.kinds) if kind.role in ("only_a", "only_b")]
+    only = [place for place, category in enumerate(shown.categories) if category.role in ("only_a", "only_b")]
     for place in only:
         marks[shown.shares[place] > 0] = len(shades) + place - 1
     either = (shown.shares[only] > 0).sum(0) > 1
@@ -107,7 +107,7 @@ def _written(marks: NDArray[np.integer], signs: Sequence[Sign], canvas: Canvas) 
 
 def _halves(shown: Picture) -> tuple[list[Text], list[Entry]]:
     """Two pixels in each character, one above the other."""
-    colors = _colors(shown.shares, shown.kinds).tolist()
+    colors = _colors(shown.shares, shown.categories).tolist()
     lines = []
     for top, upper in enumerate(colors[::2]):
         under = colors[2 * top + 1] if 2 * top + 1 < len(colors) else [None] * len(upper)
@@ -115,35 +115,35 @@ def _halves(shown: Picture) -> tuple[list[Text], list[Entry]]:
         for pair in zip(map(tuple, upper), [pixel and tuple(pixel) for pixel in under], strict=True):
             line.append("▀", _style(*pair))
         lines.append(line)
-    if tells_more(shown.kinds):
-        alone = _colors(np.eye(len(shown.kinds))[:, :, None], shown.kinds)[:, 0].tolist()
-        said = [(sign.meaning, count_text(pairs)) for sign, pairs in zip(signs_of(shown.kinds), shown.pairs, strict=True)]
+    if is_detailed(shown.categories):
+        alone = _colors(np.eye(len(shown.categories))[:, :, None], shown.categories)[:, 0].tolist()
+        said = [(sign.meaning, count_text(pairs)) for sign, pairs in zip(signs_of(shown.categories), shown.pairs, strict=True)]
     else:
         parts = {"none visible": 0.0, "a little": 1 / LEVELS, "half": 0.5, "all": 1.0}
         shares = np.array([[*parts.values()]])
-        alone = _colors(np.stack([shares, 1 - shares]), shown.kinds)[0].tolist()
+        alone = _colors(np.stack([shares, 1 - shares]), shown.categories)[0].tolist()
         said = [(words, "") for words in parts]
     return lines, [Entry(Text("█", _style(tuple(color), None)), *words) for color, words in zip(alone, said, strict=True)]
 
 
-def _colors(shares: NDArray[np.floating], kinds: Sequence[Kind]) -> NDArray[np.uint8]:
+def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDArray[np.uint8]:
     """The colour of each pixel: what is hidden mixed, and over it what must not be too faint to be seen."""
-    colors = [np.array(_color(kind, sign)) for kind, sign in zip(kinds, signs_of(kinds), strict=True)]
-    under = [number for number, kind in enumerate(kinds) if kind.role not in FAINTEST]
+    colors = [np.array(_color(category, sign)) for category, sign in zip(categories, signs_of(categories), strict=True)]
+    under = [number for number, category in enumerate(categories) if category.role not in FAINTEST]
     weights = shares[under] / np.maximum(shares[under].sum(0), 1e-9)
     pixels: NDArray[np.float64] = np.einsum("krc,kx->rcx", weights, np.array([colors[number] for number in under]))
-    for share, kind, color in zip(shares, kinds, colors, strict=True):
-        if kind.role in FAINTEST:
-            least = FAINTEST[kind.role]
+    for share, category, color in zip(shares, categories, colors, strict=True):
+        if category.role in FAINTEST:
+            least = FAINTEST[category.role]
             opacity = np.where(share > 0, least + (1 - least) * _levels(share, LEVELS) / LEVELS, 0.0)[..., None]
             pixels += opacity * (color - pixels)
     return pixels.round().astype(np.uint8)
 
 
-def _color(kind: Kind, sign: Sign) -> RGB:
-    """The colour of pixels of one kind; of what a term hides half as bright as its sign."""
-    if kind.hides is None:
-        return COLORS[kind.role]
+def _color(category: Category, sign: Sign) -> RGB:
+    """The colour of pixels of one category; of what a term hides half as bright as its sign."""
+    if category.hides is None:
+        return COLORS[category.role]
     red, green, blue = Color.parse(sign.style).get_truecolor()
     return (red + DARK[0]) // 2, (green + DARK[1]) // 2, (blue + DARK[2]) // 2
 

@@ -14,17 +14,17 @@ from rich.text import Text
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.terminal.signs import FAINT, Sign
 
-__all__ = ["Canvas", "Drawing", "Entry", "MOST_LINES", "framed", "ruler"]
+__all__ = ["Canvas", "Drawing", "Entry", "MAX_LINES", "framed", "ruler"]
 
 #: Lines of a drawing at most.
-MOST_LINES = 64
+MAX_LINES = 64
 CORNER = "q\\kv"
-#: Characters of a token at most: beside the lines, and over the columns, where each takes a line.
-LONGEST_BESIDE, LONGEST_OVER = 16, 12
+#: Characters of a token at most: to the left of the lines, and above the columns, where each character takes a line.
+LONGEST_ROW_LABEL, LONGEST_COLUMN_LABEL = 16, 12
 
 
 class Entry(NamedTuple):
-    """An entry of a legend: a sign, what it stands for, and how many there are, or nothing."""
+    """An entry of a legend: a sign, its meaning, and its number of cells, or nothing."""
 
     sign: Text
     words: str
@@ -37,7 +37,7 @@ class Drawing:
 
     Attributes:
         shown: the picture as it is drawn, which may be coarser than it was.
-        lines: the lines with what stands around the cells.
+        lines: the cells with their labels, line by line.
         legend: what its signs and colours mean.
         by_area: whether pixels were drawn, rather than cells or blocks.
     """
@@ -73,9 +73,9 @@ class Canvas:
         return Canvas(plain, ascii_only, mixing, console.width)
 
     def margin(self, shown: Picture) -> int:
-        """Characters of the numbers or tokens beside the lines."""
+        """Characters of the numbers or tokens to the left of the lines."""
         if shown.q_tokens is not None:
-            return max(len(CORNER), *map(cell_len, self.beside(shown)))
+            return max(len(CORNER), *map(cell_len, self.row_labels(shown)))
         return max(len(CORNER), len(f"{shown.q_offset + shown.q_len - 1:,}"))
 
     def room(self, shown: Picture) -> int:
@@ -100,16 +100,16 @@ class Canvas:
         """A text in lines that fit behind an indentation."""
         return textwrap.wrap(self.written(text), max(8, self.width - indent), break_on_hyphens=False)
 
-    def beside(self, shown: Picture, step: int = 1) -> list[str]:
+    def row_labels(self, shown: Picture, step: int = 1) -> list[str]:
         """The number or token of each query, or of each ``step``-th."""
         if shown.q_tokens is None:
             return [f"{query + shown.q_offset:,}" for query in range(0, shown.q_len, step)]
-        most = min(LONGEST_BESIDE, self.width // 3)
+        most = min(LONGEST_ROW_LABEL, self.width // 3)
         return ["".join(self._characters(token, most)) for token in shown.q_tokens[::step]]
 
     def upright(self, tokens: Sequence[str]) -> list[str]:
         """Tokens written downwards, each over its column, ending above the cells."""
-        columns = [self._characters(token, LONGEST_OVER) for token in tokens]
+        columns = [self._characters(token, LONGEST_COLUMN_LABEL) for token in tokens]
         high = max(map(len, columns))
         columns = [[" "] * (high - len(column)) + column for column in columns]
         return ["".join(part + " " * (2 - cell_len(part)) for part in line).rstrip() for line in zip(*columns, strict=True)]
@@ -141,9 +141,9 @@ def ruler(numbers: Mapping[int, str], room: int) -> str:
     return line
 
 
-def framed(over: Sequence[str], beside: Sequence[str], lines: Sequence[Text], margin: int) -> Iterator[Text]:
-    """Lines with a number or token beside each, and lines over the columns."""
+def framed(over: Sequence[str], row_labels: Sequence[str], lines: Sequence[Text], margin: int) -> Iterator[Text]:
+    """Lines with a number or token to the left of each, below the labels of the columns."""
     for number, above in enumerate(over, 1):
         yield Text(f"{CORNER if number == len(over) else '':>{margin}} {above}", FAINT)
-    for label, line in zip(beside, lines, strict=True):
+    for label, line in zip(row_labels, lines, strict=True):
         yield Text(" " * (margin - cell_len(label)) + label + " ", FAINT).append_text(line)

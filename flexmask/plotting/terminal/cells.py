@@ -10,9 +10,9 @@ from rich.text import Text
 
 from flexmask.plotting.annotations import PADDING
 from flexmask.plotting.caption import numbered
-from flexmask.plotting.categories import count_text, tells_more
+from flexmask.plotting.categories import count_text, is_detailed
 from flexmask.plotting.raster import EMPTY, FULL, Picture
-from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry, framed, ruler
 from flexmask.plotting.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ def cells_width(shown: Picture, canvas: Canvas) -> int:
 
 def cells_fit(shown: Picture, canvas: Canvas) -> bool:
     """Whether every cell can be drawn."""
-    return shown.every_cell and shown.q_len <= MOST_LINES and 2 * shown.kv_len <= canvas.room(shown) + 1
+    return shown.every_cell and shown.q_len <= MAX_LINES and 2 * shown.kv_len <= canvas.room(shown) + 1
 
 
 def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
     """Whether every block can be drawn, and says all that is to be said."""
-    if shown.blocks is None or tells_more(shown.kinds):
+    if shown.blocks is None or is_detailed(shown.categories):
         return False
     rows, columns = len(shown.blocks), len(shown.blocks[0])
-    return rows <= MOST_LINES and 2 * columns <= canvas.room(shown) + 1
+    return rows <= MAX_LINES and 2 * columns <= canvas.room(shown) + 1
 
 
 def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
@@ -57,23 +57,25 @@ def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
     down, across = (_band(shown, axis) for axis in ("q", "kv"))
     if cells_width(shown, canvas) > canvas.width:
         down = ""
-    lines, beside = [], []
-    for query, label in enumerate(canvas.beside(shown)):
+    lines, row_labels = [], []
+    for query, label in enumerate(canvas.row_labels(shown)):
         if size is not None and query and query % size[0] == 0:
             lines.append(rule)
-            beside.append("")
+            row_labels.append("")
         line = Text()
         for key, edge in enumerate(edges):
             if key:
                 line.append(upright if edge else " ", FAINT)
             line.append_text(drawn[marks[query, key]])
         lines.append(line.append(GAP + down[query], FAINT) if down else line)
-        beside.append(label)
+        row_labels.append(label)
     if across:
         lines.append(Text(" ".join(across), FAINT))
-        beside.append("")
+        row_labels.append("")
     return Drawing(
-        shown, list(framed(_over(shown, canvas), beside, lines, canvas.margin(shown))), [*legend, *_said(down + across, shown)]
+        shown,
+        list(framed(_over(shown, canvas), row_labels, lines, canvas.margin(shown))),
+        [*legend, *_said(down + across, shown)],
     )
 
 
@@ -83,20 +85,20 @@ def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
     assert shown.block_size is not None
     high, wide = shown.block_size
     columns = shown.blocks.shape[1]
-    lines = [Text(" ").join([canvas.sign(BLOCKS[int(kind)]) for kind in row]) for row in shown.blocks]
-    beside = canvas.beside(shown, high)
+    lines = [Text(" ").join([canvas.sign(BLOCKS[int(state)]) for state in row]) for row in shown.blocks]
+    row_labels = canvas.row_labels(shown, high)
     step = numbered(columns, 2 * columns / (len(f"{shown.kv_len:,}") + 1))
     over = ruler({2 * column: f"{column * wide:,}" for column in step}, canvas.room(shown))
     legend = []
-    for kind, sign in BLOCKS.items():
-        if count := int((shown.blocks == kind).sum()):
+    for state, sign in BLOCKS.items():
+        if count := int((shown.blocks == state).sum()):
             legend.append(canvas.entry(sign, f"{count:,}"))
-    return Drawing(shown, list(framed([over], beside, lines, canvas.margin(shown))), legend)
+    return Drawing(shown, list(framed([over], row_labels, lines, canvas.margin(shown))), legend)
 
 
 def _signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[Entry]]:
     """The number of its sign for each cell, the signs, and the legend."""
-    marks, signs, more = shown.cells.copy(), signs_of(shown.kinds), tells_more(shown.kinds)
+    marks, signs, more = shown.cells.copy(), signs_of(shown.categories), is_detailed(shown.categories)
     entries = [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
     if shown.blocks is None or shown.block_size is None:
         return marks, signs, entries

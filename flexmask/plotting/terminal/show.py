@@ -1,7 +1,7 @@
 """Pictures in a terminal, with rich; in plain ASCII where the output is not one.
 
 There are three ways to draw, and the first that fits is taken: every cell, every block of the block grid, or the shares of
-the kinds of cells by area.
+the categories of cells by area.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmask.plotting.caption import notes, packed, title_lines, visible_text
 from flexmask.plotting.options import Options
 from flexmask.plotting.raster import Picture, picture
 from flexmask.plotting.terminal.areas import draw_area
-from flexmask.plotting.terminal.canvas import MOST_LINES, Canvas, Drawing, Entry
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry
 from flexmask.plotting.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
 from flexmask.plotting.terminal.signs import FAINT
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["show", "show_picture", "show_sheet"]
 
-#: Characters between pictures beside each other, and between entries of the legend.
+#: Characters between pictures in a row, and between entries of the legend.
 BETWEEN = 3
-#: Characters of a line that a picture by area has beside others.
+#: Characters per line of a downsampled picture in a row of several.
 NARROW = 36
 
 
@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Draws a mask in the terminal: see :meth:`flexmask.Mask.show`."""
     console = console or Console()
-    asked: Options = {"most_blocks": (MOST_LINES, console.width), **options}
+    asked: Options = {"max_blocks": (MAX_LINES, console.width), **options}
     show_picture(picture(mask, q_len, kv_len, **asked), console=console)
 
 
@@ -58,7 +58,7 @@ def show_picture(shown: Picture, *, console: Console | None = None) -> None:
 
 
 def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
-    """Draws the pictures of a sheet in the terminal, as many beside each other as there is room for, with one legend.
+    """Draws the pictures of a sheet in the terminal, as many in a row as there is room for, with one legend.
 
     Args:
         shown: the sheet.
@@ -94,7 +94,7 @@ def _drawn(shown: Picture, canvas: Canvas) -> Drawing:
 
 
 def _width(shown: Picture, canvas: Canvas) -> int:
-    """Characters that a picture asks for beside others."""
+    """Characters that a picture asks for in a row of several."""
     return cells_width(shown, canvas) if cells_fit(shown, canvas) else NARROW
 
 
@@ -106,13 +106,13 @@ def _head(text: str, said: list[str], canvas: Canvas) -> Iterator[Text]:
 
 def _title(title: str, shown: Picture, canvas: Canvas) -> Iterator[Text]:
     """The title of a picture on a sheet, with how much is visible."""
-    words = [title, visible_text(shown)] if shown.kinds[0].role == "visible" else [title]
+    words = [title, visible_text(shown)] if shown.categories[0].role == "visible" else [title]
     for line in canvas.wrapped(", ".join(filter(None, words))):
         yield Text(line, "bold")
 
 
 def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text]:
-    """The lines of several panels, each beside those of the others."""
+    """The lines of several panels, joined side by side."""
     for parts in zip_longest(*panels, fillvalue=Text()):
         line = Text()
         for place, part in enumerate(parts):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from string import ascii_lowercase
 
-from flexmask.plotting.categories import Kind
+from flexmask.plotting.categories import Category
 from flexmask.plotting.palette import looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN
 
@@ -30,7 +30,7 @@ FAINT = "bright_black"
 
 @dataclass(frozen=True)
 class Sign:
-    """What stands for cells, blocks or pixels of one kind.
+    """The sign of one category of cells, blocks or pixels.
 
     Attributes:
         glyph: in a terminal.
@@ -77,10 +77,10 @@ STYLES_OF_BOTH = (FAINT, *[ROLES["both"].style] * 4)
 SHADES_OF_BOTH = tuple(map(Sign, "·░▒▓█", ".:o8#", STYLES_OF_BOTH, LEVELS))
 
 
-def signs_of(kinds: Sequence[Kind]) -> tuple[Sign, ...]:
-    """The sign of each kind of cells."""
+def signs_of(categories: Sequence[Category]) -> tuple[Sign, ...]:
+    """The sign of each category of cells."""
     shapes, letters = cycle(SHAPES), cycle(LETTERS)
     return tuple(
-        ROLES[kind.role] if kind.hides is None else Sign(next(shapes), next(letters), look.ink, kind.words)
-        for kind, look in zip(kinds, looks_of(kinds), strict=True)
+        ROLES[category.role] if category.hides is None else Sign(next(shapes), next(letters), look.ink, category.words)
+        for category, look in zip(categories, looks_of(categories), strict=True)
     )

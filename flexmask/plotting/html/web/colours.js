@@ -43,29 +43,29 @@ function onThemeChange(changed, signal) {
   }
 }
 
-/** Which of the terms' colours and patterns a kind has: the first kind that hides has the first. */
-const termOf = (data, kind) => data.kinds.slice(0, kind).filter((other) => other.role === "hidden").length % TERMS;
+/** Which of the terms' colours and patterns a category has: the first category that hides has the first. */
+const termOf = (data, category) => data.categories.slice(0, category).filter((other) => other.role === "hidden").length % TERMS;
 
-const hasTerms = (data) => data.kinds.filter((kind) => kind.role === "hidden").length > 1;
+const hasTerms = (data) => data.categories.filter((category) => category.role === "hidden").length > 1;
 
-/** The colour of a cell of a kind in a block of a kind (null: none), as red, green and blue. */
-function cellColour(data, palette, mode, kind, block) {
-  const { role } = data.kinds[kind];
+/** The colour of a cell of a category in a block of a state (null: none), as red, green and blue. */
+function cellColour(data, palette, mode, category, block) {
+  const { role } = data.categories[category];
   if (role === "visible") {
     if (block === UNKNOWN) return palette.unknown;
     return mode.blocks && block !== null && block !== FULL ? palette["in-partial"] : palette.visible;
   }
   if (role !== "hidden") return palette[role.replace("_", "-")];
-  if (mode.why && hasTerms(data)) return mixed(palette[`term-${termOf(data, kind)}`], palette.paper, TINT);
+  if (mode.why && hasTerms(data)) return mixed(palette[`term-${termOf(data, category)}`], palette.paper, TINT);
   if (mode.blocks && block === PARTIAL) return palette.wasted;
   return mode.blocks && block === UNKNOWN ? palette.unknown : palette.hidden;
 }
 
-/** The colours of every kind of cell in every kind of block; the last column is for cells in no block. */
+/** The colours of every category of cell in every state of block; the last column is for cells in no block. */
 const colourTable = (data, palette, mode) =>
-  data.kinds.map((_, kind) => [EMPTY, PARTIAL, FULL, UNKNOWN, null].map((block) => cellColour(data, palette, mode, kind, block)));
+  data.categories.map((_, category) => [EMPTY, PARTIAL, FULL, UNKNOWN, null].map((block) => cellColour(data, palette, mode, category, block)));
 
-/** The kind of block that each pixel lies in: partial where it lies in several that differ; 4 where there are none. */
+/** The state of block that each pixel lies in: partial where it lies in several that differ; 4 where there are none. */
 function pixelBlocks(data, panel) {
   const [rows, columns] = data.shape, found = new Uint8Array(rows * columns).fill(4);
   if (!panel.blocks) return found;
@@ -74,12 +74,12 @@ function pixelBlocks(data, panel) {
     const q = blockRange(data, pixelRange(data, row, 0)).q;
     for (let column = 0; column < columns; column++) {
       const kv = across[column];
-      let kind = panel.blocks[q[0] * panel.grid.columns + kv[0]];
+      let state = panel.blocks[q[0] * panel.grid.columns + kv[0]];
       if (q[1] - q[0] > 1 || kv[1] - kv[0] > 1) {
         const counts = blockCounts(panel, { q, kv });
-        if (counts.filter((count) => count > 0).length > 1) kind = PARTIAL;
+        if (counts.filter((count) => count > 0).length > 1) state = PARTIAL;
       }
-      found[row * columns + column] = kind;
+      found[row * columns + column] = state;
     }
   }
   return found;
@@ -98,7 +98,7 @@ function panelImage(data, panel, palette, mode) {
 function termImages(data, panel, mode) {
   if (!mode.why || !panel.cells || !hasTerms(data)) return [];
   const [rows, columns] = data.shape, opaque = [0, 0, 0];
-  return data.kinds.flatMap((kind, which) => (kind.role !== "hidden" ? [] : [{
+  return data.categories.flatMap((category, which) => (category.role !== "hidden" ? [] : [{
     term: termOf(data, which),
     image: painted(rows, columns, (index) => (panel.cells[index] === which ? opaque : null)),
   }]));
@@ -107,22 +107,22 @@ function termImages(data, panel, mode) {
 /** The colours of pixels that stand for several cells. What matters is never too faint to be seen, be it ever so rare. */
 function blender(data, shares, table, blocks) {
   const size = data.shape[0] * data.shape[1];
-  const matters = data.kinds.map(({ role }) => role === "visible" || role.startsWith("only"));
-  const weights = new Float64Array(data.kinds.length), colour = [0, 0, 0];
+  const matters = data.categories.map(({ role }) => role === "visible" || role.startsWith("only"));
+  const weights = new Float64Array(data.categories.length), colour = [0, 0, 0];
   return (index) => {
     let above = 0, below = 0;
-    for (let kind = 0; kind < weights.length; kind++) {
-      const share = shares[kind * size + index] / 255;
-      weights[kind] = matters[kind] && share > 0 ? 0.3 + 0.7 * share : share;
-      if (matters[kind]) above += weights[kind];
+    for (let category = 0; category < weights.length; category++) {
+      const share = shares[category * size + index] / 255;
+      weights[category] = matters[category] && share > 0 ? 0.3 + 0.7 * share : share;
+      if (matters[category]) above += weights[category];
       else below += share;
     }
     const most = below > 0 ? Math.min(above, 0.95) : 1;
     colour[0] = colour[1] = colour[2] = 0;
-    for (let kind = 0; kind < weights.length; kind++) {
-      if (weights[kind] === 0) continue;
-      const weight = weights[kind] * (matters[kind] ? most / above : (1 - (above > 0 ? most : 0)) / below);
-      const own = table[kind][blocks[index]];
+    for (let category = 0; category < weights.length; category++) {
+      if (weights[category] === 0) continue;
+      const weight = weights[category] * (matters[category] ? most / above : (1 - (above > 0 ? most : 0)) / below);
+      const own = table[category][blocks[index]];
       for (let channel = 0; channel < 3; channel++) colour[channel] += own[channel] * weight;
     }
     return colour;

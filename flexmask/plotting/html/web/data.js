@@ -19,7 +19,7 @@ async function loadedPanel(data, panel) {
   return { ...panel, cells, hiddenBy, shares, estimated, blocks, grid: data.block_size && blockGrid(data, blocks) };
 }
 
-/** The block grid: how many blocks along each axis, how many of each kind, and how many cells these hold. */
+/** The block grid: how many blocks along each axis, how many of each state, and how many cells these hold. */
 function blockGrid(data, blocks) {
   const [high, wide] = data.block_size;
   const rows = Math.ceil(data.q_len / high), columns = Math.ceil(data.kv_len / wide);
@@ -47,7 +47,7 @@ function blockRange(data, range) {
   return { q: along(range.q, data.block_size[0]), kv: along(range.kv, data.block_size[1]) };
 }
 
-/** How many blocks of each kind a range of blocks holds. */
+/** How many blocks of each state a range of blocks holds. */
 function blockCounts(panel, range) {
   const counts = [0, 0, 0, 0];
   for (let row = range.q[0]; row < range.q[1]; row++) {
@@ -80,9 +80,9 @@ function readable(token) {
   return token.replace(/[\u0000-\u001f\u007f\u2028\u2029]/g, (c) => names[c] || `\\x${c.charCodeAt(0).toString(16).padStart(2, "0")}`);
 }
 
-function kindWords(kind) {
-  if (kind.role === "hidden" && kind.label !== "hidden") return `hidden by ${brief(kind.label)}`;
-  return brief(kind.label);
+function categoryWords(category) {
+  if (category.role === "hidden" && category.label !== "hidden") return `hidden by ${brief(category.label)}`;
+  return brief(category.label);
 }
 
 /** The stretches of a band that a range along its axis touches, as `[start, stop, value]`. */
@@ -116,12 +116,12 @@ function pixelWords(data, panel, row, column) {
 }
 
 function cellWords(data, panel, row, column) {
-  const index = row * data.shape[1] + column, kind = panel.cells[index];
+  const index = row * data.shape[1] + column, category = panel.cells[index];
   const others = panel.hiddenBy
-    ? data.kinds.filter((other, bit) => bit !== kind && other.role === "hidden" && (panel.hiddenBy[index] >>> bit) & 1)
+    ? data.categories.filter((other, bit) => bit !== category && other.role === "hidden" && (panel.hiddenBy[index] >>> bit) & 1)
     : [];
   const also = others.length ? `, also by ${others.map((other) => brief(other.label)).join(" and ")}` : "";
-  return kindWords(data.kinds[kind]) + also;
+  return categoryWords(data.categories[category]) + also;
 }
 
 function shareWords(data, panel, row, column) {
@@ -129,9 +129,9 @@ function shareWords(data, panel, row, column) {
   const about = panel.estimated && panel.estimated[index] ? "about " : "";
   const range = pixelRange(data, row, column);
   const single = range.q[1] - range.q[0] === 1 && range.kv[1] - range.kv[0] === 1;
-  const parts = data.kinds.map((kind, which) => [kind, panel.shares[which * size + index]]).filter(([, share]) => share > 0);
-  if (parts.length === 1 && parts[0][1] === 255) return `${single ? "" : `${about}all `}${kindWords(parts[0][0])}`;
-  return about + parts.map(([kind, share]) => `${percent(share / 255, 0)} ${kindWords(kind)}`).join(", ");
+  const parts = data.categories.map((category, which) => [category, panel.shares[which * size + index]]).filter(([, share]) => share > 0);
+  if (parts.length === 1 && parts[0][1] === 255) return `${single ? "" : `${about}all `}${categoryWords(parts[0][0])}`;
+  return about + parts.map(([category, share]) => `${percent(share / 255, 0)} ${categoryWords(category)}`).join(", ");
 }
 
 function blockWords(data, panel, range) {
@@ -144,7 +144,7 @@ function blockWords(data, panel, range) {
 }
 
 const countWords = (counts) => [FULL, PARTIAL, EMPTY, UNKNOWN]
-  .filter((kind) => counts[kind] > 0).map((kind) => `${grouped(counts[kind])} ${BLOCK_WORDS[kind]}`).join(", ");
+  .filter((state) => counts[state] > 0).map((state) => `${grouped(counts[state])} ${BLOCK_WORDS[state]}`).join(", ");
 
 function bandWords(data, panel, axis, range) {
   const words = panel.bands.filter((band) => band.axis === axis).map((band) => {

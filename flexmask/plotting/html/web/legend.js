@@ -3,33 +3,33 @@
 /** What the legend says: a row for each colour that the mode can show. */
 function legendRows(data, panel, mode) {
   const grid = mode.blocks && panel.blocks ? panel.grid : null;
-  const visible = data.kinds.findIndex((kind) => kind.role === "visible");
-  const hidden = data.kinds.map((kind, index) => index).filter((index) => data.kinds[index].role === "hidden");
-  const kinds = (indices) => indices.map((kind) => ({ label: data.kinds[kind].label, cells: panel.pairs[kind], kind, block: null }));
-  if (visible < 0) return kinds(data.kinds.map((_, kind) => kind));
-  const sum = (indices) => [0, 1].map((end) => indices.reduce((total, kind) => total + panel.pairs[kind][end], 0));
-  const terms = kinds(hidden).map((row) => ({ ...row, label: row.label === "hidden" ? "hidden" : `hidden by ${row.label}` }));
+  const visible = data.categories.findIndex((category) => category.role === "visible");
+  const hidden = data.categories.map((category, index) => index).filter((index) => data.categories[index].role === "hidden");
+  const categories = (indices) => indices.map((category) => ({ label: data.categories[category].label, cells: panel.pairs[category], category, block: null }));
+  if (visible < 0) return categories(data.categories.map((_, category) => category));
+  const sum = (indices) => [0, 1].map((end) => indices.reduce((total, category) => total + panel.pairs[category][end], 0));
+  const terms = categories(hidden).map((row) => ({ ...row, label: row.label === "hidden" ? "hidden" : `hidden by ${row.label}` }));
   const all = data.q_len * data.kv_len, [least, most] = panel.pairs[visible];
   const unseen = [all - most, all - least];
   if (!grid) {
-    const whole = { label: "hidden", cells: hidden.length === 1 ? sum(hidden) : unseen, kind: hidden[0], block: null };
-    return [...kinds([visible]), ...(mode.why && hasTerms(data) ? terms : hidden.length ? [whole] : [])];
+    const whole = { label: "hidden", cells: hidden.length === 1 ? sum(hidden) : unseen, category: hidden[0], block: null };
+    return [...categories([visible]), ...(mode.why && hasTerms(data) ? terms : hidden.length ? [whole] : [])];
   }
   // Cells of full blocks are visible and those of empty ones hidden, so the rest of each lies in partial blocks.
   const known = grid.counts[UNKNOWN] === 0, { cells } = grid;
   const rest = (range, whole) => (known ? range.map((count) => count - whole) : null);
   const rows = [
-    { label: "visible in full blocks", cells: [cells[FULL], cells[FULL]], kind: visible, block: FULL },
-    { label: "visible in partial blocks", cells: rest([least, most], cells[FULL]), kind: visible, block: PARTIAL },
+    { label: "visible in full blocks", cells: [cells[FULL], cells[FULL]], category: visible, block: FULL },
+    { label: "visible in partial blocks", cells: rest([least, most], cells[FULL]), category: visible, block: PARTIAL },
   ];
   if (mode.why && hasTerms(data)) rows.push(...terms);
   else if (hidden.length) {
     rows.push(
-      { label: "hidden in partial blocks, computed in vain", cells: rest(unseen, cells[EMPTY]), kind: hidden[0], block: PARTIAL },
-      { label: "hidden in empty blocks, skipped", cells: [cells[EMPTY], cells[EMPTY]], kind: hidden[0], block: EMPTY },
+      { label: "hidden in partial blocks, computed in vain", cells: rest(unseen, cells[EMPTY]), category: hidden[0], block: PARTIAL },
+      { label: "hidden in empty blocks, skipped", cells: [cells[EMPTY], cells[EMPTY]], category: hidden[0], block: EMPTY },
     );
   }
-  if (!known) rows.push({ label: "blocks of unknown kind", cells: [cells[UNKNOWN], cells[UNKNOWN]], kind: visible, block: UNKNOWN });
+  if (!known) rows.push({ label: "blocks of unknown kind", cells: [cells[UNKNOWN], cells[UNKNOWN]], category: visible, block: UNKNOWN });
   return rows.filter((row) => row.block === null || grid.counts[row.block] > 0);
 }
 
@@ -37,7 +37,7 @@ function legendRows(data, panel, mode) {
 function factLines(data, panel, toScale) {
   const times = ([down, across]) => `${grouped(down)} × ${grouped(across)}`;
   const lines = [`${grouped(data.q_len)} ${data.q_len === 1 ? "query" : "queries"} × ${grouped(data.kv_len)} ${data.kv_len === 1 ? "key" : "keys"}`];
-  const visible = data.kinds.findIndex((kind) => kind.role === "visible");
+  const visible = data.categories.findIndex((category) => category.role === "visible");
   if (visible >= 0) {
     const [least, most] = panel.pairs[visible].map((count) => percent(count / (data.q_len * data.kv_len)));
     lines[0] += least === most ? `, ${least} visible` : `, ${least} to ${most} visible`;

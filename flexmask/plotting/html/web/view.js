@@ -53,7 +53,7 @@ class View {
     this.facts = made("ul", { class: "flexmask-facts" });
     const head = made("tr", {}, ...["Kind of cell", "Cells", "Share"].map((text) => made("th", { scope: "col" }, text)));
     const side = made("div", { class: "flexmask-side" },
-      made("table", { class: "flexmask-legend" }, made("caption", {}, "Legend, with the number of cells of each kind"), made("thead", {}, head), this.legend),
+      made("table", { class: "flexmask-legend" }, made("caption", {}, "Legend, with the number of cells of each category"), made("thead", {}, head), this.legend),
       this.facts);
     element.replaceChildren(made("div", { class: "flexmask-body" },
       this.buildTools(),
@@ -200,10 +200,10 @@ class View {
     const { data, panel, mode } = this;
     this.palette ??= readPalette(this.element);
     const all = data.q_len * data.kv_len;
-    const rows = legendRows(data, panel, mode).map(({ label, cells, kind, block }) => {
+    const rows = legendRows(data, panel, mode).map(({ label, cells, category, block }) => {
       const square = made("canvas", { "aria-hidden": "true" });
-      const term = mode.why && hasTerms(data) && data.kinds[kind].role === "hidden" ? termOf(data, kind) : null;
-      swatch(square, this.palette, cellColour(data, this.palette, mode, kind, block), panel.cells ? term : null, window.devicePixelRatio || 1);
+      const term = mode.why && hasTerms(data) && data.categories[category].role === "hidden" ? termOf(data, category) : null;
+      swatch(square, this.palette, cellColour(data, this.palette, mode, category, block), panel.cells ? term : null, window.devicePixelRatio || 1);
       const [least, most] = cells ?? [null, null], exact = least === most;
       const count = least === null ? "" : exact ? grouped(least) : `${grouped(least)} to ${grouped(most)}`;
       const share = least === null ? "" : exact ? percent(least / all) : `${percent(least / all)} to ${percent(most / all)}`;
