@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-from collections.abc import Callable, Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
@@ -14,7 +15,7 @@ from flexmask.errors import DuplicateNameError, ExpressionError, OperandError
 from flexmask.index import Index
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
-__all__ = ["NAMES", "named", "nearest", "signature_of", "withdraw", "write_arguments"]
+__all__ = ["NAMES", "misfit", "named", "nearest", "signature_of", "withdraw", "write_arguments"]
 
 P = ParamSpec("P")
 
@@ -48,7 +49,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise OperandError(f"{name}: {error}. Its parameters: {', '.join(signature.parameters) or 'none'}") from None
+            raise OperandError(misfit(define, error, args, kwargs)) from None
         arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
         body = cast(Callable[..., Mask], define)(**arguments)
         if isinstance(body, Truth):
@@ -72,6 +73,31 @@ def signature_of(function: Callable[..., Any]) -> str:
     """The parameters of a function with their defaults, in parentheses, without annotations."""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
     return str(inspect.Signature(parameters))
+
+
+def misfit(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why arguments do not fit a function, and how they are written.
+
+    Args:
+        function: what is called.
+        error: what binding the arguments raised.
+        args: the arguments that are given by position.
+        kwargs: those that are given by name.
+    """
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
+    unnamed = args[sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()) :]
+    if 0 < len(unnamed) <= len(by_name):
+        given = [f"{key}={reprlib.repr(value)}" for key, value in zip(by_name, unnamed, strict=False)]
+        if len(given) == 1:
+            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
+        else:
+            written = f"{name}({', '.join([*given, *(f'{key}={reprlib.repr(value)}' for key, value in kwargs.items())])})"
+        verb = "is" if len(by_name) == 1 else "are"
+        return f"{name}: {', '.join(by_name)} {verb} given by name only: write {written}"
+    wrong = next((word for word in kwargs if word not in parameters), "")
+    hint = nearest(wrong, parameters) if wrong else ""
+    return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
 
 
 def _argument(value: Any, what: str) -> Any:

@@ -14,7 +14,7 @@ from flexmask.algebra import Mask, where
 from flexmask.catalogue import __all__ as _built_in
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
-from flexmask.naming import NAMES, nearest, signature_of
+from flexmask.naming import NAMES, misfit, nearest, signature_of
 from flexmask.packing import document_ids, document_starts
 from flexmask.tables import Param, Table, param, table
 
@@ -288,9 +288,7 @@ class _Reader:
         try:
             inspect.signature(target).bind(*values, **named)
         except TypeError as error:
-            wrong = next((word for word in named if f"'{word}'" in str(error)), "")
-            hint = nearest(wrong, inspect.signature(target).parameters) if wrong else ""
-            self.fail(node, f"{function.id}: {error}.{hint} Its signature is {function.id}{signature_of(target)}")
+            self.fail(node, misfit(target, error, values, named))
         return target(*values, **named)
 
 

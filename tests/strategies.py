@@ -262,7 +262,7 @@ def everywhere(draw: st.DrawFn, shape: Shape) -> Case:
         left, right = draw(distance), draw(distance)
         if left is None and right is None:
             left = 2
-        return Case(fm.sliding_window(left, right), oracle.sliding_window(left, right))
+        return Case(fm.sliding_window(left=left, right=right), oracle.sliding_window(left, right))
     keys, queries = per_batch(shape, st.integers(0, shape.kv_len)), per_batch(shape, st.integers(0, shape.q_len))
     length = "kv_len" if kind == "key_padding" else "q_len"
     side = draw(st.sampled_from(SIDES if length in shape.lengths else SIDES[:1]))

@@ -52,8 +52,8 @@ def test_parameters_and_text(text: str, values: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[str, str]] = [
-    ("dilated_window(4, 4, dilation=0)", r"dilated_window: dilation must be at least 1, got 0"),
-    ("dilated_window(-1, 4, dilation=1)", r"dilated_window: left must be at least 0, got -1"),
+    ("dilated_window(left=4, right=4, dilation=0)", r"dilated_window: dilation must be at least 1, got 0"),
+    ("dilated_window(left=-1, right=4, dilation=1)", r"dilated_window: left must be at least 0, got -1"),
     ("sink_window(4)", r"sink_window: a bare number could mean two windows"),
     ("sink_window(4, left=2, size=3)", r"sink_window: give either size or left"),
     ("sink_window(-1, left=2)", r"sink_window: sinks must be at least 0, got -1"),

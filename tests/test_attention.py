@@ -81,8 +81,8 @@ def random_table(*shape: int) -> Tensor:
 
 PACKED = [[0, 0, 0, 1, 1, 2, 2, 2, -1], [3, 3, 3, 3, 3, 3, 4, -1, -1]]
 LONG = [[place // 110 for place in range(300)], [0] * 40 + [1] * 200 + [-1] * 60]
-NEAR, SAME_NEAR = fm.sliding_window(40, 40), oracle.sliding_window(40, 40)
-HEADS = [fm.causal(), fm.sliding_window(1, 1), fm.full(), fm.empty()]
+NEAR, SAME_NEAR = fm.sliding_window(left=40, right=40), oracle.sliding_window(40, 40)
+HEADS = [fm.causal(), fm.sliding_window(left=1, right=1), fm.full(), fm.empty()]
 SAME_HEADS = [oracle.causal(), oracle.sliding_window(1, 1), oracle.full(), oracle.empty()]
 TABLES = {axes: random_table(*(2, 2, 9, 11)[4 - axes :]) for axes in (2, 3, 4)}
 
@@ -97,8 +97,8 @@ CASES: dict[str, Case] = {
     "causal, one before": Case(fm.causal(offset=-1), oracle.causal(offset=-1), 9, 9),
     "lower right, wide": Case(fm.causal("lower_right"), oracle.causal("lower_right"), 5, 11),
     "lower right, tall": Case(fm.causal("lower_right"), oracle.causal("lower_right"), 11, 5),
-    "window": Case(fm.sliding_window(2, 1), oracle.sliding_window(2, 1), 9, 9),
-    "window, one side": Case(fm.sliding_window(None, 1), oracle.sliding_window(None, 1), 9, 7),
+    "window": Case(fm.sliding_window(left=2, right=1), oracle.sliding_window(2, 1), 9, 9),
+    "window, one side": Case(fm.sliding_window(left=None, right=1), oracle.sliding_window(None, 1), 9, 7),
     "window by size": Case(fm.sliding_window(size=3), oracle.sliding_window(size=3), 9, 9),
     "padding right": Case(fm.key_padding([3, 9]), oracle.key_padding([3, 9]), 9, 9),
     "padding left": Case(fm.key_padding([3, 9], side="left"), oracle.key_padding([3, 9], "left"), 9, 9),
@@ -112,7 +112,7 @@ CASES: dict[str, Case] = {
     "diagonals": Case((q - kv) % 3 == 0, third_diagonals, 9, 11),
     "diagonals of one head": Case(((q - kv) % 3 == 0) & (h == 1) & (kv < q), one_head, 9, 9),
     "documents by prefix": Case(fm.per_document(fm.prefix_lm(2), PACKED), oracle.per_document(oracle.prefix_lm(2), PACKED), 9, 9),
-    "not a window": Case(~fm.sliding_window(1, 1), oracle.negated(oracle.sliding_window(1, 1)), 9, 9),
+    "not a window": Case(~fm.sliding_window(left=1, right=1), oracle.negated(oracle.sliding_window(1, 1)), 9, 9),
     "decoding": Case(fm.causal(), oracle.causal(), 2, 9, q_offset=6),
     "decoding, ragged": Case(fm.sliding_window(size=4), oracle.sliding_window(size=4), 1, 9, q_offset=(3, 7)),
     "several tiles": Case(
@@ -324,7 +324,7 @@ RAGGED = 150
 IDS = [[place // 40 for place in range(RAGGED)], [0] * 70 + [-1] * 10 + [1] * 70]
 FLEX_MASKS: dict[str, Mask] = {
     "documents of the batch, empty rows": fm.causal() & fm.document(IDS),
-    "batch and heads": fm.key_padding([150, 20]) & fm.per_head([fm.causal(), fm.sliding_window(9, 9)]),
+    "batch and heads": fm.key_padding([150, 20]) & fm.per_head([fm.causal(), fm.sliding_window(left=9, right=9)]),
     "no interval form": (q - kv) % 3 == 0,
     "too many intervals": fm.key_padding(keep=random_table(2, RAGGED)),
 }
@@ -499,7 +499,9 @@ def test_module_learns_to_repeat_the_token_before() -> None:
     optimizer = torch.optim.Adam(module.parameters(), lr=3e-2)
     losses = []
     for _ in range(60):
-        loss = nn.functional.cross_entropy(module(x, fm.sliding_window(1, 0))[:, 1:, :5].transpose(1, 2), tokens[:, :-1])
+        loss = nn.functional.cross_entropy(
+            module(x, fm.sliding_window(left=1, right=0))[:, 1:, :5].transpose(1, 2), tokens[:, :-1]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

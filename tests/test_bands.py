@@ -60,7 +60,7 @@ CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]
         {"q_len": 2, "kv_len": 5, "q_offset": 3},
         {("q", "document"): ["1", "2"], ("kv", "document"): list("00112")},
     ),
-    ("beside a window", fm.sliding_window(2, 2) | fm.document([-1, -1, 0, 0]), {}, both(["", "", "0", "0"])),
+    ("beside a window", fm.sliding_window(left=2, right=2) | fm.document([-1, -1, 0, 0]), {}, both(["", "", "0", "0"])),
     ("padding that only a part hides", fm.key_padding(2) | (fm.kv == 3), {"q_len": 4}, {}),
     (
         "of one head",

@@ -73,7 +73,7 @@ PLAIN: dict[str, tuple[Callable[[], Mask], oracle.Predicate]] = {
     "causal lower_right": (lambda: fm.causal(align="lower_right"), oracle.causal("lower_right")),
     "causal strict": (lambda: fm.causal(offset=-1), oracle.causal(offset=-1)),
     "causal ahead": (lambda: fm.causal(align="lower_right", offset=3), oracle.causal("lower_right", 3)),
-    "window both": (lambda: fm.sliding_window(2, 1), oracle.sliding_window(2, 1)),
+    "window both": (lambda: fm.sliding_window(left=2, right=1), oracle.sliding_window(2, 1)),
     "window names": (lambda: fm.sliding_window(left=0, right=4), oracle.sliding_window(0, 4)),
     "window left": (lambda: fm.sliding_window(left=3, right=None), oracle.sliding_window(3, None)),
     "window right": (lambda: fm.sliding_window(left=None, right=0), oracle.sliding_window(None, 0)),
@@ -81,19 +81,19 @@ PLAIN: dict[str, tuple[Callable[[], Mask], oracle.Predicate]] = {
     "window size 1": (lambda: fm.sliding_window(size=1), oracle.sliding_window(size=1)),
     "window longer": (lambda: fm.sliding_window(left=99, right=99), oracle.sliding_window(99, 99)),
     "shift": (lambda: fm.shift(fm.causal(), q=2, kv=-1), oracle.shift(oracle.causal(), 2, -1)),
-    "shift down": (lambda: fm.shift(fm.sliding_window(1, 1), q=3), oracle.shift(oracle.sliding_window(1, 1), 3, 0)),
-    "shift right": (lambda: fm.shift(fm.sliding_window(1, 1), kv=3), oracle.shift(oracle.sliding_window(1, 1), 0, 3)),
+    "shift down": (lambda: fm.shift(fm.sliding_window(left=1, right=1), q=3), oracle.shift(oracle.sliding_window(1, 1), 3, 0)),
+    "shift right": (lambda: fm.shift(fm.sliding_window(left=1, right=1), kv=3), oracle.shift(oracle.sliding_window(1, 1), 0, 3)),
     "transpose": (lambda: fm.transpose(fm.causal()), oracle.transpose(oracle.causal())),
     "transpose lower_right": (
         lambda: fm.transpose(fm.causal(align="lower_right", offset=1)),
         oracle.transpose(oracle.causal("lower_right", 1)),
     ),
     "where": (
-        lambda: fm.where(fm.q % 2 == 0, fm.causal(), fm.sliding_window(0, 2)),
+        lambda: fm.where(fm.q % 2 == 0, fm.causal(), fm.sliding_window(left=0, right=2)),
         oracle.where(lambda b, h, q, kv, q_len, kv_len: q % 2 == 0, oracle.causal(), oracle.sliding_window(0, 2)),
     ),
     "per_head": (
-        lambda: fm.per_head([fm.causal(), fm.sliding_window(1, 1)]),
+        lambda: fm.per_head([fm.causal(), fm.sliding_window(left=1, right=1)]),
         oracle.per_head([oracle.causal(), oracle.sliding_window(1, 1)]),
     ),
 }
@@ -132,7 +132,7 @@ def per_document(shape: Shape, form: Convert, batched: bool) -> Case:
     lengths = [[total // 2, total - total // 2], [0, total], [total // 3, total // 4]]
     rows = [oracle.ids_of_lengths(row, total) for row in lengths]
     ids = rows if batched else rows[2]
-    inner = fm.sliding_window(2, 1) & (fm.kv % 3 != 1)
+    inner = fm.sliding_window(left=2, right=1) & (fm.kv % 3 != 1)
     meaning = oracle.both(oracle.sliding_window(2, 1), lambda b, h, q, kv, q_len, kv_len: kv % 3 != 1)
     if shape.q_end <= shape.kv_len:
         mask = fm.per_document(inner, form(ids))
@@ -353,7 +353,7 @@ PICTURES: list[tuple[str, Mask, oracle.Predicate, int, int, str]] = [
         3,
         "... ... #.. ##. ###",
     ),
-    ("window", fm.sliding_window(1, 2), oracle.sliding_window(1, 2), 4, 6, "###... ####.. .####. ..####"),
+    ("window", fm.sliding_window(left=1, right=2), oracle.sliding_window(1, 2), 4, 6, "###... ####.. .####. ..####"),
     ("window size", fm.sliding_window(size=2), oracle.sliding_window(size=2), 4, 4, "#... ##.. .##. ..##"),
     ("key_padding", fm.key_padding(3), oracle.key_padding(3), 2, 5, "###.. ###.."),
     ("key_padding left", fm.key_padding(3, side="left"), oracle.key_padding(3, "left"), 2, 5, "..### ..###"),

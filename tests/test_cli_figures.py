@@ -19,7 +19,7 @@ from tests.test_cli import run
 MODULE = """
 import flexmask as fm
 
-window = fm.sliding_window(2, 0)
+window = fm.sliding_window(left=2, right=0)
 
 def mask_mod(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 3)

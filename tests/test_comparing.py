@@ -58,7 +58,7 @@ def test_the_difference_is_that_of_the_meanings(drawn: tuple[Case, Case, Shape])
 
 DIAGONALS = (fm.q - fm.kv) % 3 == 0
 LONG: dict[str, tuple[Mask, Mask]] = {
-    "rows": (fm.causal(), fm.sliding_window(7, 0)),
+    "rows": (fm.causal(), fm.sliding_window(left=7, right=0)),
     "one does not separate": (fm.causal(), DIAGONALS),
     "neither does": (fm.causal() & DIAGONALS, (fm.q - fm.kv) % 6 == 0),
     "only in the last block": (fm.causal() | DIAGONALS, fm.causal() | DIAGONALS | (fm.q * fm.kv > 83000)),
@@ -86,7 +86,7 @@ def test_blocks_are_decided_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_grows_with_queries_times_keys() -> None:
     length = 4096
-    one, other = fm.causal() & fm.document(lengths=[512] * 8), fm.sliding_window(256, 0)
+    one, other = fm.causal() & fm.document(lengths=[512] * 8), fm.sliding_window(left=256, right=0)
     with LargestTensor() as largest:
         assert one.difference(other, length)
     assert 0 < largest.elements <= 64 * length
@@ -107,7 +107,7 @@ def test_the_query_counts_from_0_with_an_offset() -> None:
 
 
 def test_text() -> None:
-    found = fm.causal().difference(fm.sliding_window(1, 1), 4)
+    found = fm.causal().difference(fm.sliding_window(left=1, right=1), 4)
     assert str(found) == (
         "6 of 16 cells differ: 3 only in the first mask, the first at b=0, h=0, q=2, kv=0; "
         "3 only in the second mask, the first at b=0, h=0, q=0, kv=1"

@@ -109,7 +109,7 @@ MASKS: dict[str, Mask | None] = {
     "none": None,
     "full": fm.full(),
     "causal": fm.causal(),
-    "window": fm.sliding_window(40, 3),
+    "window": fm.sliding_window(left=40, right=3),
     "diagonals": (q - kv) % 3 == 0,
     "padding, one sequence empty": fm.key_padding([0, 100]),
     "documents": fm.causal() & fm.document(lengths=[100, 60, 140]),

@@ -20,7 +20,7 @@ MASKS: dict[str, tuple[fm.Mask, bool]] = {
     "documents": (fm.causal() & fm.document(lengths=[7, 3, 10]), True),
     "padding": (fm.key_padding([9, 20]) & fm.query_padding([20, 4]), True),
     "heads": (fm.per_head([fm.causal(), fm.full()]), True),
-    "sinks": (fm.sliding_window(2, 0) | (kv < 2), True),
+    "sinks": (fm.sliding_window(left=2, right=0) | (kv < 2), True),
     "mixed": (fm.causal() & (q * kv % 3 == 1), False),
     "empty": (fm.empty(), True),
 }
@@ -103,7 +103,7 @@ MODULE = """
 import torch
 import flexmask as fm
 
-window = fm.sliding_window(2, 0)
+window = fm.sliding_window(left=2, right=0)
 number = 3
 
 def mask_mod(b, h, q_idx, kv_idx):

@@ -18,9 +18,9 @@ Build: TypeAlias = tuple[Callable[[], Mask], oracle.Predicate]
 
 #: Masks without data, at every shape.
 PLAIN: dict[str, Build] = {
-    "dilated_window": (lambda: fm.dilated_window(4, 3, dilation=2), oracle.dilated_window(4, 3, 2)),
-    "dilated_window left": (lambda: fm.dilated_window(None, 0, dilation=3), oracle.dilated_window(None, 0, 3)),
-    "dilated_window 1": (lambda: fm.dilated_window(2, 2, dilation=1), oracle.dilated_window(2, 2, 1)),
+    "dilated_window": (lambda: fm.dilated_window(left=4, right=3, dilation=2), oracle.dilated_window(4, 3, 2)),
+    "dilated_window left": (lambda: fm.dilated_window(left=None, right=0, dilation=3), oracle.dilated_window(None, 0, 3)),
+    "dilated_window 1": (lambda: fm.dilated_window(left=2, right=2, dilation=1), oracle.dilated_window(2, 2, 1)),
     "sink_window": (lambda: fm.sink_window(2, left=3), oracle.sink_window(2, 3)),
     "sink_window size": (lambda: fm.sink_window(3, size=2), oracle.sink_window(3, 1)),
     "sink_window without sinks": (lambda: fm.sink_window(0, size=1), oracle.sink_window(0, 0)),
@@ -51,7 +51,7 @@ PLAIN: dict[str, Build] = {
     "random_cells": (lambda: fm.random_cells(0.4, seed=3), oracle.random_cells(0.4, 3)),
     "random_cells none": (lambda: fm.random_cells(0), oracle.empty()),
     "random_cells all": (lambda: fm.random_cells(1.0), oracle.full()),
-    "coarse": (lambda: fm.coarse(fm.sliding_window(1, 0), 3), oracle.coarse(oracle.sliding_window(1, 0), 3)),
+    "coarse": (lambda: fm.coarse(fm.sliding_window(left=1, right=0), 3), oracle.coarse(oracle.sliding_window(1, 0), 3)),
 }
 
 
@@ -106,7 +106,7 @@ MADE_FOR: dict[str, tuple[Callable[[], Mask], oracle.Predicate, list[tuple[int, 
     ),
     "svg_temporal whole": (lambda: fm.svg_temporal(2, frames=3, width=9, prompt=2), oracle.full(), [(8, 8)]),
     "paged lower_right": (
-        lambda: fm.paged(fm.sliding_window(3, 0), [2, -1, 0, 1], page_size=3),
+        lambda: fm.paged(fm.sliding_window(left=3, right=0), [2, -1, 0, 1], page_size=3),
         oracle.paged(oracle.sliding_window(3, 0), [2, -1, 0, 1], 3),
         [(9, 12), (2, 12)],
     ),
@@ -170,7 +170,7 @@ def cumulated(form: Convert, batched: bool) -> tuple[Case, Shape]:
     def ends(lengths: Any) -> Any:
         return form([list(accumulate(row, initial=0)) for row in lengths] if batched else list(accumulate(lengths, initial=0)))
 
-    window = fm.sliding_window(1, 1)
+    window = fm.sliding_window(left=1, right=1)
     mask = fm.cross_document(window, q_cu_seqlens=ends(rows), kv_cu_seqlens=ends(columns), align="lower_right")
     meaning = oracle.cross_document(oracle.sliding_window(1, 1), rows, columns, "lower_right")
     return Case(mask, meaning), Shape(7, 12, batch=3, heads=2)
@@ -254,7 +254,7 @@ WITH_DATA: dict[str, Data] = {
     "eviction": case(fm.eviction, oracle.eviction, (9, 8), draw(7, list(range(10)), 3, 8)),
     "qk_sparse": case(fm.qk_sparse, oracle.qk_sparse, (14, 13), [[0, 5], [2, 2], [3, 8]], [[3, 4], [1, 6], [2, 0]]),
     "reorder": case(
-        lambda at: fm.reorder(fm.sliding_window(2, 0), q=at, kv=at),
+        lambda at: fm.reorder(fm.sliding_window(left=2, right=0), q=at, kv=at),
         lambda at: oracle.reorder(oracle.sliding_window(2, 0), at, at),
         (7, 7),
         MIXED,

@@ -263,7 +263,7 @@ INSEPARABLE: list[tuple[Mask, oracle.Predicate]] = [
     ),
     (fm.q * fm.kv < 40, lambda b, h, q, kv, q_len, kv_len: q * kv < 40),
     (
-        fm.sliding_window(4, 4) - ((fm.q * fm.kv) % 5 == fm.h),
+        fm.sliding_window(left=4, right=4) - ((fm.q * fm.kv) % 5 == fm.h),
         lambda b, h, q, kv, q_len, kv_len: -4 <= kv - q <= 4 and (q * kv) % 5 != h,
     ),
 ]
@@ -330,8 +330,8 @@ class LargestTensor(TorchDispatchMode):
 SEPARABLE = [
     fm.full(),
     fm.causal() & fm.document(lengths=[512] * 8),
-    fm.sliding_window(256, 0) | (fm.kv < 4),
-    fm.per_head([fm.causal(), fm.transpose(fm.causal()), ~fm.sliding_window(3, 3)]),
+    fm.sliding_window(left=256, right=0) | (fm.kv < 4),
+    fm.per_head([fm.causal(), fm.transpose(fm.causal()), ~fm.sliding_window(left=3, right=3)]),
     fm.prefix_lm([100, 2000]) & fm.key_padding([4000, 3000]) & fm.query_padding([4000, 3000]),
     fm.per_document(fm.causal(), lengths=[512] * 8),
     (fm.q // 16 == fm.kv // 16) ^ fm.causal(offset=-1000),
@@ -351,7 +351,7 @@ def test_nothing_grows_with_queries_times_keys(mask: Mask) -> None:
 
 def test_cells_of_an_inseparable_mask_are_evaluated_in_parts() -> None:
     length = 8192
-    mask = fm.sliding_window(2048, 0) & ((fm.q * fm.kv) % 7 != 3)
+    mask = fm.sliding_window(left=2048, right=0) & ((fm.q * fm.kv) % 7 != 3)
     with LargestTensor() as largest:
         mask.block_mask(length)
         mask.stats(length)

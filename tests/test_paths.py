@@ -109,7 +109,7 @@ LONG: list[fm.Mask] = [
     fm.prefix_lm([200, 1999]),
     fm.document([i % 7 for i in range(2020)]),
     ~fm.causal() ^ (fm.q // 100 == fm.kv // 100),
-    fm.sliding_window(40, 40) & ((fm.q - fm.kv) % 3 == 0),
+    fm.sliding_window(left=40, right=40) & ((fm.q - fm.kv) % 3 == 0),
     fm.per_head([fm.causal(), fm.transpose(fm.causal())]),
 ]
 
@@ -223,8 +223,8 @@ def unwaiting(device: str) -> dict[str, fm.Mask]:
         "lists": fm.document(lengths=[500, 500]),
         "windows in documents": fm.per_document(fm.sliding_window(size=9), lengths=documents),
         "heads": fm.per_head([fm.causal(), fm.sliding_window(size=9)]),
-        "complement": ~fm.causal() ^ fm.sliding_window(3, 3),
-        "a few dilated": fm.sliding_window(9, 9) & ((fm.q - fm.kv) % 4 == 0),
+        "complement": ~fm.causal() ^ fm.sliding_window(left=3, right=3),
+        "a few dilated": fm.sliding_window(left=9, right=9) & ((fm.q - fm.kv) % 4 == 0),
     }
 
 
@@ -250,7 +250,7 @@ WAITING = {
     "a condition on keys": fm.kv % 4 == 0,
     "keys that match": fm.q % 7 == fm.kv % 7,
     "nine pieces": reduce(operator.or_, (fm.kv == 100 * i for i in range(9))),
-    "many dilated": fm.sliding_window(9, 9) & ((fm.q - fm.kv) % 4 == 0),
+    "many dilated": fm.sliding_window(left=9, right=9) & ((fm.q - fm.kv) % 4 == 0),
 }
 
 

@@ -154,7 +154,7 @@ PATTERNS: dict[str, Pattern] = {
     "documents": Pattern(fm.document(DOC), lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1, [long]),
     "causal documents": Pattern(causal() & fm.document(DOC), lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1 and kv <= q, [long]),
     "a mask within documents": Pattern(
-        fm.per_document(fm.dilated_window(4, 4, dilation=2) | (kv == 1), DOC),
+        fm.per_document(fm.dilated_window(left=4, right=4, dilation=2) | (kv == 1), DOC),
         lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1 and ((abs(q - kv) <= 4 and (q - kv) % 2 == 0) or kv - START[kv] == 1),
         [long],
     ),
@@ -293,7 +293,7 @@ PATTERNS: dict[str, Pattern] = {
         [long, Shape(5, 24, q_offset=19)],
     ),
     "a mask for each head": Pattern(
-        fm.per_head([causal(), fm.sliding_window(1, 1), fm.full()]),
+        fm.per_head([causal(), fm.sliding_window(left=1, right=1), fm.full()]),
         lambda b, h, q, kv, *_: [kv <= q, abs(q - kv) <= 1, True][h],
         [Shape(9, 13, heads=3)],
     ),

@@ -160,7 +160,7 @@ def test_more_intervals_than_are_listed_are_not_kept(monkeypatch: pytest.MonkeyP
     bounds = mask.rows(300)
     assert not bounds.exact
     assert torch.equal(bounds.upper.hull().counts().flatten(), torch.arange(300) + 1)
-    few = fm.sliding_window(40, 0) & (fm.kv % 3 <= fm.q % 3)
+    few = fm.sliding_window(left=40, right=0) & (fm.kv % 3 <= fm.q % 3)
     held = few.rows(300)
     assert held.exact
     assert torch.equal(held.lower.expand(1, 1, 300).holds(torch.arange(300)), few.dense(300))

@@ -126,10 +126,13 @@ PACKED = fm.causal() & fm.document(lengths=[[8, 10, 6], [5, 19, 0]]) & fm.key_pa
 GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
     "padded": (fm.causal() & fm.key_padding([3, 5, 4]), {"q_len": 5}),
     "packed_blocks": (fm.causal() & fm.document([0] * 9 + [1] * 4 + [2] * 9 + [-1] * 2), {"q_len": 24, "block_size": 4}),
-    "decode": (fm.sliding_window(20, 0) | (fm.kv < 4), {"q_len": 4, "kv_len": 48, "q_offset": 40, "block_size": (4, 16)}),
+    "decode": (
+        fm.sliding_window(left=20, right=0) | (fm.kv < 4),
+        {"q_len": 4, "kv_len": 48, "q_offset": 40, "block_size": (4, 16)},
+    ),
     "packed_long": (fm.causal() & fm.document(packed(4096, 400)), {"q_len": 4096, "block_size": 128}),
     "wide": (fm.cross_length([300, 650], [200, 320]), {"q_len": 400, "kv_len": 900, "batch": 1}),
-    "estimated": (STRIDED & fm.sliding_window(90, 90), {"q_len": 300, "max_pixels": (100, 100)}),
+    "estimated": (STRIDED & fm.sliding_window(left=90, right=90), {"q_len": 300, "max_pixels": (100, 100)}),
     "why": (PACKED, {"why": True, "batch": 1}),
     "why_blocks": (PACKED, {"why": True, "block_size": 8}),
     "why_long": (fm.causal() & fm.document(packed(4096, 400)) & fm.key_padding(3900), {"q_len": 4096, "why": True}),

@@ -94,7 +94,7 @@ def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, i
     "mask",
     [
         fm.causal() & fm.document(packed(500, 40)),
-        fm.sliding_window(30, 5) | (fm.kv < 7) | fm.key_padding(keep=[i % 5 > 0 for i in range(500)]),
+        fm.sliding_window(left=30, right=5) | (fm.kv < 7) | fm.key_padding(keep=[i % 5 > 0 for i in range(500)]),
         fm.dense([[(7 * x + y * y) % 3 == 0 for x in range(500)] for y in range(500)]),
         fm.full(),
         fm.empty(),

@@ -100,7 +100,7 @@ def test_every_kind_of_reference(name: str) -> None:
         (fm.causal() & ((fm.q + fm.b) % 2 == fm.h), (9,), {"batch": 3, "heads": 2}),
         (fm.causal() & ((fm.q - fm.kv) % 3 == 0), (19,), {"block_size": (4, 8)}),
         (fm.empty(), (4,), {"batch": 2, "heads": 3}),
-        (fm.sliding_window(3, 0), (30,), {"dtypes": (torch.float64, torch.bfloat16, torch.float16)}),
+        (fm.sliding_window(left=3, right=0), (30,), {"dtypes": (torch.float64, torch.bfloat16, torch.float16)}),
         (fm.full(), (300,), {"backends": (), "block_size": 128}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
@@ -270,7 +270,7 @@ def test_subset() -> None:
     assert_subset(PACKED, "causal", 12)
     assert_subset(fm.causal(), fm.causal(), 100_000)
     message = check_fails(
-        lambda: assert_subset(fm.sliding_window(1, 1), fm.causal(), 100_000),
+        lambda: assert_subset(fm.sliding_window(left=1, right=1), fm.causal(), 100_000),
         "sliding_window(left=1, right=1)\nshows 99,999 of 10,000,000,000 cells that are hidden in\ncausal\n"
         "the first at b=0, h=0, q=0, kv=1",
     )
@@ -293,9 +293,9 @@ X = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(3))
 LAYER = MultiheadFlexAttention(8, 8, 2)
 CASES: dict[str, Mask] = {
     "packed": PACKED,
-    "window": fm.sliding_window(2, 1),
+    "window": fm.sliding_window(left=2, right=1),
     "diagonals": (fm.q - fm.kv) % 3 == 0,
-    "heads": fm.per_head([fm.sliding_window(1, 0), fm.key_padding(3)]),
+    "heads": fm.per_head([fm.sliding_window(left=1, right=0), fm.key_padding(3)]),
     "nothing": fm.empty(),
     "everything": fm.full(),
 }
@@ -379,7 +379,7 @@ def test_a_model_keeps_to_what_its_layers_reach() -> None:
     assert_no_leak(model.body, PACKED, TOKENS, layers=2, embed=model.embed)
     assert_no_leak(model.body, PACKED, X, layers=2)
     assert_no_leak(lambda x: model.body(x, PACKED).argmax(-1), PACKED, X, layers=2)
-    window = fm.sliding_window(2, 0)
+    window = fm.sliding_window(left=2, right=0)
     assert_no_leak(model.body, window, X, layers=2)
     check_fails(
         lambda: assert_no_leak(model.body, window, X),
@@ -391,7 +391,7 @@ def test_a_model_keeps_to_what_its_layers_reach() -> None:
 
 
 def test_layers_of_several_masks() -> None:
-    masks = [fm.sliding_window(2, 0), fm.chunked(4) & fm.causal()]
+    masks = [fm.sliding_window(left=2, right=0), fm.chunked(4) & fm.causal()]
     first, second = Decoder(1), Decoder(1)
     second.head = nn.Linear(8, 8)
     first.head = nn.Linear(8, 8)
@@ -425,7 +425,7 @@ def test_a_decoder_with_context() -> None:
 
 
 def test_dependence_is_what_can_be_reached() -> None:
-    step = fm.causal(offset=-1).dense(6)[0] & fm.sliding_window(2, 0).dense(6)[0]
+    step = fm.causal(offset=-1).dense(6)[0] & fm.sliding_window(left=2, right=0).dense(6)[0]
     for layers in (1, 2, 5):
         found = dependence([step], layers)
         wanted = [[0 <= q - kv <= 2 * layers for kv in range(6)] for q in range(6)]
@@ -557,7 +557,7 @@ def test_checks_on_cuda() -> None:
 
 
 def test_a_modules_own_mask_is_what_is_checked() -> None:
-    wrong = fm.MultiheadFlexAttention(8, 8, 2, mask=fm.sliding_window(20, 1)).eval()
+    wrong = fm.MultiheadFlexAttention(8, 8, 2, mask=fm.sliding_window(left=20, right=1)).eval()
     with pytest.raises(AssertionError, match="leak"):
         assert_no_leak(wrong, fm.causal(), torch.randn(2, 12, 8))
     assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2, mask="causal"), fm.causal(), torch.randn(2, 12, 8))

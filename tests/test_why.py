@@ -24,7 +24,7 @@ LEAVES = [
     fm.key_padding(8),
     fm.kv < 2,
     (fm.q - fm.kv) % 3 == 0,
-    ~fm.sliding_window(2, 2),
+    ~fm.sliding_window(left=2, right=2),
     fm.q > 4,
     fm.causal() ^ (fm.kv > 6),
 ]
@@ -180,7 +180,9 @@ def test_differences_in_one_sequence() -> None:
 
 
 def test_differences_of_long_masks_are_never_lost() -> None:
-    shown = picture(fm.sliding_window(100, 0), 50_000, against=fm.sliding_window(100, 0) | (fm.q + fm.kv == 60_000))
+    shown = picture(
+        fm.sliding_window(left=100, right=0), 50_000, against=fm.sliding_window(left=100, right=0) | (fm.q + fm.kv == 60_000)
+    )
     assert shown.pairs[2] == (39_999 - 51,) * 2  # from query 10,001 on, without those in the window
     assert (shown.shares[2] > 0).sum() > 700
 

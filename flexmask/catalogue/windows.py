@@ -101,9 +101,9 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
 
 @named
 def sliding_window(
-    left: Index | int | _Unset | None = _UNSET, right: Index | int | _Unset | None = _UNSET, *, size: Index | int | None = None
+    *, left: Index | int | _Unset | None = _UNSET, right: Index | int | _Unset | None = _UNSET, size: Index | int | None = None
 ) -> Mask:
-    """Each query sees the keys within a distance to its left and right.
+    """Each query sees the keys within a distance to its left and right. All arguments are given by name.
 
     Predicate: ``(kv >= q - left) & (kv <= q + right)``
 
@@ -135,7 +135,7 @@ def sliding_window(
 
 
 @named
-def dilated_window(left: Index | int | None, right: Index | int | None, *, dilation: Index | int) -> Mask:
+def dilated_window(*, left: Index | int | None, right: Index | int | None, dilation: Index | int) -> Mask:
     """Each query sees every ``dilation``-th key of a window, counted from its own.
 
     Predicate: ``(kv >= q - left) & (kv <= q + right) & ((q - kv) % dilation == 0)``

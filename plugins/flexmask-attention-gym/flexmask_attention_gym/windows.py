@@ -69,7 +69,7 @@ def gym_sliding_window(*, left: Index | int | None = None, size: Index | int | N
 
 @named
 @generated
-def gym_dilated_window(left: Index | int, right: Index | int, *, dilation: Index | int) -> MaskMod:
+def gym_dilated_window(*, left: Index | int, right: Index | int, dilation: Index | int) -> MaskMod:
     """Each query sees every ``dilation``-th key of a window to both sides.
 
     Predicate: ``(kv >= q - left) & (kv <= q + right) & (abs(q - kv) % dilation == 0)``

@@ -49,7 +49,7 @@ def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attn_gym.utils, "create_score_mod", kept)
     query, key = scores(heads=2)
-    mask = flexmask.per_head([flexmask.causal(), flexmask.sliding_window(1, 1)]) & flexmask.key_padding([2, 5])
+    mask = flexmask.per_head([flexmask.causal(), flexmask.sliding_window(left=1, right=1)]) & flexmask.key_padding([2, 5])
     visualize_attention_scores(query, key, mask, path=tmp_path / "a.png", batch_idx=1, head_idx=1)
     assert torch.equal(drawn.pop()[0, 0], mask.dense(4, 6)[1, 1])
 
