@@ -22,6 +22,10 @@ __all__ = ["BlockSets", "block_sets", "known_blocks"]
 
 #: The least distance between the lists of two rows.
 LEAST_PITCH = 64
+#: Whether all of FlexAttention's CUDA kernels read the lists of full blocks with the strides of those of partial blocks.
+SHARED_STRIDES = torch.__version__ < (2, 12)
+#: Queries from which on no kernel of decoding runs. These read the lists so in every version.
+DECODING = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +48,10 @@ class BlockSets:
             packed: whether the lists have room for their members alone, or for all blocks.
         """
         shape = batch, self.partial.lo.shape[1], self.partial.lo.shape[2]
-        partial, full = (part.expand(*shape) for part in (self.partial, self.full))
-        return (
-            _listed(partial, packed),
-            _listed(full, packed),
-            _listed(_transposed(partial), packed),
-            _listed(_transposed(full), packed),
-        )
+        pair = [part.expand(*shape) for part in (self.partial, self.full)]
+        kv, full_kv = _listed(pair, packed)
+        q, full_q = _listed([_transposed(part) for part in pair], packed)
+        return kv, full_kv, q, full_q
 
 
 def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockSets:
@@ -158,20 +159,35 @@ def _union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: i
     return Rows(ends[0], ends[1], width)
 
 
-def _listed(rows: Rows, packed: bool) -> Listed:
-    """Sets of blocks as a BlockMask holds them.
+def _listed(pair: list[Rows], packed: bool) -> list[Listed]:
+    """The partial and the full blocks as a BlockMask holds them."""
+    if not packed:
+        return [_spaced(rows, rows.kv_len) for rows in pair]
+    if SHARED_STRIDES or pair[0].lo.shape[2] < DECODING:
+        return _packed(pair)
+    return [listed for rows in pair for listed in _packed([rows])]
+
+
+def _packed(sets: list[Rows]) -> list[Listed]:
+    """Lists with room for their members alone, which all have the same strides.
 
     Only the first ``number`` indices of a row mean something, so packed storage has no room for the others: each row's
     indices start at a fixed distance from those of the row before, and the view reads on into the next rows. Whatever stands
     there is the index of some block. The distance is a power of two, so that few masks differ in it.
     """
+    for pitch in (0, 1) if all(rows.slots == 1 for rows in sets) else ():
+        aligned = [_aligned(rows, pitch) for rows in sets]
+        if None not in aligned:
+            return [(rows.counts().to(torch.int32), line) for rows, line in zip(sets, aligned, strict=True) if line is not None]
+    most = max(int(rows.counts().max()) for rows in sets)
+    pitch = min(sets[0].kv_len, max(LEAST_PITCH, 1 << (most - 1).bit_length()))
+    return [_spaced(rows, pitch) for rows in sets]
+
+
+def _spaced(rows: Rows, pitch: int) -> Listed:
+    """Lists whose rows start ``pitch`` behind each other, which no row has more members than."""
     (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
     count = rows.counts()
-    for pitch in (0, 1) if packed and rows.slots == 1 else ():
-        aligned = _aligned(rows, pitch)
-        if aligned is not None:
-            return count.to(torch.int32), aligned
-    pitch = min(width, max(LEAST_PITCH, 1 << (int(count.max()) - 1).bit_length())) if packed else width
     storage = torch.zeros(count.numel() * pitch + width - pitch, dtype=torch.int32, device=count.device)
     if rows.slots == 1:
         run = storage[: count.numel() * pitch].view(batch, heads, height, pitch)

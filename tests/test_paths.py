@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
-from flexmask import analysis, devices, runs
+from flexmask import analysis, block_sets, devices, runs
 from flexmask.runs import ValueRuns, rising_runs
 from tests.strategies import Case, Shape, shaped_masks
 from tests.test_lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
@@ -40,10 +40,12 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr("flexmask.block_grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
             case "sets with room":
                 patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
-            case "packed sets":
+            case "packed sets" | "packed sets, shared strides":
                 patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
                 patch.setattr(lowering, "MAX_ROOM", devices.Limit(0, 0))
                 patch.setattr("flexmask.block_sets.LEAST_PITCH", 1)
+                patch.setattr("flexmask.block_sets.SHARED_STRIDES", name != "packed sets")
+                patch.setattr("flexmask.block_sets.DECODING", 0)
             case "without waiting":
                 patch.setattr(devices, "waits", lambda tensor: True)
             case "without waiting, cell by cell":
@@ -65,6 +67,7 @@ PATHS = [
     "grid, few picked",
     "sets with room",
     "packed sets",
+    "packed sets, shared strides",
     "without waiting",
     "without waiting, cell by cell",
     "runs of queries",
@@ -264,8 +267,8 @@ def test_what_has_to_wait(name: str) -> None:
 # ---------------------------------------------------------------- packed lists
 
 
-def packed(mask: fm.Mask, length: int) -> BlockMask:
-    with path("packed sets"):
+def packed(mask: fm.Mask, length: int, way: str = "packed sets") -> BlockMask:
+    with path(way):
         return mask.block_mask(length)
 
 
@@ -278,9 +281,10 @@ def same_lists(found: BlockMask, wanted: BlockMask) -> bool:
     return all(list(blocks_of(found, kind, shape)) == list(blocks_of(wanted, kind, shape)) for kind in kinds)
 
 
+@pytest.mark.parametrize("way", ["packed sets", "packed sets, shared strides"])
 @pytest.mark.parametrize("mask", PACKED, ids=str)
-def test_packed_lists_move_slice_pickle_and_print(mask: fm.Mask) -> None:
-    found, wanted = packed(mask, 1024), mask.block_mask(1024)
+def test_packed_lists_move_slice_pickle_and_print(mask: fm.Mask, way: str) -> None:
+    found, wanted = packed(mask, 1024, way), mask.block_mask(1024)
     strides = {getattr(found, f"{kind}_indices").stride(2) for kind in ("kv", "full_kv", "q", "full_q")}
     assert strides != {8}, "no list is packed"
     assert same_lists(found.to("cpu"), wanted)
@@ -295,6 +299,53 @@ def test_packed_lists_move_slice_pickle_and_print(mask: fm.Mask) -> None:
         torch.save(tensors, saved)
         for copy in (pickle.loads(pickle.dumps(tensors)), torch.load(io.BytesIO(saved.getvalue()))):
             assert torch.equal(copy[1], tensors[1])
+
+
+PAIRS = [
+    *PACKED,
+    fm.empty(),
+    fm.full(),
+    fm.causal() & fm.sliding_window(size=300),
+    fm.per_head([fm.causal(), fm.sliding_window(left=9, right=200)]),
+    fm.key_padding(lengths=[1000, 0, 300]) & fm.causal(),
+    fm.causal() & ((fm.q - fm.kv) % 3 == 0),
+]
+
+
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_full_blocks_have_the_strides_of_partial_ones(mask: fm.Mask) -> None:
+    """CUDA kernels of torch 2.11 read the lists so, those of decoding in every version."""
+    with path("packed sets, shared strides"):
+        found = mask.block_mask(1024)
+    assert found.full_kv_indices is not None
+    assert found.full_q_indices is not None
+    assert found.q_indices is not None
+    assert found.kv_indices.stride() == found.full_kv_indices.stride()
+    assert found.q_indices.stride() == found.full_q_indices.stride()
+    assert same_lists(found, mask.block_mask(1024))
+
+
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_few_queries_share_strides_in_every_version(mask: fm.Mask) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MAX_GRID", "MAX_ROOM"):
+            patch.setattr(lowering, name, devices.Limit(0, 0))
+        found = mask.block_mask(100, 1024, block_size=(16, 32), q_offset=924)
+    assert found.full_kv_indices is not None
+    assert found.kv_indices.stride() == found.full_kv_indices.stride()
+    assert same_lists(found, mask.block_mask(100, 1024, block_size=(16, 32), q_offset=924))
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None:
+    """CUDA kernels know the stride of heads alone, and take the batch to be as many of these as there are heads."""
+    with path(way):
+        found = mask.block_mask(1024, batch=3)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        for tensor in (getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")):
+            assert tensor.stride(0) == tensor.shape[1] * tensor.stride(1), kind
+            assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, kind
 
 
 @pytest.mark.slow
@@ -322,6 +373,8 @@ MILLION = 2**20
 )
 def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
     """With room for every block they would take 1 GiB."""
+    if block_sets.SHARED_STRIDES and mask == fm.causal():
+        pytest.skip("the partial blocks of a causal mask take the strides of its full ones, for kernels of this torch")
     made = mask.block_mask(MILLION)
     lists = [getattr(made, f"{kind}_indices") for kind in ("kv", "full_kv", "q", "full_q")]
     assert sum(indices.untyped_storage().nbytes() for indices in lists) <= most
