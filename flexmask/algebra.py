@@ -140,9 +140,9 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
     match node:
         case Named() if any(isinstance(below, Param) and below.name in values for below in node.walk()):
             return node.define(**{name: argument(value) for name, value in node.arguments})
-        case Derived(rule, Param(name)) if name in values:
+        case Derived(rule, Param(name), padding) if name in values:
             data = cast(Any, values[name])
-            return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}))
+            return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}, padding=padding))
         case Lookup(Param(name), indices) if name in values:
             return as_table(values[name], name)[cast("tuple[Index, ...]", argument(indices))]
         case Param(name) if name in values:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask import devices
 from flexmask.errors import LoweringError
 
-__all__ = ["derive"]
+__all__ = ["check_covers", "derive"]
 
 
 def derive(rule: str, source: Tensor, positions: int) -> Tensor:
@@ -43,6 +43,27 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
     _check_runs(source, changes)
     at = torch.arange(source.shape[-1], device=source.device)
     return torch.where(changes, at, 0).cummax(-1).values
+
+
+def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
+    """Checks that documents cover as many positions as are needed, for each sequence where these are a tensor ``[B]``.
+
+    Raises:
+        LoweringError: some position belongs to no document. Values in another device's memory are not read.
+    """
+    if devices.waits(source) or (isinstance(needed, Tensor) and devices.waits(needed)):
+        return
+    totals = source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
+    missing = (torch.as_tensor(needed) - totals).flatten()
+    if int(missing.max()) <= 0:
+        return
+    worst = int(missing.argmax())
+    total, wanted = (int(torch.as_tensor(n).expand(missing.shape).flatten()[worst]) for n in (totals, needed))
+    where = f" of sequence {worst}" if missing.numel() > 1 else ""
+    raise LoweringError(
+        f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would see nothing; give {rule} that "
+        "cover all tokens, or padding=True where those behind the last document are padding"
+    )
 
 
 def _ids(ends: Tensor, positions: int) -> Tensor:

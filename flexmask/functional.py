@@ -76,7 +76,7 @@ def attention(
     """
     _check(query, key, value, enable_gqa)
     if mask is not None and not isinstance(mask, BlockMask):
-        mask = as_mask(mask, "a Mask, its text, a BlockMask or None")
+        mask = as_mask(mask, "a Mask, its text, a BlockMask or None", device=query.device)
     check_backend(backend)
     check_dropout(dropout_p)
     if 0 in query.shape or 0 in value.shape:

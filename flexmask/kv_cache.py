@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask.algebra import Mask, Truth
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.growing import grown
+from flexmask.growing import Tokens, check_window, grown
 from flexmask.index import b, kv
 from flexmask.tables import TensorTable
 
@@ -22,11 +22,15 @@ class KVCache:
 
     ``module(x, cache=cache)`` adds the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at a
     time. Each row of the output is that of the whole sequence under the same mask. Data of the mask is that of the whole
-    sequence, or of its tokens so far. Each layer has a cache of its own. Room is made with the first tokens, whose batch, heads,
-    dtype and device it takes.
+    sequence, or of its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is refused: it would move with each token.
+    Room is made with the first tokens, whose batch, heads, dtype and device it takes.
 
-    Sequences of other lengths: give the prompts padded on the right and cut them with :meth:`truncate`, after which each
-    sequence stands at its own position; or pad on the left and hide the padding, e.g. with ``kv >= start[b]``.
+    Sequences of other lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens of
+    each, in every call; or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
+    :meth:`truncate`, after which each sequence is at its own position and needs no ``key_padding``.
+
+    Each layer has a cache of its own, as its keys are; that of another layer is refused. A layer that is applied twice to each
+    token, as where layers share their weights, needs a cache for each time, which the cache cannot see.
 
     A context's keys, in cross-attention, are computed by the first call and read by all others; they need no capacity.
 
@@ -38,7 +42,9 @@ class KVCache:
     Args:
         capacity: tokens that fit. May be left out with ``window``, and for a context's keys.
         window: keys that a query sees at most, with its own, as in ``sliding_window(size=window)``. Besides the tokens of the
-            last call no more are kept. It must not be less than the mask shows: keys further back are gone.
+            last call no more are kept. A mask that shows a key further back is an error; what says itself that it does not,
+            as windows do, costs nothing, any other mask has its rows compared in each call. (On another device than the CPU a
+            mask that holds tensors is not compared, nor is a BlockMask anywhere.)
 
     Attributes:
         length: positions so far, an int, or ``int64[B]`` once sequences stand at different ones.
@@ -61,13 +67,17 @@ class KVCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything, so that another sequence can begin."""
+        """Forgets everything, so that another sequence can begin, in any layer."""
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.length: int | Tensor = 0
         self.first: int | Tensor = 0
         self.holds_context = False
+        self._owner: object = None
         self._end = 0  # the greatest length, known without asking a device
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owner": None}  # a copy may go on in a copy of the layer
 
     def __repr__(self) -> str:
         length = self.length.tolist() if isinstance(self.length, Tensor) else self.length
@@ -79,6 +89,23 @@ class KVCache:
         return self.length[:, None] + ahead if isinstance(self.length, Tensor) else self.length + ahead
 
     # ---------------------------------------------------------------- tokens
+
+    def claim(self, owner: object) -> None:
+        """Makes the cache that of one layer, until :meth:`reset`.
+
+        Args:
+            owner: what stands for the layer.
+
+        Raises:
+            LoweringError: it holds what another layer has computed.
+        """
+        if self._owner is not None and self._owner is not owner and (self._end > 0 or self.holds_context):
+            raise LoweringError(
+                "the cache holds keys of another layer: give each layer a KVCache of its own, e.g. "
+                "caches = [KVCache(capacity) for _ in layers]; call reset() for another sequence, and copy.deepcopy(cache) to go "
+                "on in a copy of the layer"
+            )
+        self._owner = owner
 
     def append(self, key: Tensor, value: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
         """Puts new tokens behind those that are there; :meth:`advance` makes them stay.
@@ -136,23 +163,27 @@ class KVCache:
             raise LoweringError("the cache holds tokens: give cross-attention a KVCache of its own, or call reset()")
         self.key, self.value, self.holds_context = key.detach(), value.detach(), True
 
-    def placed(self, mask: Mask | None, number: int, device: torch.device) -> Mask | None:
+    def placed(self, mask: Mask | None, number: int, heads: int) -> Mask | None:
         """The mask of the whole sequence as one over the keys that the last :meth:`append` gave.
 
         Args:
             mask: the mask, or None for everything.
             number: the new tokens, before :meth:`advance`.
-            device: where the keys are.
+            heads: heads of the queries.
+
+        Raises:
+            LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
+                that the mask shows and the window has dropped.
         """
-        batch = cast(Tensor, self.key).shape[0]
-        if mask is not None:
-            first = 0 if self.holds_context else self.first
-            mask = grown(mask, self._end + number, batch, device, first, complete=self.holds_context)
-        elif isinstance(self.first, Tensor):
-            mask = grown(Truth(True), self._end + number, batch, device, self.first)
-        if isinstance(self.length, Tensor) and self.window is None and not self.holds_context:
-            mask = (Truth(True) if mask is None else mask) & (kv < TensorTable(self.length + number)[b])
-        return mask
+        key, first = cast(Tensor, self.key), 0 if self.holds_context else self.first
+        tokens = Tokens(key.shape[0], number, self.length, self._end + number, first, key.device, complete=self.holds_context)
+        whole = Truth(True) if mask is None else mask
+        placed = grown(whole, tokens)
+        if self.window is not None and not self.holds_context:
+            check_window(whole, tokens, self.window, heads)
+        elif isinstance(self.length, Tensor) and not self.holds_context:
+            placed = placed & (kv < TensorTable(self.length + number)[b])
+        return None if mask is None and isinstance(placed, Truth) else placed
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Forgets the tokens behind a length: padding of a prompt, or drafts that were not accepted.

@@ -111,6 +111,7 @@ class MultiheadFlexAttention(nn.Module):
         self.d_context = d_in if d_context is None else d_context
         self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
         self.mask = _as_mask(mask)
+        self._identity = object()  # what a KVCache remembers of the module
         inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
         both = 2 * self.n_kv_heads * self.d_head
         if self.d_context == d_in:
@@ -156,7 +157,7 @@ class MultiheadFlexAttention(nn.Module):
             OperandError: an argument of a wrong type or dtype.
         """
         self._check(x, context, cache, positions)
-        mask = self._bound(mask, parameters, bind=0 not in x.shape)
+        mask = self._bound(mask, parameters, x.device, bind=0 not in x.shape)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None:
             positions = cache.positions(x.shape[1], x.device)
@@ -166,7 +167,7 @@ class MultiheadFlexAttention(nn.Module):
             key, value = new
         else:
             key, value = self._cached(cache, new, mask, is_context=context is not None)
-            placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], x.device)
+            placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], self.n_heads)
             first = cache.first
             if torch.compiler.is_compiling():  # of a new cache dynamo forgets what is written behind FlexAttention
                 cache.advance(x.shape[1])
@@ -203,7 +204,7 @@ class MultiheadFlexAttention(nn.Module):
         to give.
         """
         self._check(x, context, None, positions)
-        bound = self._bound(mask, parameters, bind=True)
+        bound = self._bound(mask, parameters, x.device, bind=True)
         if isinstance(bound, BlockMask):
             raise OperandError("attention_weights takes a Mask or its text, got a BlockMask")
         query, key, _ = self._heads(x, context, positions, keys=True)
@@ -279,6 +280,8 @@ class MultiheadFlexAttention(nn.Module):
             raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
         if cache is not None and not isinstance(cache, KVCache):
             raise OperandError(f"cache must be a flexmask.KVCache, got {type(cache).__name__}")
+        if cache is not None:
+            cache.claim(self._identity)
         if positions is not None:
             fits = isinstance(positions, Tensor) and not (positions.is_floating_point() or positions.dtype == torch.bool)
             if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
@@ -288,9 +291,9 @@ class MultiheadFlexAttention(nn.Module):
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
 
-    def _bound(self, mask: Any, parameters: dict[str, Any], *, bind: bool) -> Mask | BlockMask | None:
+    def _bound(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> Mask | BlockMask | None:
         """The mask of a call with its parameters; without them where there is nothing to attend with."""
-        mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask)
+        mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask, device)
         wanted = set(mask.params) if isinstance(mask, Mask) else set()
         if not wanted and not parameters:
             return cast("Mask | BlockMask | None", mask)
@@ -367,10 +370,11 @@ class MultiheadFlexAttention(nn.Module):
         return ", ".join(parts)
 
 
-def _as_mask(mask: object) -> Mask | None:
+def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
     if mask is None:
         return None
-    found = as_mask(mask, "a Mask, its text or None", "give it to forward" if isinstance(mask, BlockMask) else MEND)
+    mend = "give it to forward" if isinstance(mask, BlockMask) else MEND
+    found = as_mask(mask, "a Mask, its text or None", mend, device=device)
     if TAKEN & set(found.params):
         taken = ", ".join(sorted(TAKEN & set(found.params)))
         raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Compare, Mask, PerHead
-from flexmask.deriving import derive
+from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Arithmetic, Symbol
 from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
-from flexmask.packing import Derived
-from flexmask.ranges import AXES, check_ranges, is_computed
+from flexmask.packing import COVERING, Derived
+from flexmask.ranges import AXES, check_ranges, is_computed, reach_of
 from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["MAX_VALUE", "check_mask", "frame_of"]
@@ -56,8 +56,8 @@ def frame_of(
     where = _device(parts.tensors, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
-            f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; "
-            'use causal(align="upper_left") with q_offset'
+            f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
+            'use causal(align="upper_left"), and query_padding(start=...) for padding on the left'
         )
     offset = _offset(q_offset)
     q_end = _end_of(q_len, offset)
@@ -73,7 +73,10 @@ def frame_of(
         _check_range(ranged, frame)
     for lookup in parts.operands:
         _check_value(lookup, frame)
-    return replace(frame, wide=True) if check_ranges(parts.computed, frame) else frame
+    wide = check_ranges(parts.computed, frame)
+    for lookup in parts.lookups:
+        _check_covers(lookup, frame)
+    return replace(frame, wide=True) if wide else frame
 
 
 def check_mask(mask: object) -> None:
@@ -276,6 +279,15 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
                 table.memo["derived"] = (positions, frame.device), made
             return cast(Tensor, made)
     raise AssertionError(f"not a table: {table!r}")
+
+
+def _check_covers(lookup: Lookup, frame: Frame) -> None:
+    """Checks that documents given by lengths cover the positions that are looked up."""
+    match lookup.table:
+        case Derived(rule, Table() as source, False) if rule in COVERING:
+            needed = reach_of(lookup.indices[-1], frame)
+            if needed is not None:
+                check_covers(rule, source.to_tensor(), needed)
 
 
 def _check_value(lookup: Lookup, frame: Frame) -> None:

@@ -14,7 +14,7 @@ from flexmask.frame import Frame
 from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.tables import Lookup
 
-__all__ = ["AXES", "Extent", "check_ranges", "combined_extent", "is_computed"]
+__all__ = ["AXES", "Extent", "check_ranges", "combined_extent", "is_computed", "reach_of"]
 
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
@@ -77,6 +77,17 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
                 f"{lookup.brief()}: the index {index.brief()} ranges from {extent[0]} to {extent[1]}, but the table has {size} "
                 "values along that axis; keep it inside with flexmask.minimum and flexmask.maximum"
             )
+
+
+def reach_of(index: Index, frame: Frame) -> int | None:
+    """One more than the greatest value of an index in a checked frame; None where that takes a host sync or every cell."""
+    if isinstance(index, Symbol):
+        extent = _extent(index, frame)
+    elif frame.device.type != "cpu" or {"q", "kv"} <= index.symbols:
+        return None
+    else:
+        extent = _evaluated(index, frame)
+    return None if extent is None else extent[1] + 1
 
 
 def _evaluated(index: Index, frame: Frame) -> Extent:

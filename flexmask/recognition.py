@@ -39,8 +39,10 @@ PATTERNS = (
     "block_causal(n)",
     "chunk_window(n, left=m)",
     "key_padding(lengths=data)",
+    "key_padding(start=data)",
     "key_padding(keep=data)",
     "query_padding(lengths=data)",
+    "query_padding(start=data)",
     "query_padding(keep=data)",
 )
 

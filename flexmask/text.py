@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from flexmask import registry
 from flexmask.algebra import Mask, where
@@ -16,7 +16,10 @@ from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, 
 from flexmask.index import Index, Symbol, maximum, minimum
 from flexmask.naming import NAMES, misfit, nearest, signature_of
 from flexmask.packing import document_ids, document_starts
-from flexmask.tables import Param, Table, param, table
+from flexmask.tables import Literal, Param, Table, param, table
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["MEND", "as_mask", "parse"]
 
@@ -121,20 +124,23 @@ def parse(text: str, /, **values: object) -> Mask:
 MEND = "flexmask.trace(function) makes a mask of a mask_mod, flexmask.dense(tensor) of a boolean tensor"
 
 
-def as_mask(mask: object, kinds: str = "a Mask or its text", mend: str = MEND) -> Mask:
+def as_mask(mask: object, kinds: str = "a Mask or its text", mend: str = MEND, *, device: torch.device | None = None) -> Mask:
     """A mask as it is, or that of a text, which is kept for the next time.
 
     Args:
         mask: a mask or its text.
         kinds: what there may be, for the message.
         mend: what to do with anything else, likewise.
+        device: where the mask is lowered. Tensors that the data in a text becomes there are kept with the text on the CPU only;
+            elsewhere, and where no device is said, they last as long as the mask that is returned.
 
     Raises:
         TextError: text that is not a mask.
         OperandError: neither.
     """
     if isinstance(mask, str):
-        return _kept(mask)
+        kept = _kept(mask)
+        return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
     if isinstance(mask, Mask):
         return mask
     raise OperandError(f"mask must be {kinds}, got {type(mask).__name__}; {mend}")
@@ -143,6 +149,15 @@ def as_mask(mask: object, kinds: str = "a Mask or its text", mend: str = MEND) -
 @lru_cache(maxsize=256)
 def _kept(text: str) -> Mask:
     return parse(text)
+
+
+def _with_own_data(kept: Mask) -> Mask:
+    """The same mask with literal data of its own, so that the tensors which it becomes do not outlast the caller's mask."""
+    if "literal" not in kept.memo:
+        kept.memo["literal"] = any(isinstance(node, Literal) for node in kept.walk())
+    if not kept.memo["literal"]:
+        return kept
+    return cast(Mask, kept.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
 
 
 def _check_nesting(line: str) -> None:

@@ -69,6 +69,10 @@ def key_padding(lengths: PerBatch, side: str = "right") -> Predicate:
     return allowed
 
 
+def key_start(start: PerBatch) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: kv >= of_batch(start, b)
+
+
 def key_keep(keep: Ids) -> Predicate:
     return lambda b, h, q, kv, q_len, kv_len: bool(row_of(keep, b)[kv])
 
@@ -83,6 +87,10 @@ def query_padding(lengths: PerBatch, side: str = "right") -> Predicate:
         return q < real if side == "right" else q >= q_len - real
 
     return allowed
+
+
+def query_start(start: PerBatch) -> Predicate:
+    return lambda b, h, q, kv, q_len, kv_len: q >= of_batch(start, b)
 
 
 def query_keep(keep: Ids) -> Predicate:

@@ -268,9 +268,13 @@ def everywhere(draw: st.DrawFn, shape: Shape) -> Case:
     side = draw(st.sampled_from(SIDES if length in shape.lengths else SIDES[:1]))
     if kind == "key_padding":
         lengths = draw(keys)
+        if draw(st.booleans()):
+            return Case(fm.key_padding(start=lengths), oracle.key_start(lengths))
         return Case(fm.key_padding(lengths, side=side), oracle.key_padding(lengths, side))
     if kind == "query_padding":
         lengths = draw(queries)
+        if draw(st.booleans()):
+            return Case(fm.query_padding(start=lengths), oracle.query_start(lengths))
         return Case(fm.query_padding(lengths, side=side), oracle.query_padding(lengths, side))
     if kind == "cross":
         kv_lengths, q_lengths = draw(keys), draw(st.one_of(st.none(), queries))
@@ -280,9 +284,10 @@ def everywhere(draw: st.DrawFn, shape: Shape) -> Case:
 
 
 @st.composite
-def boundaries(draw: st.DrawFn, total: int) -> list[int]:
-    """Cumulative lengths of up to four documents, which may be empty and need not reach the end."""
-    return [0, *sorted(draw(st.lists(st.integers(0, total), min_size=1, max_size=4)))]
+def boundaries(draw: st.DrawFn, total: int, padding: bool) -> list[int]:
+    """Cumulative lengths of up to five documents, which may be empty; with padding they need not reach the end."""
+    ends = sorted(draw(st.lists(st.integers(0, total), min_size=1, max_size=4)))
+    return [0, *ends] if padding else [0, *ends, total]
 
 
 def lengths_of(cu_seqlens: list[int]) -> list[int]:
@@ -305,26 +310,28 @@ def documents(draw: st.DrawFn, shape: Shape) -> Case:
         batched = isinstance(positions[0], list)
         found = [oracle.ids_of_position_ids(row) for row in (positions if batched else [positions])]
         return Case(fm.document(position_ids=positions), oracle.document(found if batched else found[0]))
-    cu_seqlens = draw(boundaries(shape.longest))
+    padding = draw(st.booleans())
+    cu_seqlens = draw(boundaries(shape.longest, padding))
     ids = oracle.ids_of_cu_seqlens(cu_seqlens, shape.longest)
     if kind == "cu_seqlens":
-        return Case(fm.document(cu_seqlens=cu_seqlens), oracle.document(ids))
-    return Case(fm.document(lengths=lengths_of(cu_seqlens)), oracle.document(ids))
+        return Case(fm.document(cu_seqlens=cu_seqlens, padding=padding), oracle.document(ids))
+    return Case(fm.document(lengths=lengths_of(cu_seqlens), padding=padding), oracle.document(ids))
 
 
 @st.composite
 def per_documents(draw: st.DrawFn, shape: Shape, inner: Case) -> Case:
     """`per_document` of a mask, from lengths for each batch element or for all, or from ids."""
-    rows = [draw(boundaries(shape.longest)) for _ in range(shape.batch)]
+    padding = draw(st.booleans())
+    rows = [draw(boundaries(shape.longest, padding)) for _ in range(shape.batch)]
     ids = [oracle.ids_of_cu_seqlens(row, shape.longest) for row in rows]
     if shape.q_end == shape.kv_len and draw(st.booleans()):
         return Case(fm.per_document(inner.mask, ids), oracle.per_document(inner.allowed, ids))
     if draw(st.booleans()):
         lengths = lengths_of(rows[0])
-        return Case(fm.per_document(inner.mask, lengths=lengths), oracle.per_document(inner.allowed, ids[0]))
+        return Case(fm.per_document(inner.mask, lengths=lengths, padding=padding), oracle.per_document(inner.allowed, ids[0]))
     several = max(map(len, rows))
     padded = [row + row[-1:] * (several - len(row)) for row in rows]
-    return Case(fm.per_document(inner.mask, cu_seqlens=padded), oracle.per_document(inner.allowed, ids))
+    return Case(fm.per_document(inner.mask, cu_seqlens=padded, padding=padding), oracle.per_document(inner.allowed, ids))
 
 
 @st.composite

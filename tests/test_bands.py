@@ -29,7 +29,7 @@ def both(values: list[str], label: str = "document") -> dict[tuple[str, str], li
 
 
 PAD = "padding"
-DOCUMENTS = fm.document(lengths=[[2, 3, 0], [1, 1, 2]])
+DOCUMENTS = fm.document(lengths=[[2, 3, 0], [1, 1, 2]], padding=True)
 CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]]] = [
     ("none", fm.causal(), {"q_len": 4}, {}),
     ("documents", fm.causal() & DOCUMENTS, {}, both(list("00111"))),

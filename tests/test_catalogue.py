@@ -102,12 +102,21 @@ PLAIN: dict[str, tuple[Callable[[], Mask], oracle.Predicate]] = {
 
 
 def document_lengths(shape: Shape, form: Convert, batched: bool) -> Case:
-    total = min(shape.q_end, shape.kv_len)
-    rows = [[total // 2, total - total // 2], [total, 0], [total // 3, 0]]
+    total = shape.longest
+    rows = [[total // 2, total - total // 2], [total, 0], [total // 3, total - total // 3]]
     ids = [oracle.ids_of_lengths(row, shape.longest) for row in rows]
     if batched:
         return Case(fm.document(lengths=form(rows)), oracle.document(ids))
     return Case(fm.document(lengths=form(rows[0])), oracle.document(ids[0]))
+
+
+def document_lengths_padding(shape: Shape, form: Convert, batched: bool) -> Case:
+    total = min(shape.q_end, shape.kv_len)
+    rows = [[total // 2, total - total // 2], [total, 0], [total // 3, 0]]
+    ids = [oracle.ids_of_lengths(row, shape.longest) for row in rows]
+    if batched:
+        return Case(fm.document(lengths=form(rows), padding=True), oracle.document(ids))
+    return Case(fm.document(lengths=form(rows[2]), padding=True), oracle.document(ids[2]))
 
 
 def document_cu_seqlens(shape: Shape, form: Convert, batched: bool) -> Case:
@@ -115,8 +124,8 @@ def document_cu_seqlens(shape: Shape, form: Convert, batched: bool) -> Case:
     rows = [[0, total // 2, total], [0, 0, total], [0, total // 3, total // 2]]
     ids = [oracle.ids_of_cu_seqlens(row, shape.longest) for row in rows]
     if batched:
-        return Case(fm.document(cu_seqlens=form(rows)), oracle.document(ids))
-    return Case(fm.document(cu_seqlens=form(rows[2])), oracle.document(ids[2]))
+        return Case(fm.document(cu_seqlens=form(rows), padding=True), oracle.document(ids))
+    return Case(fm.document(cu_seqlens=form(rows[2]), padding=True), oracle.document(ids[2]))
 
 
 def document_position_ids(shape: Shape, form: Convert, batched: bool) -> Case:
@@ -137,7 +146,7 @@ def per_document(shape: Shape, form: Convert, batched: bool) -> Case:
     if shape.q_end <= shape.kv_len:
         mask = fm.per_document(inner, form(ids))
     else:
-        mask = fm.per_document(inner, lengths=form(lengths if batched else lengths[2]))
+        mask = fm.per_document(inner, lengths=form(lengths if batched else lengths[2]), padding=True)
     return Case(mask, oracle.per_document(meaning, ids))
 
 
@@ -176,6 +185,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
         lambda lengths: oracle.key_padding(lengths, "left"),
         key_lengths,
     ),
+    "key_padding start": simple(lambda start: fm.key_padding(start=start), oracle.key_start, key_lengths),
     "key_padding keep": simple(lambda keep: fm.key_padding(keep=keep), oracle.key_keep, over("kv_len", BOOLS)),
     "key_padding hide": simple(lambda hide: fm.key_padding(hide=hide), oracle.key_hide, over("kv_len", BOOLS)),
     "query_padding": simple(fm.query_padding, oracle.query_padding, query_lengths),
@@ -184,6 +194,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
         lambda lengths: oracle.query_padding(lengths, "left"),
         query_lengths,
     ),
+    "query_padding start": simple(lambda start: fm.query_padding(start=start), oracle.query_start, query_lengths),
     "query_padding keep": simple(lambda keep: fm.query_padding(keep=keep), oracle.query_keep, over("q_end", BOOLS)),
     "query_padding hide": simple(lambda hide: fm.query_padding(hide=hide), oracle.query_hide, over("q_end", BOOLS)),
     "cross_length": simple(fm.cross_length, oracle.cross_length, key_lengths),
@@ -191,6 +202,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
     "document ids": simple(fm.document, oracle.document, over("longest", IDS)),
     "document kv_ids": simple(fm.document, oracle.document, over("q_end", IDS), over("kv_len", IDS)),
     "document lengths": document_lengths,
+    "document lengths padding": document_lengths_padding,
     "document cu_seqlens": document_cu_seqlens,
     "document position_ids": document_position_ids,
     "prefix_lm": simple(fm.prefix_lm, oracle.prefix_lm, key_lengths),
@@ -307,7 +319,7 @@ def test_offset_of_a_mask_that_places_queries_by_q_len(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("name", ["key_padding", "key_padding left", "query_padding left", "prefix_lm"])
+@pytest.mark.parametrize("name", ["key_padding", "key_padding left", "key_padding start", "query_padding left", "prefix_lm"])
 def test_narrow_integers_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     """The lengths fit their dtype, but kv_len and the positions do not."""
     shape = Shape(5, 300, batch=3)
@@ -315,6 +327,7 @@ def test_narrow_integers_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     masks: dict[str, tuple[Callable[[torch.Tensor], Mask], oracle.Predicate]] = {
         "key_padding": (fm.key_padding, oracle.key_padding(lengths)),
         "key_padding left": (partial(fm.key_padding, side="left"), oracle.key_padding(lengths, "left")),
+        "key_padding start": (lambda start: fm.key_padding(start=start), oracle.key_start(lengths)),
         "query_padding left": (partial(fm.query_padding, side="left"), oracle.query_padding(lengths, "left")),
         "prefix_lm": (fm.prefix_lm, oracle.prefix_lm(lengths)),
     }
@@ -357,7 +370,9 @@ PICTURES: list[tuple[str, Mask, oracle.Predicate, int, int, str]] = [
     ("window size", fm.sliding_window(size=2), oracle.sliding_window(size=2), 4, 4, "#... ##.. .##. ..##"),
     ("key_padding", fm.key_padding(3), oracle.key_padding(3), 2, 5, "###.. ###.."),
     ("key_padding left", fm.key_padding(3, side="left"), oracle.key_padding(3, "left"), 2, 5, "..### ..###"),
+    ("key_padding start", fm.key_padding(start=3), oracle.key_start(3), 2, 5, "...## ...##"),
     ("query_padding", fm.query_padding(1), oracle.query_padding(1), 3, 2, "## .. .."),
+    ("query_padding start", fm.query_padding(start=1), oracle.query_start(1), 3, 2, ".. ## ##"),
     ("cross_length", fm.cross_length(2, 1), oracle.cross_length(2, 1), 2, 4, "##.. ...."),
     (
         "document",

@@ -157,7 +157,7 @@ def case(build: Callable[..., Mask], meaning: Callable[..., oracle.Predicate], s
 def cross(align: Any) -> Data:
     inner, meaning = fm.causal() & (fm.kv % 3 != 1), oracle.both(oracle.causal(), lambda b, h, q, kv, *_: kv % 3 != 1)
     return case(
-        lambda q, kv: fm.cross_document(inner, q_lengths=q, kv_lengths=kv, align=align),
+        lambda q, kv: fm.cross_document(inner, q_lengths=q, kv_lengths=kv, align=align, padding=True),
         lambda q, kv: oracle.cross_document(meaning, q, kv, align),
         (7, 12),
         *CROSS,
@@ -171,7 +171,7 @@ def cumulated(form: Convert, batched: bool) -> tuple[Case, Shape]:
         return form([list(accumulate(row, initial=0)) for row in lengths] if batched else list(accumulate(lengths, initial=0)))
 
     window = fm.sliding_window(left=1, right=1)
-    mask = fm.cross_document(window, q_cu_seqlens=ends(rows), kv_cu_seqlens=ends(columns), align="lower_right")
+    mask = fm.cross_document(window, q_cu_seqlens=ends(rows), kv_cu_seqlens=ends(columns), align="lower_right", padding=True)
     meaning = oracle.cross_document(oracle.sliding_window(1, 1), rows, columns, "lower_right")
     return Case(mask, meaning), Shape(7, 12, batch=3, heads=2)
 
@@ -192,7 +192,7 @@ WITH_DATA: dict[str, Data] = {
         [[0, 0, 0, 3, 3], [1, 1, 2, 3, 4], [0, 0, 4, 3, 3]],
     ),
     "shared_prefix lengths": case(
-        lambda lengths: fm.shared_prefix(lengths=lengths, prefix_of=[0, 0, 0, 3, 3]),
+        lambda lengths: fm.shared_prefix(lengths=lengths, prefix_of=[0, 0, 0, 3, 3], padding=True),
         lambda lengths: (
             oracle.shared_prefix([own(row, 14) for row in lengths], [0, 0, 0, 3, 3])
             if isinstance(lengths[0], list)
@@ -211,7 +211,7 @@ WITH_DATA: dict[str, Data] = {
     ),
     "chunked": case(lambda start: fm.chunked(4, start=start), lambda start: oracle.chunked(4, start), (9, 13), PREFIXES),
     "cross_document": case(
-        lambda q, kv: fm.cross_document(q_lengths=q, kv_lengths=kv),
+        lambda q, kv: fm.cross_document(q_lengths=q, kv_lengths=kv, padding=True),
         lambda q, kv: oracle.cross_document(oracle.full(), q, kv),
         (7, 12),
         *CROSS,

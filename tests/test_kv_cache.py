@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from torch._dynamo.utils import counters
 
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
+from flexmask.comparing import difference
 from tests import oracle
 
 S, WINDOW = 23, 5
@@ -65,6 +68,8 @@ DOCUMENTS = oracle.both(oracle.causal(), oracle.document(IDS))
 LENGTHS = torch.tensor([S, 17])
 KEEP = torch.rand(2, S, generator=torch.Generator().manual_seed(3)) < 0.7
 PACKED = [[7, 6, 10], [4, 16, 0]]
+WHOLE = [[7, 6, 10], [4, 16, 3]]
+CHUNKED = oracle.both(oracle.causal(), lambda b, h, q, kv, q_len, kv_len: q // WINDOW == kv // WINDOW)
 
 CASES: dict[str, Case] = {
     "causal": Case("causal", oracle.causal()),
@@ -73,13 +78,23 @@ CASES: dict[str, Case] = {
     "window of 1": Case("sliding_window(size=1)", oracle.sliding_window(size=1), window=1),
     "documents": Case("causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}),
     "documents, literal": Case(f"causal & document(ids={IDS})", DOCUMENTS),
-    "documents by lengths": Case(f"causal & document(lengths={PACKED})", DOCUMENTS),
+    "documents by lengths": Case(f"causal & document(lengths={PACKED}, padding=True)", DOCUMENTS),
+    "documents by lengths of all tokens": Case(
+        "causal & document(lengths=n)",
+        oracle.both(oracle.causal(), oracle.document([oracle.ids_of_lengths(row, S) for row in WHOLE])),
+        {"n": torch.tensor(WHOLE)},
+    ),
+    "documents shorter than the window, its keys only": Case(
+        "causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}, {}, 16
+    ),
     "documents restart": Case("per_document(causal, ids)", oracle.per_document(oracle.causal(), IDS), {"ids": torch.tensor(IDS)}),
     "documents in a window, its keys only": Case(
         f"sliding_window(size={WINDOW}) & document(ids)", oracle.both(WINDOWED, DOCUMENTS), {"ids": torch.tensor(IDS)}, {}, WINDOW
     ),
     "documents by lengths in a window, its keys only": Case(
-        f"sliding_window(size={WINDOW}) & document(lengths={PACKED})", oracle.both(WINDOWED, DOCUMENTS), window=WINDOW
+        f"sliding_window(size={WINDOW}) & document(lengths={PACKED}, padding=True)",
+        oracle.both(WINDOWED, DOCUMENTS),
+        window=WINDOW,
     ),
     "lengths of the whole": Case(
         "causal & key_padding(lengths)", oracle.both(oracle.causal(), oracle.key_padding(LENGTHS.tolist())), {"lengths": LENGTHS}
@@ -91,6 +106,17 @@ CASES: dict[str, Case] = {
         window=WINDOW,
     ),
     "padding on the left": Case("causal & (kv >= start[b])", after_start, {"start": torch.tensor(STARTS)}),
+    "padding on the left, by name": Case("causal & key_padding(start=pad)", after_start, {"pad": torch.tensor(STARTS)}),
+    "padding on the left, literal": Case(f"causal & key_padding(start={STARTS})", after_start),
+    "padding on the left in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & key_padding(start={STARTS})", oracle.both(WINDOWED, after_start), window=WINDOW
+    ),
+    "chunks, their keys only": Case(f"causal & chunked({WINDOW})", CHUNKED, window=WINDOW),
+    "a window for each head, its keys only": Case(
+        f"per_head([sliding_window(size={WINDOW}), sliding_window(size=2), sliding_window(size=1), empty])",
+        oracle.per_head([WINDOWED, oracle.sliding_window(size=2), oracle.sliding_window(size=1), oracle.empty()]),
+        window=WINDOW,
+    ),
     "diagonals": Case("causal & ((q - kv) % 3 == 0)", third_diagonals),
     "diagonals in a window, its keys only": Case(
         f"sliding_window(size={WINDOW}) & ((q - kv) % 3 == 0)", oracle.both(WINDOWED, third_diagonals), window=WINDOW
@@ -330,13 +356,23 @@ def test_compiled_decoding_takes_two_graphs(ragged: bool) -> None:
 
 
 def filled(number: int, cache: KVCache) -> KVCache:
-    MultiheadFlexAttention(6, 8, 4).double()(inputs(number), cache=cache)
-    return cache
+    mask = f"sliding_window(size={cache.window})" if cache.window else None
+    MultiheadFlexAttention(6, 8, 4).double()(inputs(number), mask, cache=cache)
+    return copy.deepcopy(cache)  # with which another layer may go on
 
 
 def call(cache: Any, x: Tensor | None = None, **options: Any) -> Callable[[], object]:
     module = MultiheadFlexAttention(6, 8, 4).double()
     return lambda: module(inputs(3) if x is None else x, cache=cache, **options)
+
+
+def grown_to(mask: str | None, chunks: list[int], cache: KVCache, **data: Any) -> Callable[[], object]:
+    """Gives the cache all chunks but the last, so that the last call is the one to be refused."""
+    module = MultiheadFlexAttention(6, 8, 4).double()
+    *before, last = inputs(sum(chunks)).split(chunks, 1)
+    for part in before:
+        module(part, mask, cache=cache, **data)
+    return lambda: module(last, mask, cache=cache, **data)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -358,6 +394,59 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"window of 4.*\[7, 7\].*\[6, 6\]",
     ),
     "unbound": (call(KVCache(8), mask="key_padding(n)"), fm.ExpressionError, "n=..."),
+    "padding on the left that moves": (
+        call(KVCache(8), mask="causal & key_padding(lengths=[2, 3], side='left')"),
+        fm.LoweringError,
+        r"key_padding\(lengths=\[2, 3\], side='left'\) depends on kv_len.*KVCache.*key_padding\(start=\.\.\.\)",
+    ),
+    "queries padded on the left": (
+        call(KVCache(8), mask="query_padding(lengths=[2, 3], side='left')"),
+        fm.LoweringError,
+        "depends on q_len.*start=",
+    ),
+    "lower_right": (call(KVCache(8), mask="causal('lower_right')"), fm.LoweringError, r"kv_len and q_len.*causal\(\)"),
+    "a comparison with kv_len": (
+        call(KVCache(8), mask="causal & (kv > kv_len - 3)"),
+        fm.LoweringError,
+        "kv > kv_len - 3 depends",
+    ),
+    "lower_right over a context": (
+        call(KVCache(), mask="causal('lower_right')", context=inputs(5)),
+        fm.LoweringError,
+        r"causal\(align='lower_right'\) depends on q_len",
+    ),
+    "causal in a window": (
+        grown_to("causal", [3, 1], KVCache(window=3)),
+        fm.LoweringError,
+        r"causal shows.* position 3 the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
+    ),
+    "everything in a window": (grown_to(None, [3, 1], KVCache(window=3)), fm.LoweringError, r"full shows.*window=4 or more"),
+    "sinks in a window": (
+        grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
+        fm.LoweringError,
+        "position 3 the key at position 0",
+    ),
+    "a longer window": (grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)), fm.LoweringError, "window=5 or more"),
+    "a longer document": (
+        grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
+        fm.LoweringError,
+        "query at position 4 the key at position 1.*window=4",
+    ),
+    "diagonals beyond a window": (
+        grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
+        fm.LoweringError,
+        "position 4 the key at position 0.*window=5",
+    ),
+    "documents that end": (
+        grown_to("causal & document(lengths=[[2, 3], [3, 1]])", [3, 1, 1], KVCache(8)),
+        fm.LoweringError,
+        "lengths of sequence 1 cover 4 of 5 tokens.*padding=True",
+    ),
+    "right padding that was not cut": (
+        grown_to("causal & key_padding(lengths=[4, 2])", [4, 1], KVCache(8)),
+        fm.LoweringError,
+        r"every token of this call padding.*position 4.*truncate\(lengths\).*key_padding\(start=",
+    ),
 }
 
 
@@ -367,6 +456,129 @@ def test_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         attempt()
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def alone(module: MultiheadFlexAttention, mask: str, x: Tensor) -> Tensor:
+    return module(x[None], mask)[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mask", ["causal", f"sliding_window(size={WINDOW})", "causal & ((q - kv) % 3 == 0)"])
+@pytest.mark.parametrize("chunks", [[9, 1, 1, 1], [4, 5, 1, 2], [12]])
+def test_a_batch_with_padding_on_the_left(mask: str, chunks: list[int]) -> None:
+    """Each sequence is what it is alone, without padding, whatever the padding holds."""
+    module, x, pads = CASES["causal"].module(), inputs(12, batch=3), [4, 0, 2]
+    with torch.no_grad():
+        found = decode(module, x, chunks, KVCache(12), mask=f"({mask}) & key_padding(start=pads)", pads=pads)
+        for b, pad in enumerate(pads):
+            check_close(found[b, pad:], alone(module, mask, x[b, pad:]))
+
+
+@pytest.mark.parametrize("mask", ["causal", f"sliding_window(size={WINDOW})"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_batch_with_padding_on_the_right(mask: str, window: int | None) -> None:
+    module, x, lengths, cache = CASES["rope"].module(), inputs(12), [8, 5], KVCache(20, window=window)
+    if window and mask == "causal":
+        mask = f"causal & chunked({WINDOW})"
+    with torch.no_grad():
+        prompt = module(x[:, :8], f"({mask}) & key_padding(lengths)", cache=cache, lengths=lengths)
+        cache.truncate(lengths)
+        steps = [module(x[:, place : place + 1], mask, cache=cache) for place in range(8, 12)]
+        for b, length in enumerate(lengths):
+            expected = alone(module, mask, torch.cat((x[b, :length], x[b, 8:])))
+            check_close(torch.cat((prompt[b, :length], *(step[b] for step in steps))), expected)
+
+
+def test_left_padding_in_a_block_mask_does_not_move() -> None:
+    mask = fm.causal() & fm.key_padding(start=STARTS)
+    allowed = torch.tensor(oracle.table_of(after_start, S, S, batch=2))
+    for place in range(S):
+        made = mask.block_mask(1, S, q_offset=place, block_size=4)
+        axes = torch.meshgrid(torch.arange(2), torch.tensor([0]), torch.tensor([0]), torch.arange(S), indexing="ij")
+        assert torch.equal(made.mask_mod(*axes), allowed[:, :, place : place + 1])
+
+
+def test_a_cache_belongs_to_one_layer() -> None:
+    first, second = (MultiheadFlexAttention(6, 8, 4).double() for _ in range(2))
+    for contexts in ({}, {"context": inputs(5)}):
+        cache = KVCache(S)
+        second(inputs(0), cache=cache, **contexts) if not contexts else None
+        found = first(inputs(3), cache=cache, **contexts)
+        with pytest.raises(fm.LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
+            second(inputs(3), cache=cache, **contexts)
+        assert cache.length == 3
+        cache.reset()
+        second(inputs(3), cache=cache, **contexts)
+        with pytest.raises(fm.LoweringError, match="another layer"):
+            first(inputs(3), cache=cache, **contexts)
+        cache.reset()
+        check_close(first(inputs(3), cache=cache, **contexts), found)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_cache_goes_on_in_a_copy_of_the_layer(copied: Callable[[KVCache], KVCache]) -> None:
+    module, x, cache = CASES["causal"].module(), inputs(5), KVCache(S)
+    twin = copy.deepcopy(module)
+    module(x[:, :3], cache=cache)
+    with pytest.raises(fm.LoweringError, match="another layer"):
+        twin(x[:, 3:], cache=cache)
+    check_close(twin(x[:, 3:], cache=copied(cache)), module(x[:, 3:], cache=cache))
+
+
+def test_a_cache_keeps_no_layer_alive() -> None:
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(8)
+    with torch.no_grad():
+        module(inputs(3), cache=cache)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_call_that_the_window_refuses_leaves_the_cache_as_it_was() -> None:
+    case, x = CASES["window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        module(x[:, :9], cache=cache)
+        for _ in range(2):
+            with pytest.raises(fm.LoweringError, match=r"position 0.*window=10"):
+                module(x[:, 9:11], "causal", cache=cache)
+        check_close(module(x[:, 9:], cache=cache), expected[:, 9:])
+
+
+def test_the_window_is_that_of_each_sequence() -> None:
+    """At 6 and 4 tokens, a chunk of 4 from position 4 on is whole in the window of the second sequence only."""
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(window=3)
+    with torch.no_grad():
+        module(inputs(6), "causal", cache=cache)
+        cache.truncate([6, 4])
+        with pytest.raises(fm.LoweringError, match=r"position 6 the key at position 3.*window=4"):
+            module(inputs(1), "causal & (kv // 3 == q // 3 - (b == 0))".replace("(b == 0)", "where(b == 0, 1, 0)"), cache=cache)
+        module(inputs(1), "causal & (kv // 3 == q // 3)", cache=cache)
+
+
+def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mask says itself is free in each step; else a layer's rows are worked out once for all layers of a MaskCache."""
+    compared: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        compared.append(args)
+        return difference(*args)
+
+    monkeypatch.setattr("flexmask.growing.difference", counted)
+    for name, times in (
+        ("window, its keys only", 0),
+        ("documents in a window, its keys only", 0),
+        ("chunks, their keys only", 4),
+    ):
+        case, x = CASES[name], inputs()
+        modules = [case.module() for _ in range(2)]
+        caches = [case.cache() for _ in modules]
+        with torch.no_grad(), fm.MaskCache():
+            for part in x[:, :13].split([9, 1, 1, 1, 1], 1):
+                for module, cache in zip(modules, caches, strict=True):
+                    module(part, cache=cache, **case.data)
+        assert len(compared) == times
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_a_device_that_waits_sees_changed_data() -> None:
 
 @pytest.mark.parametrize("length", [5, 8])
 def test_decoding_takes_lists_at_any_length(length: int) -> None:
-    mask = fm.document(lengths=[2, 3])
+    mask = fm.document(lengths=[2, 3], padding=True)
     assert mask.rows(1, length, q_offset=4).lower.bounds.flatten().tolist() == [2, 5]
     assert mask.rows(1, 9, q_offset=4).lower.bounds.flatten().tolist() == [2, 5]
 
@@ -408,7 +408,7 @@ def test_nothing_waits_on_cuda(name: str) -> None:
 
 def test_threads_share_a_mask() -> None:
     """What is kept of one lowering must not get into another."""
-    mask = fm.causal() & fm.document(lengths=[300, 200])
+    mask = fm.causal() & fm.document(lengths=[300, 200], padding=True)
     wanted = {length: mask.rows(1, length, q_offset=400).lower.bounds.tolist() for length in (500, 600, 700)}
 
     def lower(length: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +12,12 @@ import torch
 
 import flexmask as fm
 from flexmask import LoweringError, attention, b, kv, q
+from flexmask.analysis import analyse
+from flexmask.packing import document_ids
+from flexmask.preparation import frame_of
+from flexmask.tables import Literal, along
+from flexmask.text import as_mask
+from tests import oracle
 
 
 @pytest.mark.parametrize(
@@ -179,3 +187,136 @@ def test_one_sequence_is_not_every_sequence() -> None:
     with pytest.raises(LoweringError, match=r"two sizes of batch.*has no batch axis"):
         fm.document(lengths=[[2, 2]]).dense(4, batch=3)
     assert fm.document(lengths=[2, 2]).dense(4, batch=3).shape == (1, 1, 4, 4)
+
+
+# ---------------------------------------------------------------- what is kept with a text
+
+TEXTS = [
+    "causal & document(lengths=[5, 4, 3])",
+    "per_document(causal, ids=[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]) & key_padding(lengths=[9, 12])",
+    "key_padding(keep=[[True, True, False, True, True, True, False, True, True, True, True, True]])",
+]
+
+
+def tensors() -> set[int]:
+    return {id(found) for found in gc.get_objects() if type(found) is torch.Tensor}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_keeps_no_tensors_alive(text: str) -> None:
+    """Texts are kept for the next time; what their data becomes on a device is not."""
+    as_mask(text)
+    for device in (torch.device("cpu"), torch.device("meta")):
+        gc.collect()
+        before = tensors()
+        mask = as_mask(text) if device.type == "cpu" else as_mask(text, device=device)
+        frame = frame_of(mask, 12, device=device)
+        if device.type == "cpu":
+            analyse(frame)
+        gone = [weakref.ref(table) for table in frame.tables.values()]
+        assert gone
+        del mask, frame
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * len(gone)
+        assert tensors() <= before
+
+
+def test_a_text_is_the_same_mask_each_time() -> None:
+    for text in (*TEXTS, "causal & key_padding(n)"):
+        assert as_mask(text) == as_mask(text) == fm.parse(text)
+        assert as_mask(text, device=torch.device("cpu")) is as_mask(text, device=torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_keeps_no_memory_of_a_gpu(text: str) -> None:
+    query = torch.randn(2, 1, 12, 16, device="cuda")
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2, device="cuda", backend="sdpa"), torch.randn(2, 12, 16, device="cuda")
+    with torch.no_grad():
+        for before in (None, torch.cuda.memory_allocated()):  # the first calls set torch up
+            fm.attention(query, query, query, text, backend="sdpa")
+            layer(x, text)
+            gc.collect()
+            assert before is None or torch.cuda.memory_allocated() == before
+
+
+# ---------------------------------------------------------------- documents that leave tokens out
+
+UNCOVERED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "document(lengths=[3, 4]{padding})",
+        {"q_len": 8},
+        "lengths cover 7 of 8 tokens.*give lengths that cover all tokens, or padding=True",
+    ),
+    ("document(lengths=[[3, 4], [8, 0], [2, 2]]{padding})", {"q_len": 8}, "lengths of sequence 2 cover 4 of 8"),
+    ("document(cu_seqlens=[0, 3, 7]{padding})", {"q_len": 8}, "cu_seqlens cover 7 of 8.*give cu_seqlens"),
+    ("document(cu_seqlens=[[0, 3, 8], [0, 3, 7]]{padding})", {"q_len": 8}, "cu_seqlens of sequence 1 cover 7 of 8"),
+    ("document(lengths=[3, 4]{padding})", {"q_len": 1, "kv_len": 8, "q_offset": 3}, "cover 7 of 8"),
+    ("document(lengths=[3, 4]{padding})", {"q_len": 2, "kv_len": 7, "q_offset": 6}, "cover 7 of 8"),
+    ("document(lengths=[3, 4]{padding})", {"q_len": 2, "kv_len": 7, "q_offset": torch.tensor([0, 6])}, "cover 7 of 8"),
+    ("per_document(causal, lengths=[3, 4]{padding})", {"q_len": 8}, "cover 7 of 8"),
+    ("shared_prefix(lengths=[3, 4], prefix_of=[0, 0]{padding})", {"q_len": 8}, "cover 7 of 8"),
+    ("in_context(lengths=[3, 4], test_start=3{padding})", {"q_len": 8}, "cover 7 of 8"),
+    ("cross_document(q_lengths=[2, 2], kv_lengths=[3, 4]{padding})", {"q_len": 5, "kv_len": 7}, "cover 4 of 5"),
+    ("cross_document(q_lengths=[2, 2], kv_lengths=[3, 4]{padding})", {"q_len": 4, "kv_len": 9}, "cover 7 of 9"),
+    ("coarse(document(lengths=[1, 2]{padding}), 4)", {"q_len": 13}, "cover 3 of 4"),
+    ("document_ids(lengths=[3, 4]{padding})[kv // 2] == 0", {"q_len": 16}, "cover 7 of 8"),
+]
+
+
+@pytest.mark.parametrize("form", ["literal", "tensor"])
+@pytest.mark.parametrize(
+    ("text", "lowering", "message"), UNCOVERED, ids=[f"{text} {lowering}" for text, lowering, _ in UNCOVERED]
+)
+def test_documents_cover_all_tokens(text: str, lowering: dict[str, Any], message: str, form: str) -> None:
+    mask = fm.parse(text.format(padding=""))
+    if form == "tensor":
+        mask = cast(fm.Mask, mask.replace(lambda node: fm.table(node.to_tensor()) if isinstance(node, Literal) else None))
+    for lower in (mask.dense, mask.rows, mask.block_mask):
+        with pytest.raises(fm.LoweringError, match=message):
+            lower(**lowering)
+
+
+@pytest.mark.parametrize(
+    ("text", "lowering"), [row[:2] for row in UNCOVERED], ids=[f"{text} {low}" for text, low, _ in UNCOVERED]
+)
+def test_what_documents_leave_out_is_padding_where_that_is_said(text: str, lowering: dict[str, Any]) -> None:
+    mask = fm.parse(text.format(padding=", padding=True"))
+    assert "padding=True" in str(mask)
+    assert fm.parse(str(mask)) == mask
+    assert mask.dense(**lowering).any()
+
+
+def test_padding_behind_documents() -> None:
+    """What the lengths leave out sees and is seen by nothing; data on another device is not read."""
+    lengths = [[3, 4], [8, 0]]
+    ids = [oracle.ids_of_lengths(row, 8) for row in lengths]
+    found = fm.document(lengths=lengths, padding=True).dense(8)
+    assert found.tolist() == oracle.table_of(oracle.document(ids), 8, 8, batch=2)
+    assert fm.document(lengths=torch.tensor(lengths, device="meta")).rows(8).upper.bounds.shape[:3] == (2, 1, 8)
+    with pytest.raises(fm.LoweringError, match="cover 7 of 8"):
+        fm.document(lengths=[3, 4]).rows(8, device="meta")
+
+
+@pytest.mark.parametrize("padding", [1, None, "yes"])
+def test_padding_is_a_truth_value(padding: Any) -> None:
+    with pytest.raises(fm.OperandError, match="padding must be True or False"):
+        fm.document(lengths=[3], padding=padding)
+
+
+@pytest.mark.parametrize("source", ["ids", "position_ids"])
+def test_padding_goes_with_lengths(source: str) -> None:
+    with pytest.raises(fm.ExpressionError, match=f"padding= goes with lengths or cu_seqlens, got {source}"):
+        fm.document(**{source: [0, 0, 1]}, padding=True)  # type: ignore[arg-type]
+
+
+def test_a_parameter_keeps_the_padding_of_its_documents() -> None:
+    direct = document_ids(lengths=fm.param("n"), padding=True)
+    for mask in (fm.parse("document(lengths=n, padding=True)"), along(direct, q) == along(direct, kv)):
+        bound = mask.bind(n=[[3, 4]])
+        for shown in (mask, bound):
+            assert "padding=True" in str(shown)
+            assert fm.parse(str(shown)) == shown
+        assert bound.dense(8).shape == (1, 1, 8, 8)
+    assert fm.document(lengths=[3, 4], padding=True) != fm.document(lengths=[3, 4])

@@ -48,8 +48,10 @@ RECOGNISED: dict[str, list[tuple[str, str]]] = {
     "block_causal(n)": [("q // 3 >= kv // 3", "block_causal(size=3)")],
     "chunk_window(n, left=m)": [("(q // 2 - kv // 2 <= 1) & (q // 2 >= kv // 2)", "chunk_window(size=2, left=1)")],
     "key_padding(lengths=data)": [("kv < lengths[b]", "key_padding(lengths=<int64[2]>)")],
+    "key_padding(start=data)": [("kv >= lengths[b]", "key_padding(start=<int64[2]>)")],
     "key_padding(keep=data)": [("keep[b, kv]", "key_padding(keep=<bool[2, 12]>)")],
     "query_padding(lengths=data)": [("q < lengths[b]", "query_padding(lengths=<int64[2]>)")],
+    "query_padding(start=data)": [("q >= lengths[b]", "query_padding(start=<int64[2]>)")],
     "query_padding(keep=data)": [("keep[b, q]", "query_padding(keep=<bool[2, 12]>)")],
 }
 
@@ -72,6 +74,7 @@ NEAR = [
     ("q // 4 == kv // 5", "chunked"),
     ("q // 3 > kv // 3 + 1", "block_causal(3)"),
     ("kv < lengths[h]", "key_padding"),
+    ("kv >= lengths[h]", "key_padding"),
     ("keep[h, kv]", "key_padding"),
     ("is_global[q] & is_global[kv]", "global_window"),
 ]

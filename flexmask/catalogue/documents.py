@@ -29,12 +29,20 @@ def document(
     lengths: Data | None = None,
     cu_seqlens: Data | None = None,
     position_ids: Data | None = None,
+    padding: bool = False,
 ) -> Mask:
     """Queries see the keys of their own document only.
 
     Predicate: ``(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)``
 
     ``document(ids=[0, 0, 1, -1])`` at 4 x 4::
+
+        ■ ■ ⬚ ⬚
+        ■ ■ ⬚ ⬚
+        ⬚ ⬚ ■ ⬚
+        ⬚ ⬚ ⬚ ⬚
+
+    ``document(lengths=[2, 1], padding=True)`` at 4 x 4::
 
         ■ ■ ⬚ ⬚
         ■ ■ ⬚ ⬚
@@ -50,16 +58,21 @@ def document(
     Args:
         ids: the document of each position, ``[S]`` or ``[B, S]``; below 0 for padding, which sees and is seen by nothing.
         kv_ids: the documents of the keys where they are another sequence; by default the same as ``ids``.
-        lengths: instead of ids, the documents' lengths in tokens, ``[n]`` or ``[B, n]``; what lies behind is padding.
+        lengths: instead of ids, the documents' lengths in tokens, ``[n]`` or ``[B, n]``. They cover all tokens, unless
+            ``padding`` says otherwise.
         cu_seqlens: instead of ids, cumulative lengths that start with 0, ``[n + 1]`` or ``[B, n + 1]``.
         position_ids: instead of ids, positions; a document starts wherever one is not the previous one plus 1.
+        padding: whether tokens behind the last of the lengths are padding, which sees and is seen by nothing. Without it,
+            tokens that belong to no document are an error (on another device than the CPU, where lengths are not read, they
+            are padding).
 
     Raises:
         ExpressionError: no source or several, or values that contradict themselves.
+        LoweringError: lengths that leave tokens out, without ``padding=True``.
 
     Source: packing as in ``torch.nn.attention.varlen`` and the segment ids of JAX.
     """
-    queries = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
+    queries = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     keys = queries if kv_ids is None else document_ids(kv_ids)
     own = along(queries, q)
     return (own == along(keys, kv)) & (own >= 0)
@@ -73,6 +86,7 @@ def per_document(
     lengths: Data | None = None,
     cu_seqlens: Data | None = None,
     position_ids: Data | None = None,
+    padding: bool = False,
 ) -> Mask:
     """A mask within each document, whose positions restart at 0 there.
 
@@ -94,11 +108,12 @@ def per_document(
         lengths: see :func:`document`.
         cu_seqlens: see :func:`document`.
         position_ids: see :func:`document`.
+        padding: see :func:`document`.
 
     Source: ``generate_doc_mask_mod`` of attention-gym.
     """
     inner = mask_of(mask, "per_document")
-    table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
+    table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     starts = document_starts(table)
     own, start = along(table, q), along(starts, q)
     return (own == along(table, kv)) & (own >= 0) & local("per_document", inner, start, start, along(starts, kv))
@@ -113,6 +128,7 @@ def cross_document(
     q_cu_seqlens: Data | None = None,
     kv_cu_seqlens: Data | None = None,
     align: Literal["upper_left", "lower_right"] | None = None,
+    padding: bool = False,
 ) -> Mask:
     """Packed documents whose queries and keys have other lengths: queries see the keys of their own document.
 
@@ -139,6 +155,7 @@ def cross_document(
         kv_cu_seqlens: likewise for the keys.
         align: where the queries of a document stand, to be said wherever there is a mask. ``"upper_left"``: the first at
             the first key. ``"lower_right"``: the last at the last key.
+        padding: whether queries and keys behind the last of the lengths are padding: see :func:`document`.
 
     Raises:
         ExpressionError: not one source for the queries and one for the keys, another ``align``, or none with a mask.
@@ -147,7 +164,8 @@ def cross_document(
     """
     if align not in ("upper_left", "lower_right", None) or (align is None and mask is not None):
         raise ExpressionError(f"cross_document: align must be 'upper_left' or 'lower_right', got {align!r}")
-    queries, keys = _Packed("q", q_lengths, q_cu_seqlens), _Packed("kv", kv_lengths, kv_cu_seqlens)
+    queries = _Packed("q", q_lengths, q_cu_seqlens, padding)
+    keys = _Packed("kv", kv_lengths, kv_cu_seqlens, padding)
     if None not in (queries.count, keys.count) and queries.count != keys.count:
         raise ExpressionError(f"cross_document: {queries.count} documents of queries and {keys.count} of keys; give as many")
     own, first, last = along(queries.ids, q), along(queries.starts, q), along(keys.starts, kv)
@@ -170,11 +188,11 @@ class _Packed:
         ends: cumulative lengths, or None where they are known only when a mask is lowered.
     """
 
-    def __init__(self, side: str, lengths: Data | None, cu_seqlens: Data | None) -> None:
+    def __init__(self, side: str, lengths: Data | None, cu_seqlens: Data | None, padding: bool) -> None:
         if (lengths is None) == (cu_seqlens is None):
             got = "neither" if lengths is None else "both"
             raise ExpressionError(f"cross_document: give exactly one of {side}_lengths and {side}_cu_seqlens; got {got}")
-        self.ids = document_ids(lengths=lengths, cu_seqlens=cu_seqlens)
+        self.ids = document_ids(lengths=lengths, cu_seqlens=cu_seqlens, padding=padding)
         self.starts = document_starts(self.ids)
         self.lengths = cast("Table | Param | None", lengths)
         self.ends = cast("Table | Param | None", _cumulated(lengths) if cu_seqlens is None else cu_seqlens)

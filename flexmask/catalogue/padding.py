@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from flexmask.algebra import Mask
 from flexmask.errors import ExpressionError, OperandError
@@ -22,12 +22,13 @@ def key_padding(
     *,
     keep: Data | None = None,
     hide: Data | None = None,
+    start: Data | None = None,
     side: Literal["right", "left"] = "right",
 ) -> Mask:
     """Hides the keys that are padding. Queries that are padding still see the real keys: see :func:`query_padding`.
 
-    Predicate: ``kv < lengths[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a keep-mask,
-    ``~hide[b, kv]`` for its opposite
+    Predicate: ``kv < lengths[b]``; ``kv >= start[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a
+    keep-mask, ``~hide[b, kv]`` for its opposite
 
     ``key_padding(lengths=3)`` at 4 x 4 and 3 x 5::
 
@@ -35,6 +36,13 @@ def key_padding(
         ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
         ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
         ■ ■ ■ ⬚
+
+    ``key_padding(start=1)`` at 4 x 4 and 3 x 5::
+
+        ⬚ ■ ■ ■     ⬚ ■ ■ ■ ■
+        ⬚ ■ ■ ■     ⬚ ■ ■ ■ ■
+        ⬚ ■ ■ ■     ⬚ ■ ■ ■ ■
+        ⬚ ■ ■ ■
 
     ``key_padding(lengths=3, side='left')`` at 4 x 4 and 3 x 5::
 
@@ -54,13 +62,15 @@ def key_padding(
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
         keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token.
         hide: likewise with True for padding, as the ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
-        side: where the padding stands.
+        start: instead of lengths, the position of the first real token, an int or ``int[B]``: the number of padding tokens on
+            the left. It does not depend on ``kv_len``, so a :class:`flexmask.KVCache` takes it while the sequence grows.
+        side: where the padding of ``lengths`` is. ``"left"`` counts from ``kv_len``, so it moves where ``kv_len`` changes.
 
     Raises:
-        ExpressionError: not exactly one of ``lengths``, ``keep`` and ``hide``, or values out of range.
+        ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
         OperandError: a keep-mask or hide-mask that is not boolean.
     """
-    return _padding("key_padding", lengths, {"keep": keep, "hide": hide}, side, kv, kv_len)
+    return _padding("key_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, kv, kv_len)
 
 
 @named
@@ -69,12 +79,13 @@ def query_padding(
     *,
     keep: Data | None = None,
     hide: Data | None = None,
+    start: Data | None = None,
     side: Literal["right", "left"] = "right",
 ) -> Mask:
     """Hides every key from the queries that are padding, so that attention gives 0 there.
 
-    Predicate: ``q < lengths[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a keep-mask,
-    ``~hide[b, q]`` for its opposite
+    Predicate: ``q < lengths[b]``; ``q >= start[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a
+    keep-mask, ``~hide[b, q]`` for its opposite
 
     ``query_padding(lengths=3)`` at 4 x 4 and 4 x 6::
 
@@ -82,6 +93,13 @@ def query_padding(
         ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
         ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
         ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+
+    ``query_padding(start=1)`` at 4 x 4 and 4 x 6::
+
+        ⬚ ⬚ ⬚ ⬚     ⬚ ⬚ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ■     ■ ■ ■ ■ ■ ■
 
     ``query_padding(hide=[False, False, True, False])`` at 4 x 4 and 4 x 6::
 
@@ -94,13 +112,14 @@ def query_padding(
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
         keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token.
         hide: likewise with True for padding.
-        side: where the padding stands.
+        start: instead of lengths, the position of the first real token, an int or ``int[B]``; see :func:`key_padding`.
+        side: where the padding of ``lengths`` is. ``"left"`` counts from ``q_len``.
 
     Raises:
-        ExpressionError: not exactly one of ``lengths``, ``keep`` and ``hide``, or values out of range.
+        ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
         OperandError: a keep-mask or hide-mask that is not boolean.
     """
-    return _padding("query_padding", lengths, {"keep": keep, "hide": hide}, side, q, q_len)
+    return _padding("query_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, q, q_len)
 
 
 @named
@@ -133,25 +152,26 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
     return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len))
 
 
-def _padding(name: str, lengths: Data | None, tokens: dict[str, Data | None], side: str, position: Index, length: Symbol) -> Mask:
-    given = [what for what, data in {"lengths": lengths, **tokens}.items() if data is not None]
+def _padding(name: str, sources: dict[str, Data | None], side: str, position: Index, length: Symbol) -> Mask:
+    given = {what: data for what, data in sources.items() if data is not None}
     if len(given) != 1:
-        raise ExpressionError(f"{name}: give exactly one of lengths, keep and hide; got {' and '.join(given) or 'none'}")
+        raise ExpressionError(f"{name}: give exactly one of lengths, start, keep and hide; got {' and '.join(given) or 'none'}")
     if side not in ("right", "left"):
         raise ExpressionError(f"{name}: side must be 'right' or 'left', got {side!r}.{nearest(str(side), ('right', 'left'))}")
-    (what,) = given
-    data = tokens.get(what)
-    if data is not None:
-        if side != "right":
-            raise ExpressionError(f"{name}: a {what}-mask says itself where the padding is; leave side= out")
-        values = data if isinstance(data, Param) else as_table(data, f"{name}: {what}")
-        if not isinstance(values, Param):
-            if not values.boolean:
-                wanted = "a real token" if what == "keep" else "padding"
-                raise OperandError(f"{name}: {what} must be boolean, True for {wanted}; give token counts as lengths=")
-            if len(values.shape) not in (1, 2):
-                raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
-        looked_up = along(values, position)
-        return looked_up != 0 if what == "keep" else looked_up == 0
-    real = per_batch(cast("Data", lengths), f"{name}: lengths", length)
-    return position >= length - real if side == "left" else position < real
+    ((what, data),) = given.items()
+    if what != "lengths" and side != "right":
+        raise ExpressionError(f"{name}: {what}= says itself where the padding is; leave side= out")
+    if what == "start":
+        return position >= per_batch(data, f"{name}: start", length)
+    if what == "lengths":
+        real = per_batch(data, f"{name}: lengths", length)
+        return position >= length - real if side == "left" else position < real
+    values = data if isinstance(data, Param) else as_table(data, f"{name}: {what}")
+    if not isinstance(values, Param):
+        if not values.boolean:
+            wanted = "a real token" if what == "keep" else "padding"
+            raise OperandError(f"{name}: {what} must be boolean, True for {wanted}; give token counts as lengths=")
+        if len(values.shape) not in (1, 2):
+            raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
+    looked_up = along(values, position)
+    return looked_up != 0 if what == "keep" else looked_up == 0

@@ -71,6 +71,7 @@ def shared_prefix(
     lengths: Data | None = None,
     cu_seqlens: Data | None = None,
     position_ids: Data | None = None,
+    padding: bool = False,
     prefix_of: Data,
 ) -> Mask:
     """Causal within each document, and the whole of the document that is its prefix: one question with several answers.
@@ -93,6 +94,7 @@ def shared_prefix(
         lengths: see :func:`flexmask.document`.
         cu_seqlens: see :func:`flexmask.document`.
         position_ids: see :func:`flexmask.document`.
+        padding: see :func:`flexmask.document`.
         prefix_of: the prefix of each document, ``[n]`` or ``[B, n]``; a document without one is its own prefix.
 
     Raises:
@@ -101,7 +103,7 @@ def shared_prefix(
     Source: ``generate_shared_prefix_mask_mod`` of attention-gym; the shared question of FlashMask,
     https://arxiv.org/abs/2410.01359
     """
-    documents = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
+    documents = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     own, other = along(documents, q), along(documents, kv)
     if not isinstance(prefix_of, Param):
         table = as_table(prefix_of, "shared_prefix: prefix_of")
@@ -132,6 +134,7 @@ def in_context(
     lengths: Data | None = None,
     cu_seqlens: Data | None = None,
     position_ids: Data | None = None,
+    padding: bool = False,
     test_start: Data,
 ) -> Mask:
     """Causal within each demonstration, while the test example at the end sees them all: in-context learning.
@@ -152,11 +155,12 @@ def in_context(
         lengths: see :func:`flexmask.document`.
         cu_seqlens: see :func:`flexmask.document`.
         position_ids: see :func:`flexmask.document`.
+        padding: see :func:`flexmask.document`.
         test_start: where the test example starts, an int or ``int[B]``.
 
     Source: the causal blockwise mask of FlashMask, https://arxiv.org/abs/2410.01359
     """
-    examples = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids)
+    examples = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     own, other = along(examples, q), along(examples, kv)
     return (kv <= q) & (own >= 0) & (other >= 0) & ((own == other) | (q >= per_sequence(test_start, "in_context: test_start")))
 
