@@ -284,10 +284,13 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
 def _check_covers(lookup: Lookup, frame: Frame) -> None:
     """Checks that documents given by lengths cover the positions that are looked up."""
     match lookup.table:
-        case Derived(rule, Table() as source, False) if rule in COVERING:
+        case Derived(rule, Table() as source, False) as table if rule in COVERING:
             needed = reach_of(lookup.indices[-1], frame)
-            if needed is not None:
-                check_covers(rule, source.to_tensor(), needed)
+            if needed is None or needed <= table.memo.get("covered", 0):
+                return
+            check_covers(rule, source.to_tensor(), needed)
+            if source.constant:
+                table.memo["covered"] = needed
 
 
 def _check_value(lookup: Lookup, frame: Frame) -> None:

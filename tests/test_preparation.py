@@ -308,13 +308,13 @@ def test_padding_is_a_truth_value(padding: Any) -> None:
 @pytest.mark.parametrize("source", ["ids", "position_ids"])
 def test_padding_goes_with_lengths(source: str) -> None:
     with pytest.raises(fm.ExpressionError, match=f"padding= goes with lengths or cu_seqlens, got {source}"):
-        fm.document(**{source: [0, 0, 1]}, padding=True)  # type: ignore[arg-type]
+        fm.document(**{source: [0, 0, 1]}, padding=True)
 
 
 def test_a_parameter_keeps_the_padding_of_its_documents() -> None:
     direct = document_ids(lengths=fm.param("n"), padding=True)
     for mask in (fm.parse("document(lengths=n, padding=True)"), along(direct, q) == along(direct, kv)):
-        bound = mask.bind(n=[[3, 4]])
+        bound = mask.bind(n=[3, 4])
         for shown in (mask, bound):
             assert "padding=True" in str(shown)
             assert fm.parse(str(shown)) == shown
