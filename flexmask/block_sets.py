@@ -23,7 +23,7 @@ __all__ = ["BlockSets", "block_sets", "known_blocks"]
 #: The least distance between the lists of two rows.
 LEAST_PITCH = 64
 #: Whether all of FlexAttention's CUDA kernels read the lists of full blocks with the strides of those of partial blocks.
-SHARED_STRIDES = torch.__version__ < (2, 12)
+SHARED_STRIDES = torch.__version__ < "2.12"
 #: Queries from which on no kernel of decoding runs. These read the lists so in every version.
 DECODING = 128
 

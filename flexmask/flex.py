@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmask.algebra import Mask
@@ -24,6 +23,8 @@ __all__ = ["FLEX_DTYPES", "flex_sdpa"]
 FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
 MAX_KERNELS = 256
+#: Whether torch's compiled CPU kernel refuses a query, key and value that share memory, as views of one projection may.
+ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
 
 
 def flex_sdpa(
@@ -54,6 +55,8 @@ def flex_sdpa(
         # Of some views of a projection torch's CPU kernels read other numbers, or do not build.
         if torch.compiler.is_compiling():
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            if ONE_BUFFER_REFUSED:
+                key, value = key * 1, value * 1  # Inductor removes a clone, but not this
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
     if seed is None:
         return cast(Tensor, _called(query, key, value, score_mod=score_mod, **options))
@@ -90,7 +93,7 @@ def _called(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
         try:
             return _compiled(query.device.type)(query, key, value, **options)
-        except FailOnRecompileLimitHit:
+        except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may lack it
             raise LoweringError(
                 f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
                 "backend='sdpa', or forget the kernels with torch.compiler.reset()"

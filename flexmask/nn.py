@@ -312,10 +312,12 @@ class MultiheadFlexAttention(nn.Module):
         query, *others = self._project(x, context, keys=keys)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        if others:
-            of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
-            others[0] = self._turned(others[0], of_keys)
-        return [self._turned(query, positions), *others]
+        query = self._turned(query, positions)
+        if not others:
+            return [query]
+        key, value = others
+        of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
+        return [query, self._turned(key, of_keys), value]
 
     def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
         return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
 from flexmask import b, kv, q
+from flexmask.errors import LoweringError
 
 L = 256
 
@@ -54,14 +57,14 @@ def one_graph() -> Iterator[None]:
 @pytest.mark.slow
 def test_twenty_compositions_take_one_kernel() -> None:
     assert len(set(COMPOSITIONS)) == 20
-    query = torch.randn(2, 2, L, 16)
+    query, key, value = (torch.randn(2, 2, L, 16) for _ in range(3))
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     with torch.no_grad(), one_graph():
-        compiled(query, query, query, block_mask=COMPOSITIONS[0].block_mask(L, batch=2))
+        compiled(query, key, value, block_mask=COMPOSITIONS[0].block_mask(L, batch=2))
         with torch.compiler.set_stance("fail_on_recompile"):
             for mask in COMPOSITIONS:
-                found = compiled(query, query, query, block_mask=mask.block_mask(L, batch=2))
-                torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+                found = compiled(query, key, value, block_mask=mask.block_mask(L, batch=2))
+                torch.testing.assert_close(found, fm.attention(query, key, value, mask, backend="sdpa"))
 
 
 @pytest.mark.slow
@@ -117,6 +120,39 @@ def test_a_model_takes_one_graph_for_twenty_batches() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("given", ["one tensor", "one tensor of keys", "views", "one token"])
+def test_query_key_and_value_that_share_memory(given: str) -> None:
+    """Of torch before 2.13 the compiled CPU kernel itself refuses them."""
+    stacked = torch.randn(3, 1, 2, 1 if given == "one token" else L, 16)
+    q_part, k_part, v_part = {"one tensor": (0, 0, 0), "one tensor of keys": (0, 1, 1)}.get(given, (0, 1, 2))
+    block_mask = fm.causal().block_mask(stacked.shape[3])
+
+    def attend(stacked: Tensor) -> Tensor:
+        return fm.attention(stacked[q_part], stacked[k_part], stacked[v_part], block_mask, backend="flex")
+
+    with torch.no_grad():
+        found = torch.compile(attend, fullgraph=True, dynamic=False)(stacked)
+    expected = fm.attention(stacked[q_part], stacked[k_part], stacked[v_part], fm.causal(), backend="sdpa")
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmask.flex.MAX_KERNELS", 1)
+    torch.compiler.reset()
+    with torch.no_grad():
+        short, longer = torch.randn(1, 1, 16, 16), torch.randn(1, 1, 32, 16)
+        fm.attention(short, short, short, fm.causal(), backend="flex")
+        with pytest.raises(LoweringError, match="more than 1 kernels of different shapes"):
+            fm.attention(longer, longer, longer, fm.causal(), backend="flex")
+
+
+def test_the_library_needs_no_private_name_of_torch() -> None:
+    code = "import torch._dynamo.exc as exc; del exc.FailOnRecompileLimitHit; import flexmask; flexmask.attention"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
 def test_the_check_can_fail() -> None:
     query = torch.randn(1, 1, L, 16)
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
@@ -143,12 +179,12 @@ def test_other_lengths_compile_once_more_on_cuda() -> None:
 @pytest.mark.slow
 def test_more_intervals_take_other_kernels() -> None:
     """Sizes do not change with the number of intervals: torch's CPU kernels do not build once a size is dynamic."""
-    query = torch.randn(1, 1, L, 16)
+    query, key, value = (torch.randn(1, 1, L, 16) for _ in range(3))
     compiled = torch.compile(flex_attention)
     torch.compiler.reset()
     counters.clear()
     with torch.no_grad():
         for mask, graphs in ((fm.causal(), 1), (fm.causal() | (kv == 200) | (kv == 100), 2), (kv % 40 == 3, 3), (fm.full(), 3)):
-            found = compiled(query, query, query, block_mask=mask.block_mask(L))
-            torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+            found = compiled(query, key, value, block_mask=mask.block_mask(L))
+            torch.testing.assert_close(found, fm.attention(query, key, value, mask, backend="sdpa"))
             assert counters["stats"]["unique_graphs"] == graphs

@@ -352,11 +352,11 @@ def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None
 @pytest.mark.parametrize("mask", PACKED, ids=str)
 def test_compiled_attention_takes_packed_lists(mask: fm.Mask) -> None:
     torch.compiler.reset()  # kernels of other tests count towards torch's limit
-    query = torch.randn(1, 2, 1024, 32)
+    query, key, value = (torch.randn(1, 2, 1024, 32) for _ in range(3))
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     with torch.no_grad():
-        found = compiled(query, query, query, block_mask=packed(mask, 1024))
-        torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+        found = compiled(query, key, value, block_mask=packed(mask, 1024))
+        torch.testing.assert_close(found, fm.attention(query, key, value, mask, backend="sdpa"))
 
 
 MILLION = 2**20
