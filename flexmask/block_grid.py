@@ -40,13 +40,15 @@ class BlockGrid:
     partial: Tensor
     full: Tensor | None
 
-    def lists(self, batch: int) -> tuple[Listed, Listed, Listed, Listed]:
-        """The lists of a BlockMask: ``kv``, ``full_kv``, ``q`` and ``full_q``."""
+    def lists(self, batch: int, *, separate: bool) -> list[Listed]:
+        """The lists of a BlockMask: ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``."""
         partial = self.partial.expand(batch, *self.partial.shape[1:])
         if self.full is None:
-            return _listed(partial), _unlisted(partial), _listed(partial.mT), _unlisted(partial.mT)
+            lists = [_listed(partial), _listed(partial.mT)]
+            return [*lists, _unlisted(partial), _unlisted(partial.mT)] if separate else lists
         full = self.full.expand_as(partial)
-        return _listed(partial), _listed(full), _listed(partial.mT), _listed(full.mT)
+        grids = [partial, full] if separate else [partial | full]
+        return [_listed(part) for grid in grids for part in (grid, grid.mT)]
 
 
 def _listed(grid: Tensor) -> Listed:

@@ -40,18 +40,19 @@ class BlockSets:
     partial: Rows
     full: Rows
 
-    def lists(self, batch: int, *, packed: bool) -> tuple[Listed, Listed, Listed, Listed]:
-        """The lists of a BlockMask: ``kv``, ``full_kv``, ``q`` and ``full_q``.
+    def lists(self, batch: int, *, separate: bool, packed: bool) -> list[Listed]:
+        """The lists of a BlockMask: ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``.
 
         Args:
             batch: B of the BlockMask.
+            separate: whether full blocks have lists of their own.
             packed: whether the lists have room for their members alone, or for all blocks.
         """
         shape = batch, self.partial.lo.shape[1], self.partial.lo.shape[2]
-        pair = [part.expand(*shape) for part in (self.partial, self.full)]
-        kv, full_kv = _listed(pair, packed)
-        q, full_q = _listed([_transposed(part) for part in pair], packed)
-        return kv, full_kv, q, full_q
+        parts = (self.partial, self.full) if separate else (self.partial | self.full,)
+        pair = [part.expand(*shape) for part in parts]
+        along_q, along_kv = _listed(pair, packed), _listed([_transposed(part) for part in pair], packed)
+        return [listed for both in zip(along_q, along_kv, strict=True) for listed in both]
 
 
 def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockSets:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import block_mask
 from flexmask.preparation import frame_of
 from flexmask.tracing.trace import MaskMod, follow
 
 __all__ = ["create_block_mask"]
-
-#: The lists of a BlockMask, as torch names them.
-LISTS = [f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices")]
 
 
 def create_block_mask(
@@ -46,9 +45,10 @@ def create_block_mask(
         device: by default, as in torch, the current accelerator, else the CPU; of a mask, where its tensors are.
         BLOCK_SIZE: tokens in a block, or the pair (queries, keys).
         _compile: taken and ignored, as nothing has to be compiled.
-        separate_full_blocks: only True.
-        compute_dq_write_order: only False.
-        dq_kv_order: only means something with ``compute_dq_write_order``.
+        separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which ``mask_mod`` is not called.
+        compute_dq_write_order: whether to add what FlexAttention's deterministic backward pass needs, in time that follows the
+            number of listed blocks (with a host sync on a GPU, to count them). From torch 2.13.
+        dq_kv_order: the order of key blocks in it: True for descending, False for ascending.
 
     Raises:
         LoweringError: an argument that is not supported, or a captured tensor that is too short or on another device.
@@ -57,28 +57,24 @@ def create_block_mask(
 
     Source: ``torch.nn.attention.flex_attention.create_block_mask``.
     """
-    if not separate_full_blocks:
-        raise LoweringError("separate_full_blocks=False is not supported; use torch's create_block_mask for it")
-    if compute_dq_write_order:
-        raise LoweringError("compute_dq_write_order=True is not supported; use torch's create_block_mask for it")
     if not isinstance(dq_kv_order, bool):
         raise OperandError(f"dq_kv_order must be True or False, got {dq_kv_order!r}")
+    if compute_dq_write_order and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
+        raise LoweringError(
+            f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
+            "install torch 2.13 or newer, or leave it out"
+        )
+    options: dict[str, Any] = {
+        "separate_full_blocks": separate_full_blocks,
+        "descending": dq_kv_order if compute_dq_write_order else None,
+    }
     if isinstance(mask_mod, Mask):
-        made = block_mask(frame_of(mask_mod, Q_LEN, KV_LEN, B, H, 0, device), BLOCK_SIZE)
+        mask, where = mask_mod, device
     else:
         where = devices.found(device or torch.accelerator.current_accelerator() or "cpu")
         mask = follow(mask_mod, device=where)
-        made = block_mask(frame_of(mask, Q_LEN, KV_LEN, B or 1, H or 1, 0, where), BLOCK_SIZE, mod=mask_mod)
-    return _with_heads(made, H or 1)
-
-
-def _with_heads(made: BlockMask, heads: int) -> BlockMask:
-    """The same BlockMask with a list for each head, as torch's has; heads that are the same share their memory."""
-    if made.kv_num_blocks.shape[1] >= heads:
-        return made
-    lists: dict[str, Any] = {name: _for_heads(getattr(made, name), heads) for name in LISTS}
-    return BlockMask(seq_lengths=made.seq_lengths, **lists, BLOCK_SIZE=made.BLOCK_SIZE, mask_mod=made.mask_mod)
-
-
-def _for_heads(listed: Tensor, heads: int) -> Tensor:
-    return listed.expand(-1, heads, *[-1] * (listed.dim() - 2))
+        options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
+    if 0 in (B, H):  # without sequences or heads every mask shows the same
+        frame = frame_of(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
+        return block_mask(frame, BLOCK_SIZE, **options, batch=B, heads=H)
+    return block_mask(frame_of(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)

@@ -98,6 +98,7 @@ class Lowerable(Node):
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
         form: Form = "auto",
+        separate_full_blocks: bool = True,
     ) -> BlockMask:
         """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
 
@@ -119,10 +120,13 @@ class Lowerable(Node):
         Args:
             block_size: tokens in a block, or the pair (queries, keys).
             form: see :meth:`mask_mod`.
+            separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which kernels do not call
+                ``mask_mod``. False gives all keys of a row one order, which batch-invariant numerics need.
         """
         from flexmask.lowering.block_mask import block_mask
 
-        return block_mask(self._frame(q_len, kv_len, batch, heads, q_offset, device), block_size, form)
+        frame = self._frame(q_len, kv_len, batch, heads, q_offset, device)
+        return block_mask(frame, block_size, form, separate_full_blocks=separate_full_blocks)
 
     def stats(
         self,

@@ -1,5 +1,7 @@
 """The drop-in for torch's create_block_mask: the same lists, whatever the sizes."""
 
+import inspect
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,7 +10,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
 
 import flexmask as fm
+from tests.test_paths import path
 
+#: What torch's function takes, which differs between its versions.
+THEIR_ARGUMENTS = inspect.signature(create_block_mask).parameters
 LENGTH = 300
 IDS = torch.arange(LENGTH).div(37, rounding_mode="floor").expand(2, LENGTH).contiguous()
 SCORES = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
@@ -63,13 +68,21 @@ def check_lists(found: BlockMask, wanted: BlockMask) -> None:
     assert found.BLOCK_SIZE == wanted.BLOCK_SIZE
     for kind in ("kv", "full_kv", "q", "full_q"):
         ours, theirs = (getattr(made, f"{kind}_num_blocks") for made in (found, wanted))
+        assert (ours is None) == (theirs is None), kind
+        if theirs is None:
+            assert getattr(found, f"{kind}_indices") is None
+            continue
         assert torch.equal(ours, theirs), kind
         assert ours.dtype == theirs.dtype
-        ours, theirs = (getattr(made, f"{kind}_indices") for made in (found, wanted))
-        assert ours.shape == theirs.shape, kind
-        assert ours.dtype == theirs.dtype
-        known = torch.arange(ours.shape[-1]) < getattr(found, f"{kind}_num_blocks").unsqueeze(-1)
-        assert torch.equal(ours * known, theirs * known), kind
+        check_defined(getattr(found, f"{kind}_indices"), getattr(wanted, f"{kind}_indices"), ours, kind)
+
+
+def check_defined(ours: Tensor, theirs: Tensor, number: Tensor, what: str) -> None:
+    """The first ``number`` entries of each row are the same."""
+    assert ours.shape == theirs.shape, what
+    assert ours.dtype == theirs.dtype
+    known = torch.arange(ours.shape[-1]) < number.unsqueeze(-1)
+    assert torch.equal(ours * known, theirs * known), what
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -97,14 +110,122 @@ def test_masks_are_taken_as_well() -> None:
     check_lists(heads, create_block_mask(documents, 2, 3, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16))
 
 
+WAYS = ["grid, all ranked", "grid, few picked", "sets with room", "packed sets"]
+
+
+#: Sizes at which torch's function takes no time.
+SMALL = [sizes for sizes in SIZES if max(sizes[2:4]) < 100]
+with_order = pytest.mark.skipif("compute_dq_write_order" not in THEIR_ARGUMENTS, reason="this torch has no write order")
+
+
+@cache
+def theirs(mask_mod: Any, sizes: tuple[Any, ...], **options: Any) -> Any:
+    batch, heads, q_len, kv_len, block_size = sizes
+    return create_block_mask(mask_mod, batch, heads, q_len, kv_len, "cpu", block_size, **options)
+
+
+def ours(mask_mod: Any, sizes: tuple[Any, ...], way: str, **options: Any) -> Any:
+    batch, heads, q_len, kv_len, block_size = sizes
+    with path(way):
+        return fm.create_block_mask(mask_mod, batch, heads, q_len, kv_len, "cpu", block_size, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
+def test_full_blocks_among_the_others(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
+    found = ours(mask_mod, sizes, way, separate_full_blocks=False)
+    assert found.full_kv_num_blocks is None
+    assert found.full_q_num_blocks is None
+    wanted = theirs(mask_mod, sizes).to_dense()
+    assert torch.equal(found.to_dense(), wanted)
+    assert torch.equal(BlockMask.from_kv_blocks(found.q_num_blocks, found.q_indices).to_dense(), wanted.mT)
+    if "separate_full_blocks" in THEIR_ARGUMENTS:
+        check_lists(found, theirs(mask_mod, sizes, separate_full_blocks=False))
+
+
+@with_order
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
+def test_write_order(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
+    for options in ({}, {"dq_kv_order": False}, {"separate_full_blocks": False}):
+        asked: dict[str, Any] = {"compute_dq_write_order": True, **options}
+        check_order(ours(mask_mod, sizes, way, **asked), theirs(mask_mod, sizes, **asked))
+
+
+def check_order(found: Any, wanted: Any) -> None:
+    check_lists(found, wanted)
+    assert found.dq_kv_order is wanted.dq_kv_order is None
+    assert found.dq_kv_order_spt is wanted.dq_kv_order_spt
+    check_defined(found.dq_write_order, wanted.dq_write_order, found.q_num_blocks, "dq_write_order")
+    assert (found.dq_write_order_full is None) == (wanted.dq_write_order_full is None)
+    if wanted.dq_write_order_full is not None:
+        check_defined(found.dq_write_order_full, wanted.dq_write_order_full, found.full_q_num_blocks, "dq_write_order_full")
+
+
+@with_order
+@pytest.mark.parametrize("way", WAYS)
+def test_write_order_of_a_part(way: str) -> None:
+    """What torch makes of a BlockMask with a write order has one too."""
+    setting: Any = {"B": 2, "H": 2, "Q_LEN": LENGTH, "KV_LEN": LENGTH, "device": "cpu", "BLOCK_SIZE": 16}
+    with path(way):
+        found = fm.create_block_mask(slopes, **setting, compute_dq_write_order=True)
+    wanted = create_block_mask(slopes, **setting, compute_dq_write_order=True)
+    check_order(found.to("cpu"), wanted.to("cpu"))
+    check_order(found[1:, :, 2:9], wanted[1:, :, 2:9])
+    smaller = {**setting, "Q_LEN": 160, "KV_LEN": 192}
+    check_order(found._adjust(160, 192), create_block_mask(slopes, **smaller, compute_dq_write_order=True))
+
+
+@pytest.mark.skipif("compute_dq_write_order" in THEIR_ARGUMENTS, reason="this torch has a write order")
+def test_no_write_order() -> None:
+    with pytest.raises(fm.LoweringError, match=r"torch 2\.13 or newer"):
+        fm.create_block_mask(causal, 1, 1, 40, 40, device="cpu", compute_dq_write_order=True)
+
+
+@with_order
+def test_the_write_order_of_a_long_mask_is_packed() -> None:
+    """A table of 2**11 x 2**11 blocks would take 16 MiB for each list."""
+    found: Any = fm.create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 256), 1, 4, 2**18, 2**18, device="cpu", compute_dq_write_order=True
+    )
+    assert found.dq_write_order.shape == (1, 4, 2**11, 2**11)
+    assert found.dq_write_order.untyped_storage().nbytes() < 2**18
+    # Of the blocks kv <= q <= kv + 2 of a query block the last one stands first.
+    assert found.q_indices[0, 3, 100, :2].tolist() == [100, 102]
+    assert found.dq_write_order[0, 3, 100, :2].tolist() == [0, 2]
+    assert found.dq_write_order_full[0, 3, 100, :1].tolist() == [1]
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_full_blocks": False}], ids=str)
+@pytest.mark.parametrize(("batch", "heads"), [(0, 1), (0, 3), (2, 0), (0, 0), (0, None), (None, 0)])
+def test_no_sequences_or_heads(batch: int | None, heads: int | None, options: dict[str, Any]) -> None:
+    if options and "separate_full_blocks" not in THEIR_ARGUMENTS:
+        pytest.skip("torch's function does not take these arguments")
+    setting: Any = {"B": batch, "H": heads, "Q_LEN": 40, "KV_LEN": 30, "device": "cpu", "BLOCK_SIZE": 16, **options}
+    for mask_mod in (causal, slopes):
+        found = fm.create_block_mask(mask_mod, **setting)
+        check_lists(found, create_block_mask(mask_mod, **setting))
+        assert found.mask_mod is mask_mod
+    check_lists(fm.create_block_mask(fm.causal(), **setting), create_block_mask(causal, **setting))
+
+
+def test_no_sequences_in_the_data_either() -> None:
+    ids = torch.zeros((0, 40), dtype=torch.long)
+    found = fm.create_block_mask(lambda b, h, q, kv: ids[b, q] == ids[b, kv], 0, 2, 40, 40, device="cpu")
+    assert found.shape == (0, 2, 40, 40)
+
+
 def test_compile_is_taken_and_ignored() -> None:
     found = fm.create_block_mask(causal, 1, 1, 40, 40, "cpu", 16, True)
     check_lists(found, create_block_mask(causal, 1, 1, 40, 40, "cpu", 16))
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"separate_full_blocks": False}, fm.LoweringError, "separate_full_blocks"),
-    ({"compute_dq_write_order": True}, fm.LoweringError, "compute_dq_write_order"),
+    ({"separate_full_blocks": "no"}, fm.OperandError, "separate_full_blocks .* 'no'"),
+    ({"B": -1}, fm.LoweringError, "batch"),
+    ({"B": 0, "H": -1}, fm.LoweringError, "heads"),
     ({"dq_kv_order": "kv"}, fm.OperandError, "dq_kv_order .* 'kv'"),
     ({"BLOCK_SIZE": 0}, fm.LoweringError, "block"),
     ({"Q_LEN": 0}, fm.LoweringError, "q_len"),

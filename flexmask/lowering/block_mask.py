@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from itertools import zip_longest
 from typing import Any, cast
 
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
@@ -13,7 +15,9 @@ from flexmask.block_grid import block_grid
 from flexmask.block_sets import block_sets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
+from flexmask.lowering.listed import block_mask_type
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
+from flexmask.lowering.write_order import write_orders
 
 __all__ = ["block_mask", "sizes_of"]
 
@@ -26,7 +30,15 @@ MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
 
 
 def block_mask(
-    frame: Frame, block_size: int | tuple[int, int] = 128, form: Form = "auto", mod: MaskMod | None = None
+    frame: Frame,
+    block_size: int | tuple[int, int] = 128,
+    form: Form = "auto",
+    mod: MaskMod | None = None,
+    *,
+    separate_full_blocks: bool = True,
+    descending: bool | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
 ) -> BlockMask:
     """The mask of a frame as a BlockMask: see :meth:`flexmask.algebra.Mask.block_mask`.
 
@@ -35,17 +47,36 @@ def block_mask(
         block_size: tokens in a block, or the pair (queries, keys).
         form: which ``mask_mod`` stands in it, unless ``mod`` does.
         mod: a ``mask_mod`` that computes the same mask.
+        separate_full_blocks: whether full blocks have lists of their own.
+        descending: for deterministic backward passes, whether key blocks add to the gradients of query blocks in descending
+            order; None for no order, which not every version of torch takes.
+        batch: B of the BlockMask where its lists are the same for all sequences.
+        heads: H of the BlockMask where its lists are the same for all heads.
     """
     sizes = sizes_of(block_size)
+    if not isinstance(separate_full_blocks, bool):
+        raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
     rows = analyse(frame)
     blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])
     if blocks <= MAX_GRID.on(rows.upper.lo):
-        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch)
+        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch, separate=separate_full_blocks)
     else:
-        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, packed=blocks > MAX_ROOM.on(rows.upper.lo))
-    kv, full_kv, q, full_q = lists
-    mod = mod or mask_mod(frame, form, rows)
-    return BlockMask((frame.q_len, frame.kv_len), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=sizes, mask_mod=mod)
+        packed = blocks > MAX_ROOM.on(rows.upper.lo)
+        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, separate=separate_full_blocks, packed=packed)
+    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod or mask_mod(frame, form, rows)}
+    for kind, listed in zip_longest(("kv", "q", "full_kv", "full_q"), lists, fillvalue=(None, None)):
+        fields[f"{kind}_num_blocks"], fields[f"{kind}_indices"] = listed
+    if descending is not None:
+        fields |= write_orders(*lists[1::2], descending=descending)
+    if batch is not None or heads is not None:
+        fields = {name: _shaped(field, batch, heads) if isinstance(field, Tensor) else field for name, field in fields.items()}
+    return block_mask_type()((frame.q_len, frame.kv_len), **fields)
+
+
+def _shaped(tensor: Tensor, batch: int | None, heads: int | None) -> Tensor:
+    """Lists ``[B, H, ...]`` at their full size; those that are the same for all sequences or heads share their memory."""
+    sizes = (own if size is None else size for own, size in zip(tensor.shape, (batch, heads), strict=False))
+    return tensor.expand(*sizes, *tensor.shape[2:])
 
 
 def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
