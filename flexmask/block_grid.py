@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.analysis import RowBounds
-from flexmask.blocks import Entries, Listed, divided, divided_up, evaluated
-from flexmask.deciding import counted
+from flexmask.blocks import BlockCells, Entries, Listed, divided, divided_up
 from flexmask.frame import Frame
 from flexmask.rows import Rows
+from flexmask.survey import Survey
 
 __all__ = ["BlockGrid", "block_grid"]
 
@@ -109,13 +109,15 @@ def block_grid(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
     # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
     if devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS:
         entries = Entries.every(partial)
-        counts = torch.cat([cells.sum((1, 2)) for _, cells in evaluated(entries, frame, *sizes)])
+        counts = torch.zeros_like(entries.row)
+        for blocks, _, cells in BlockCells(frame, *sizes).of(entries):
+            counts[blocks] += cells.sum((1, 2))
+        found = (counts > 0) & (counts < q_size * kv_size), counts == q_size * kv_size
     else:
         entries = Entries.marked(open_blocks)
-        counts = counted(entries, frame, *sizes)
+        found = Survey(frame, *sizes).classes(entries)
     place = entries.row * shape[-1] + entries.column
-    partial.view(-1)[place] = (counts > 0) & (counts < q_size * kv_size)
-    full.view(-1)[place] = counts == q_size * kv_size
+    partial.view(-1)[place], full.view(-1)[place] = found
     return BlockGrid(partial, full)
 
 

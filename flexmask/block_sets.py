@@ -8,17 +8,21 @@ that of q_blocks x kv_blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from flexmask.analysis import RowBounds
 from flexmask.blocks import Entries, Listed, divided, divided_up
-from flexmask.deciding import counted
 from flexmask.frame import Frame
 from flexmask.rows import Rows
+from flexmask.survey import Survey
 
 __all__ = ["BlockSets", "block_sets", "known_blocks"]
+
+#: Intervals of blocks as their first places and those behind their last, ``int64[n]`` each, on one line of all rows.
+Lines: TypeAlias = tuple[Tensor, Tensor]
 
 #: The least distance between the lists of two rows.
 LEAST_PITCH = 64
@@ -67,15 +71,15 @@ def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
     surely_partial, full, open_blocks = known_blocks(bounds, frame, q_size, kv_size)
     if open_blocks is None:
         return BlockSets(surely_partial, full)
-    entries = Entries.of(open_blocks)
-    cells = counted(entries, frame, q_size, kv_size)
-    rows, width = torch.Size(open_blocks.lo.shape[:3]), open_blocks.kv_len
-
-    def found(chosen: Tensor) -> Rows:
-        row, column = entries.row[chosen], entries.column[chosen]
-        return _union(row, column, column + 1, rows, width)
-
-    partial, filled = found((cells > 0) & (cells < q_size * kv_size)), found(cells == q_size * kv_size)
+    survey, rows, width = Survey(frame, q_size, kv_size), torch.Size(open_blocks.lo.shape[:3]), open_blocks.kv_len
+    found: tuple[list[Lines], list[Lines]] = [], []
+    for entries in survey.parts(open_blocks):
+        for chosen, lines in zip(survey.classes(entries), found, strict=True):
+            place = entries.row[chosen] * (width + 1) + entries.column[chosen]
+            lines.append(_merged(place, place + 1))
+    if not found[0]:
+        return BlockSets(surely_partial, full)
+    partial, filled = (_on_lines(lines, rows, width) for lines in found)
     return BlockSets(surely_partial | partial, full | filled)
 
 
@@ -141,13 +145,23 @@ def _united(start: Tensor, stop: Tensor, frame: Frame, q_size: int, kv_size: int
 def _union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: int) -> Rows:
     """The union of intervals ``[start, stop)`` with the same ``row``, as rows of the given ``[B, H, q]`` shape."""
     offset = row.long() * (width + 1)  # puts the rows one behind the other on a line, with a gap of one
-    start, order = (offset + start).sort()
-    reach = (offset + stop)[order].cummax(0).values
+    return _on_lines([_merged(offset + start, offset + stop)], shape, width)
+
+
+def _merged(start: Tensor, stop: Tensor) -> Lines:
+    """The union of intervals, in order."""
+    start, order = start.sort()
+    reach = stop[order].cummax(0).values
     opens = torch.ones_like(start, dtype=torch.bool)
     opens[1:] = start[1:] > reach[:-1]
     closes = torch.ones_like(opens)
     closes[:-1] = opens[1:]
-    start, stop = start[opens], reach[closes]
+    return start[opens], reach[closes]
+
+
+def _on_lines(parts: list[Lines], shape: torch.Size, width: int) -> Rows:
+    """Intervals on a line of rows, each of which starts ``width + 1`` behind the one before, as rows of a shape."""
+    start, stop = (torch.cat([part[end] for part in parts]) for end in (0, 1))
     row = start // (width + 1)
     count = torch.bincount(row, minlength=shape.numel())
     slots = max(1, int(count.max()))

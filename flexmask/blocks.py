@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flexmask import devices
+from flexmask.closures import MaskClosure
 from flexmask.evaluation import hoisted_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
 
-__all__ = ["Entries", "Listed", "divided", "divided_up", "evaluated"]
+__all__ = ["BlockCells", "Entries", "Listed", "divided", "divided_up"]
 
 #: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
 CHUNK = devices.Limit(cpu=2**18, elsewhere=2**24)
@@ -58,10 +60,22 @@ class Entries:
         row, column = (torch.arange(size, device=grid.device) for size in (grid.shape[:-1].numel(), grid.shape[-1]))
         return cls(row.repeat_interleave(column.numel(), output_size=grid.numel()), column.repeat(row.numel()))
 
-    def split(self, size: int) -> Iterator[Self]:
-        """The same members, at most ``size`` at a time."""
-        for row, column in zip(self.row.split(size), self.column.split(size), strict=True):
-            yield type(self)(row, column)
+    @classmethod
+    def streamed(cls, rows: Rows, most: int) -> Iterator[Self]:
+        """The members of every row, those of as many rows at a time as have ``most`` of them; waits for the device."""
+        lo, hi = rows.lo.flatten(0, 2), rows.hi.flatten(0, 2)
+        total = (hi - lo).sum(-1).cumsum(0)
+        start, done, every = 0, 0, int(total[-1])
+        while done < every:
+            stop = max(start + 1, int(torch.searchsorted(total, done + most, right=True)))
+            part = cls.of(Rows(lo[start:stop].view(1, 1, -1, rows.slots), hi[start:stop].view(1, 1, -1, rows.slots), rows.kv_len))
+            if part.row.numel():
+                yield cls(part.row + start, part.column)
+            start, done = stop, int(total[stop - 1])
+
+    def at(self, places: Tensor | slice) -> Self:
+        """Some of the members."""
+        return type(self)(self.row[places], self.column[places])
 
 
 def divided(ends: Tensor, size: int) -> Tensor:
@@ -74,25 +88,51 @@ def divided_up(ends: Tensor, size: int) -> Tensor:
     return divided(ends + (size - 1), size)
 
 
-def evaluated(entries: Entries, frame: Frame, q_size: int, kv_size: int) -> Iterator[tuple[Entries, Tensor]]:
+class BlockCells:
     """Evaluates single blocks of a mask, a bounded number of cells at a time.
 
     Args:
-        entries: query blocks as rows, key blocks as columns.
         frame: the frame of the mask's lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
 
-    Yields:
-        Some blocks, and their cells ``bool[n, min(q_size, q_len), min(kv_size, kv_len)]``, False beyond the ends of the mask.
+    Attributes:
+        height: rows of a block that are evaluated, ``min(q_size, q_len)``.
+        width: keys of a block that are evaluated, ``min(kv_size, kv_len)``.
     """
-    closure = hoisted_closure(frame)
-    q_blocks = -(-frame.q_len // q_size)
-    device, height, width = entries.row.device, min(q_size, frame.q_len), min(kv_size, frame.kv_len)
-    for part in entries.split(max(1, CHUNK.on(entries.row) // (height * width))):
-        group = part.row // q_blocks
-        q = (part.row % q_blocks).view(-1, 1, 1) * q_size + torch.arange(height, device=device).view(1, -1, 1)
-        kv = part.column.view(-1, 1, 1) * kv_size + torch.arange(width, device=device)
-        b, h = (group // frame.heads).view(-1, 1, 1), (group % frame.heads).view(-1, 1, 1)
-        inside = (q < frame.q_len) & (kv < frame.kv_len)
-        yield part, closure(b, h, q.clamp(max=frame.q_len - 1), kv.clamp(max=frame.kv_len - 1)) & inside
+
+    def __init__(self, frame: Frame, q_size: int, kv_size: int) -> None:
+        self.frame, self.q_size, self.kv_size = frame, q_size, kv_size
+        self.q_blocks = -(-frame.q_len // q_size)
+        self.height, self.width = min(q_size, frame.q_len), min(kv_size, frame.kv_len)
+
+    @cached_property
+    def _closure(self) -> MaskClosure:
+        return hoisted_closure(self.frame)
+
+    def of(self, entries: Entries, rows: Tensor | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Evaluates rows of blocks. Keep no tensor of each step: small ones between the large ones scatter the memory.
+
+        Args:
+            entries: query blocks as rows, key blocks as columns.
+            rows: the rows of each block, ``int64[r]``, counted from its first; by default all.
+
+        Yields:
+            Which blocks, which rows, and their cells ``bool[blocks, rows, width]``, False beyond the ends of the mask.
+        """
+        frame, device = self.frame, entries.row.device
+        rows = torch.arange(self.height, device=device) if rows is None else rows
+        most = CHUNK.on(entries.row)
+        few = min(rows.numel(), max(1, most // self.width))
+        count = max(1, most // (few * self.width))
+        within = torch.arange(self.width, device=device)
+        for start in range(0, entries.row.numel(), count):
+            blocks = slice(start, start + count)
+            group, block = entries.row[blocks] // self.q_blocks, entries.row[blocks] % self.q_blocks
+            b, h = (group // frame.heads).view(-1, 1, 1), (group % frame.heads).view(-1, 1, 1)
+            kv = entries.column[blocks].view(-1, 1, 1) * self.kv_size + within
+            for first in range(0, rows.numel(), few):
+                part = slice(first, first + few)
+                q = block.view(-1, 1, 1) * self.q_size + rows[part].view(1, -1, 1)
+                cells = self._closure(b, h, q.clamp(max=frame.q_len - 1), kv.clamp(max=frame.kv_len - 1))
+                yield blocks, part, cells & (q < frame.q_len) & (kv < frame.kv_len)

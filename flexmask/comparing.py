@@ -6,7 +6,6 @@ leave open are decided from ranges of values or cell by cell, a bounded number a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -16,19 +15,17 @@ from torch import Tensor
 from flexmask.algebra import Mask
 from flexmask.analysis import analyse
 from flexmask.block_sets import known_blocks
-from flexmask.blocks import Entries, evaluated
-from flexmask.deciding import counted
+from flexmask.blocks import BlockCells, Entries
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import Frame
 from flexmask.preparation import frame_of
 from flexmask.rows import Rows
+from flexmask.survey import Survey
 
 __all__ = ["Cell", "Difference", "difference"]
 
 #: Queries and keys in a block of cells that are decided together.
 SIZE = 128
-#: Blocks that are decided at a time, which bounds the memory.
-CHUNK = 2**18
 
 Shape: TypeAlias = tuple[int, int, int]
 
@@ -157,23 +154,11 @@ def _shown(frame: Frame, shape: Shape) -> tuple[int, Cell | None]:
     full = full.expand(*blocks)
     total = int(full.counts().sum()) * SIZE * SIZE
     rows = [int(row) for row in full.counts().flatten().nonzero()[:1]]
-    for entries in _parts(unsure):
-        cells = counted(entries, frame, SIZE, SIZE)
-        total += int(cells.sum())
-        rows += [int(row) for row in entries.row[cells > 0].sort().values[:1]]
+    for entries, counts in Survey(frame, SIZE, SIZE).counted(unsure):
+        total += int(counts.sum())
+        rows += [int(row) for row in entries.row[counts.any(1)][:1]]
     repeated = shape[0] * shape[1] // (frame.batch * frame.heads)
     return (total * repeated, _first(min(rows), unsure, full, frame, blocks)) if total else (0, None)
-
-
-def _parts(rows: Rows) -> Iterator[Entries]:
-    """The members of rows, those of some query blocks at a time."""
-    batch, heads, height, _ = rows.lo.shape
-    step = max(1, CHUNK // (batch * heads * rows.kv_len))
-    for start in range(0, height, step):
-        part = Rows(rows.lo[:, :, start : start + step], rows.hi[:, :, start : start + step], rows.kv_len)
-        entries, count = Entries.of(part), part.lo.shape[2]
-        if entries.row.numel():
-            yield Entries(entries.row // count * height + start + entries.row % count, entries.column)
 
 
 def _first(row: int, unsure: Rows, full: Rows, frame: Frame, blocks: Shape) -> Cell:
@@ -182,10 +167,10 @@ def _first(row: int, unsure: Rows, full: Rows, frame: Frame, blocks: Shape) -> C
     # Of a full block the first cell counts, of the others each.
     found = [(0, int(key) * SIZE) for key in full.lo[b, h, block, :1] if key < full.kv_len]
     members = Entries.of(Rows(unsure.lo[b, h, block].view(1, 1, 1, -1), unsure.hi[b, h, block].view(1, 1, 1, -1), unsure.kv_len))
-    for part, cells in evaluated(Entries(members.row + row, members.column), frame, SIZE, SIZE):
+    for part, queries, cells in BlockCells(frame, SIZE, SIZE).of(Entries(members.row + row, members.column)):
         at, q, kv = cells.nonzero().unbind(-1)
         if at.numel():
-            place = q * frame.kv_len + part.column[at].long() * SIZE + kv
+            place = (q + queries.start) * frame.kv_len + members.column[part][at].long() * SIZE + kv
             found.append(divmod(int(place.min()), frame.kv_len))
     q_start, key = min(found)
     return Cell(b, h, block * SIZE + q_start, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -210,5 +211,22 @@ def test_a_sign_of_life_on_a_terminal(tmp_path: Path) -> None:
     assert "preparing" in os.read(terminal, 100_000).decode()
     os.close(terminal)
     assert b"\x1b" not in done.stdout
+    piped = subprocess.run(ran, capture_output=True, cwd=tmp_path, env=environment())
+    assert (piped.stdout, piped.stderr) == (done.stdout, b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
+def test_how_far_counting_is(tmp_path: Path) -> None:
+    """A mask of many blocks, all of which differ: the share that is done on a terminal, nothing elsewhere."""
+    import pty
+
+    terminal, stderr = pty.openpty()
+    options = ["random_cells(0.5)", "--seq-len", "4096", "--block-size", "16", "--json"]
+    ran = [sys.executable, "-m", "flexmask", "stats", *options]
+    done = subprocess.run(ran, stdout=subprocess.PIPE, stderr=stderr, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="80"))
+    os.close(stderr)
+    assert "% of the blocks" in os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert 0.4 < json.loads(done.stdout)["visible_fraction"] < 0.6
     piped = subprocess.run(ran, capture_output=True, cwd=tmp_path, env=environment())
     assert (piped.stdout, piped.stderr) == (done.stdout, b"")

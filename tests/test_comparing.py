@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask import LoweringError, Mask, OperandError, comparing
+from flexmask import LoweringError, Mask, OperandError, survey
 from flexmask.comparing import Cell
 from tests.strategies import Case, Shape, mask_cases, shapes
 from tests.test_lowerings import LargestTensor
@@ -79,7 +79,7 @@ def test_long_masks(name: str) -> None:
 
 
 def test_blocks_are_decided_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "CHUNK", 1)
+    monkeypatch.setattr(survey, "CHUNK", 1)
     one, other = LONG["sequences"]
     check_difference(one.difference(other, 300), one.dense(300), other.dense(300))
 

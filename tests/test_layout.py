@@ -24,7 +24,7 @@ LAYERS = """\
 errors nodes index tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments catalogue.local
 catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue.prefixes catalogue.blocks catalogue.vision
 catalogue.trees catalogue.sparse catalogue text devices deriving frame rows runs pieces vectorising closures ranges preparation
-evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding block_sets block_grid
+evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding survey block_sets block_grid
 lowering.write_order lowering.listed lowering.block_mask lowering.stats comparing explaining recognition tracing tracing.cells
 tracing.rules tracing.elementwise tracing.layout tracing.trace drop_in mask_cache dropout tiles tile_plan sdpa flex functional
 weights growing kv_cache torch_weights nn testing.findings testing.settings testing.lowerings testing.backends testing.equivalence

@@ -11,7 +11,7 @@ from flexmask.cli.drawings import output_option, writing
 from flexmask.cli.inputs import Asked, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table, say
-from flexmask.cli.progress import working
+from flexmask.cli.progress import counting, working
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
@@ -44,7 +44,7 @@ def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, 
       flexmask diff "sliding_window(size=4)" "sliding_window(size=5)" --seq-len 16 -o windows.png
       flexmask diff causal my_package.masks:my_mask_mod --seq-len 4096 --json
     """
-    with working("comparing the masks"):
+    with counting("comparing the masks"):
         masks = asked.masks(a, b)
         lowering = asked.lowering(*masks)
         found = masks[0].difference(masks[1], **lowering)

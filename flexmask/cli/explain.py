@@ -8,7 +8,7 @@ from flexmask.cli.figures import figures
 from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table
-from flexmask.cli.progress import working
+from flexmask.cli.progress import counting
 
 __all__ = ["explain"]
 
@@ -32,7 +32,7 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
       flexmask explain "sliding_window(left=256, right=0)" --seq-len 8192
       flexmask explain my_package.masks:my_mask_mod --seq-len 4096
     """
-    with working("explaining the mask"):
+    with counting("explaining the mask"):
         (mask,) = asked.masks(expression)
         from flexmask.explaining import explain as explained
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["working"]
+__all__ = ["counting", "working"]
 
 #: Seconds before anything is shown.
 DELAY = 0.7
@@ -33,6 +33,16 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
     finally:
         timer.cancel()
         sign.remove()
+
+
+@contextmanager
+def counting(doing: str) -> Iterator[None]:
+    """As :func:`working`, with the share of the blocks that are done where cells have to be counted."""
+    with working(doing) as say:
+        from flexmask.survey import watched
+
+        with watched(lambda share: say(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):
+            yield
 
 
 class _Sign:

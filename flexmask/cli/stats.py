@@ -10,7 +10,7 @@ from flexmask.cli.figures import figures, in_words
 from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import Refused, brief
 from flexmask.cli.output import Cell, heading, print_json, print_table, say
-from flexmask.cli.progress import working
+from flexmask.cli.progress import counting
 
 __all__ = ["stats"]
 
@@ -36,7 +36,7 @@ def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int
     """
     if len(expressions) > len(ascii_uppercase):
         raise Refused(f"at most {len(ascii_uppercase)} masks stand beside each other, got {len(expressions)}")
-    with working("counting"):
+    with counting("counting"):
         masks = asked.masks(*expressions)
         lowering = asked.lowering(*masks)
         found = [mask.stats(**lowering, block_size=block_size) for mask in masks]

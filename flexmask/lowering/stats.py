@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flexmask.analysis import RowBounds, analyse
 from flexmask.block_sets import block_sets
-from flexmask.blocks import Entries, evaluated
 from flexmask.frame import Frame
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.rows import Rows
+from flexmask.survey import Survey
 
 __all__ = ["Stats", "stats"]
 
@@ -120,8 +120,8 @@ def stats(frame: Frame, block_size: int | tuple[int, int] = 128, bounds: RowBoun
 
 def _counted(partial: Rows, full: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
     """Visible keys of each row, ``[B, H, q_len]``, where only the cells of partial blocks can tell."""
-    height = min(q_size, frame.q_len)
-    counts = (full.counts() * kv_size).repeat_interleave(height, -1).view(-1, height)
-    for part, visible in evaluated(Entries.of(partial), frame, q_size, kv_size):
-        counts.index_add_(0, part.row, visible.sum(-1))
+    survey = Survey(frame, q_size, kv_size)
+    counts = (full.counts() * kv_size).repeat_interleave(survey.height, -1).view(-1, survey.height)
+    for entries, visible in survey.counted(partial):
+        counts.index_add_(0, entries.row, visible)
     return counts.view(frame.batch, frame.heads, -1)[..., : frame.q_len]
