@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import register_pytree_node
 
