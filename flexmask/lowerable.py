@@ -111,11 +111,28 @@ class Lowerable(Node):
         ``b`` less 1, ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22
         elsewhere lists are packed; then their strides may differ as well.
 
-        On a GPU nothing waits for the device while a mask is made of spans (``start <= kv < stop``, as causal masks, windows,
-        prefixes and lengths are) and of documents from ``lengths=``, ``cu_seqlens=`` or ``position_ids=``. What shows keys in
-        an unknown number of pieces has to be counted: ids and ``keep=`` (ids in a tensor only once, until torch changes it;
-        writes through ``.data`` are not seen there), other conditions on the key, more than 8 intervals a row, masks of more
-        than 2**22 cells that do not separate, and packed lists.
+        Host syncs on a GPU, where the host stops until the device has worked out a number that the next step depends on:
+
+        * None: ``block_causal``, ``block_diffusion``, ``causal``, ``chunk_window``, ``chunked``, ``cross_document(q_cu_seqlens=)``,
+          ``cross_length``, ``document(cu_seqlens=)``, ``document(lengths=)``, ``document(position_ids=)``, ``draft_anchors``,
+          ``draft_blocks``, ``empty``, ``full``, ``key_padding(lengths)``, ``key_padding(start=)``, ``multi_item``,
+          ``per_document(lengths=)``, ``prefix_lm``, ``query_padding(keep=)``, ``query_padding(lengths)``,
+          ``query_padding(start=)``, ``shared_prefix(lengths=)``, ``sink_window``, ``sliding_window``, ``svg_spatial``,
+          ``tile_topk``, ``training_time_test``; and ``coarse``, ``per_chunk``, ``per_head``, ``reorder(q=)``, ``shift`` and
+          ``transpose`` of these. Conditions of your own that are solved for the key are like these.
+        * At the first lowering of a tensor, until torch changes it (writes through ``.data`` are not seen):
+          ``bidirectional_spans``, ``document(ids)``, ``per_document(ids)``, ``shared_prefix(ids)``.
+        * At each lowering, to count the intervals of keys: ``cross_document(q_lengths=)``, ``eviction``, ``global_window``,
+          ``image_cross``, ``in_context``, ``key_padding(keep=)``, ``neighborhood``, ``paged``, ``qk_sparse``, ``reorder(kv=)``,
+          ``sliding_tile``, ``svg_temporal``. Conditions of your own on the key alone are like these, and so are masks composed
+          of others with more than 8 intervals a row.
+        * At each lowering beyond 2**22 cells (of all sequences, heads and whole blocks), to count the blocks in which cells
+          have to be evaluated: ``dense``, ``dilated_window``, ``random_cells``, ``tree``. Conditions of your own that are not
+          separable in query and key are like these.
+        * At each lowering beyond 2**22 blocks (262,144 tokens of one sequence and head), to pack the lists: every mask.
+        * At the first lowering on a device: data in Python lists, which is copied there.
+
+        A composed mask has the host syncs of its parts.
 
         Args:
             block_size: tokens in a block, or the pair (queries, keys).
