@@ -113,9 +113,10 @@ class Lowerable(Node):
 
         Host syncs on a GPU, where the host stops until the device has worked out a number that the next step depends on:
 
-        * None: ``block_causal``, ``block_diffusion``, ``causal``, ``chunk_window``, ``chunked``, ``cross_document(q_cu_seqlens=)``,
-          ``cross_length``, ``document(cu_seqlens=)``, ``document(lengths=)``, ``document(position_ids=)``, ``draft_anchors``,
-          ``draft_blocks``, ``empty``, ``full``, ``key_padding(lengths)``, ``key_padding(start=)``, ``multi_item``,
+        * None: ``block_causal``, ``block_diffusion``, ``causal``, ``chunk_window``, ``chunked``,
+          ``cross_document(q_cu_seqlens=)``, ``cross_length``, ``document(cu_seqlens=)``, ``document(lengths=)``,
+          ``document(position_ids=)``, ``draft_anchors``, ``draft_blocks``, ``empty``, ``full``, ``key_padding(lengths)``,
+          ``key_padding(start=)``, ``multi_item``,
           ``per_document(lengths=)``, ``prefix_lm``, ``query_padding(keep=)``, ``query_padding(lengths)``,
           ``query_padding(start=)``, ``shared_prefix(lengths=)``, ``sink_window``, ``sliding_window``, ``svg_spatial``,
           ``tile_topk``, ``training_time_test``; and ``coarse``, ``per_chunk``, ``per_head``, ``reorder(q=)``, ``shift`` and

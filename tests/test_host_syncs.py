@@ -22,17 +22,17 @@ READING = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_selec
 INDEXING = {"_index_put_impl_", "index", "index_put", "index_put_"}
 
 
-class HostSync(Exception):
+class HostSyncError(Exception):
     """An operator that would make the host stop for a GPU."""
 
 
 class Watch(TorchDispatchMode):
     """Counts the operators that read from the device, and those that copy to it; on ``meta``, which has nothing to read, the
-    first of them raises a HostSync."""
+    first of them raises a HostSyncError."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.reads = self.copies = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads, self.copies = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,7 +43,7 @@ class Watch(TorchDispatchMode):
         if reads:
             self.reads += 1
             if any(isinstance(arg, Tensor) and arg.device.type == "meta" for arg in args):
-                raise HostSync(name)
+                raise HostSyncError(name)
         if name == "_to_copy" and args[0].device.type == "cpu" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
             self.copies += 1
         return func(*args, **kwargs)
@@ -135,14 +135,15 @@ def has_sync(mask: Mask, length: int, **options: Any) -> bool:
     try:
         with Watch():
             mask.block_mask(length, device="meta", **options)
-    except HostSync:
+    except HostSyncError:
         return True
     return False
 
 
 def reads(mask: Mask, length: int) -> int:
     """How often a lowering reads from a device, as it does where the CPU counts as one."""
-    with Watch() as watch, pytest.MonkeyPatch.context() as patch:
+    watch = Watch()
+    with watch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "waits", lambda tensor: True)
         mask.block_mask(length)
     return watch.reads
@@ -235,13 +236,13 @@ def test_lists_are_copied_once() -> None:
 @pytest.mark.parametrize("name", ["document(ids)", "bidirectional_spans", "per_document(ids)", "shared_prefix(ids)"])
 def test_changed_ids_are_counted_again(name: str) -> None:
     ids = torch.zeros(SHORT, dtype=torch.long)
-    build = {
+    builds: dict[str, Callable[[Tensor], Mask]] = {
         "document(ids)": fm.document,
         "bidirectional_spans": fm.bidirectional_spans,
         "per_document(ids)": lambda ids: fm.per_document(fm.causal(), ids),
         "shared_prefix(ids)": lambda ids: fm.shared_prefix(ids, prefix_of=[0, 1]),
-    }[name]
-    mask = build(ids)
+    }
+    mask = builds[name](ids)
     assert reads(mask, SHORT) > 0
     assert reads(mask, SHORT) == 0
     ids[SHORT // 2 :] = 1
@@ -262,5 +263,5 @@ def test_the_watch_can_fail() -> None:
         assert bool(torch.ones(()))
         assert torch.arange(3)[torch.tensor([True, False, True])].numel() == 2
     assert watch.reads == 3
-    with pytest.raises(HostSync, match="nonzero"), Watch():
+    with pytest.raises(HostSyncError, match="nonzero"), Watch():
         torch.ones(3, device="meta").nonzero()
