@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -187,7 +188,10 @@ mask = fm.causal()
 def test_an_interrupt_says_so(tmp_path: Path) -> None:
     (tmp_path / "slow_masks.py").write_text("open('begun', 'w').close()\n" + SLOW.format(seconds=60))
     ran = [sys.executable, "-m", "flexmask", "stats", "slow_masks:mask"]
-    with subprocess.Popen(ran, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
+    with subprocess.Popen(
+        ran, cwd=tmp_path, env=environment(), preexec_fn=heeds, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         while not (tmp_path / "begun").exists():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
