@@ -6,6 +6,7 @@ shows keys which are gone, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -91,7 +92,7 @@ def check_window(mask: Mask, tokens: Tokens, window: int, heads: int) -> None:
     reach = _lookback(mask)
     if tokens.end - tokens.number < window or (reach is not None and reach < window) or not tokens.batch * tokens.number:
         return
-    whole, length, first = mask, tokens.length, tokens.first
+    length, first = tokens.length, tokens.first
     if tokens.device.type != "cpu":
         if any(isinstance(node, TensorTable | Captured) for node in mask.expand().walk()):
             return
@@ -118,21 +119,42 @@ def check_window(mask: Mask, tokens: Tokens, window: int, heads: int) -> None:
 def _lookback(mask: Mask) -> int | None:
     """How far before its own position a query sees a key at most, where the mask says it without data; else None."""
     if "lookback" not in mask.memo:
-        mask.memo["lookback"] = _lookback_of(separate(mask))
+        mask.memo["lookback"] = _folded(mask, _lookback_of)
     return cast("int | None", mask.memo["lookback"])
 
 
-def _lookback_of(mask: Mask) -> int | None:
-    match mask:
-        case Span(Index() as start):
-            distance = Linear.of(q - start)
-            return None if distance.terms else max(0, distance.constant)
-        case And(parts):
-            return min((reach for reach in map(_lookback_of, parts) if reach is not None), default=None)
-        case Or(parts) | PerHead(parts):
-            reaches = [_lookback_of(part) for part in parts]
-            return None if None in reaches else max(cast("list[int]", reaches))
-    return None
+def _lookback_of(leaf: Mask) -> int | None:
+    """The same for a comparison, which masks that are bound anew in each call share."""
+    if "lookback" not in leaf.memo:
+        of_data = any(isinstance(node, Lookup) for node in leaf.walk())
+        leaf.memo["lookback"] = None if of_data else _folded(separate(leaf), _lookback_of_span)
+    return cast("int | None", leaf.memo["lookback"])
+
+
+def _lookback_of_span(leaf: Mask) -> int | None:
+    if not isinstance(leaf, Span) or leaf.start is None:
+        return None
+    distance = Linear.of(q - leaf.start)
+    return None if distance.terms else max(0, distance.constant)
+
+
+def _folded(mask: Mask, of_leaf: Callable[[Mask], int | None]) -> int | None:
+    """How far back a mask sees, from how far its leaves do: the least of what all hold, the greatest of what one may."""
+    found: dict[int, int | None] = {}
+    for node in (node for node in mask.walk() if isinstance(node, Mask)):
+        match node:
+            case Truth(False):
+                found[id(node)] = 0
+            case Named(body=body):
+                found[id(node)] = found[id(body)]
+            case And(parts):
+                found[id(node)] = min((reach for part in parts if (reach := found[id(part)]) is not None), default=None)
+            case Or(parts) | PerHead(parts):
+                reaches = [found[id(part)] for part in parts]
+                found[id(node)] = None if None in reaches else max(cast("list[int]", reaches))
+            case _:
+                found[id(node)] = of_leaf(node)
+    return found[id(mask)]
 
 
 def _check_symbols(mask: Mask, tokens: Tokens) -> None:
@@ -195,7 +217,9 @@ class _Growth:
         tokens, names = self.tokens, [index.name if isinstance(index, Symbol) else "" for index in indices]
         if tokens.complete and "q" not in names:
             return source  # the keys of a context are complete
-        if not {"q", "kv"} & set(names):
+        if {"q", "kv"} & set(names):
+            self.check_covers(source)
+        elif not isinstance(source, Derived):
             # A limit by the length is one by the whole sequence's, which nothing says.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
         sizes = dict(zip(names, source.shape, strict=True))
@@ -207,16 +231,19 @@ class _Growth:
             self.tables[source.key] = TensorTable(self.values(source), spare=True)
         return self.tables[source.key]
 
+    def check_covers(self, source: Table) -> None:
+        match source:
+            case Derived(rule, Table() as below, False) if rule in COVERING:
+                check_covers(rule, below.to_tensor(), self.tokens.length + self.tokens.number)
+
     def values(self, source: Table | Param) -> Tensor:
         match source:
             case TensorTable(tensor):
                 return tensor
             case Ranged(below):
                 return self.values(below)
-            case Derived(rule, below, padding):
+            case Derived(rule, below):
                 values = self.values(below)
-                if rule in COVERING and not padding:
-                    check_covers(rule, values, self.tokens.length + self.tokens.number)
                 return derive(rule, values, self.positions(rule, values))
         return cast(Table, source).to_tensor().to(self.tokens.device)
 

@@ -153,7 +153,8 @@ class MultiheadFlexAttention(nn.Module):
 
         Raises:
             ExpressionError: a parameter that the mask does not have, or one that it has and is not given.
-            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache without room.
+            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache that has no room, is that of
+                another layer, or cannot give the mask's rows.
             OperandError: an argument of a wrong type or dtype.
         """
         self._check(x, context, cache, positions)

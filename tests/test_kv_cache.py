@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.comparing import difference
+from flexmask.growing import Tokens, _lookback, check_window
 from tests import oracle
+from tests.strategies import Case as DrawnCase
+from tests.strategies import Shape, mask_cases
 
 S, WINDOW = 23, 5
 IDS = [[0] * 7 + [1] * 6 + [2] * 10, [3] * 4 + [4] * 16 + [-1] * 3]
@@ -88,6 +93,11 @@ CASES: dict[str, Case] = {
         "causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}, {}, 16
     ),
     "documents restart": Case("per_document(causal, ids)", oracle.per_document(oracle.causal(), IDS), {"ids": torch.tensor(IDS)}),
+    "documents within documents": Case(
+        "causal & per_document(document(lengths=[4, 19]), ids)",
+        oracle.both(oracle.causal(), oracle.per_document(oracle.document(oracle.ids_of_lengths([4, 19], S)), IDS)),
+        {"ids": torch.tensor(IDS)},
+    ),
     "documents in a window, its keys only": Case(
         f"sliding_window(size={WINDOW}) & document(ids)", oracle.both(WINDOWED, DOCUMENTS), {"ids": torch.tensor(IDS)}, {}, WINDOW
     ),
@@ -456,6 +466,69 @@ def test_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         attempt()
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+SHAPE = Shape(12, 12, batch=2, heads=4, lengths=())
+
+
+@settings(max_examples=40)
+@given(mask_cases(SHAPE, 2), st.sampled_from([[7, 1, 1, 1, 1, 1], [4, 3, 5], [1] * 12]), st.sampled_from([None, 1, 3, 6]))
+def test_a_cache_is_right_or_refuses(case: DrawnCase, chunks: list[int], window: int | None) -> None:
+    """Whatever the mask and the window: no row that differs from that of the whole sequence."""
+    mask, allowed = fm.causal() & case.mask, oracle.both(oracle.causal(), case.allowed)
+    module, x, cache = CASES["causal"].module(), inputs(12), KVCache(12, window=window)
+    with torch.no_grad():
+        expected = dense_forward(Case("", allowed), module, x)
+        done = 0
+        for part in x.split(chunks, 1):
+            try:
+                found = module(part, mask, cache=cache)
+            except fm.LoweringError as error:
+                if not re.search("has dropped" if window else "makes every token of this call padding", str(error)):
+                    raise
+                return
+            check_close(found, expected[:, done : done + part.shape[1]])
+            done += part.shape[1]
+
+
+@settings(max_examples=200)
+@given(mask_cases(SHAPE, 3))
+def test_no_key_is_further_back_than_a_mask_says(case: DrawnCase) -> None:
+    reach = _lookback(case.mask)
+    if reach is not None:
+        _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
+        assert max((query - key).tolist(), default=0) <= reach
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ("sliding_window(size=4) & document(ids)", 3),
+        ("abs(q - kv) <= 3", 3),
+        ("(abs(q - kv) <= 3) | (kv == q - 9)", 9),
+        ("per_head([sliding_window(size=2), sliding_window(size=7)])", 6),
+        ("dilated_window(left=3, right=0, dilation=2)", 3),
+        ("empty | (kv > q)", 0),
+        ("causal", None),
+        ("sliding_window(size=4) | causal", None),
+        ("kv >= q - lengths[b]", None),
+    ],
+)
+def test_how_far_back_a_mask_says_that_it_sees(text: str, reach: int | None) -> None:
+    assert _lookback(fm.parse(text)) == reach
+
+
+def test_a_window_on_another_device() -> None:
+    """Tensors are not read there; a mask without any is compared all the same, for the longest sequence."""
+    device = torch.device("meta")
+    length = torch.zeros(2, dtype=torch.int64, device=device)
+    for tokens in (Tokens(2, 1, 7, 8, 5, device), Tokens(2, 1, length, 8, length, device)):
+        for text in ("causal", "chunked(8) & causal", "document(lengths=[8])"):
+            with pytest.raises(fm.LoweringError, match="query at position 7 the key at position 0"):
+                check_window(fm.parse(text), tokens, 3, 4)
+        check_window(fm.sliding_window(size=3), tokens, 3, 4)
+        check_window(fm.parse("causal & chunked(2)"), tokens, 3, 4)
+        check_window(fm.causal() & fm.document(torch.zeros(8, dtype=torch.int64, device=device)), tokens, 3, 4)
 
 
 def alone(module: MultiheadFlexAttention, mask: str, x: Tensor) -> Tensor:
