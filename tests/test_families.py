@@ -1,14 +1,18 @@
 """The named masks of each family against their plain Python meaning, cell by cell, in every lowering, and their errors."""
 
+import pickle
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flexmask as fm
 from flexmask import Mask
+from flexmask.tables import Literal
 from tests import oracle
 from tests.strategies import Case, Shape
 from tests.test_catalogue import FORMS, SHAPES, Convert, assert_means, draw
@@ -289,6 +293,34 @@ def test_tree_from_parents(batched: bool) -> None:
     made = Case(fm.tree(parents=parents, prefix=3), oracle.tree(parents, 3))
     assert_means(made, Shape(5, 8, batch=3))
     assert not made.mask.dense(5, 10, batch=3)[..., 8:].any()
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=14), st.integers(0, 3))
+def test_any_tree_from_parents(drawn: list[int], prefix: int) -> None:
+    """Nodes in any order that has parents before children, and several roots."""
+    parents = [number % (node + 1) - 1 for node, number in enumerate(drawn)]
+    mask, n = fm.tree(parents=parents, prefix=prefix), len(parents)
+    assert_means(Case(mask, oracle.tree(parents, prefix)), Shape(n, n + prefix))
+    assert fm.parse(str(mask)) == mask
+    assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+@pytest.mark.parametrize(
+    "parents", [list(range(-1, 19_999)), [-1] + [node // 3 for node in range(19_999)]], ids=["chain", "wide"]
+)
+def test_a_large_tree_takes_memory_for_its_nodes(parents: list[int]) -> None:
+    mask = fm.tree(parents=parents)
+    tables = [node for node in mask.expand().walk() if isinstance(node, Literal)]
+    assert sum(len(table.data) for table in tables) <= 2 * 8 * len(parents)
+    found = mask.rows(len(parents))
+    path = node = len(parents) - 1
+    ancestors = {path}
+    while node > 0:
+        node = parents[node]
+        ancestors.add(node)
+    at = torch.tensor(sorted(ancestors), dtype=torch.int32)
+    assert found.upper.holds(at)[0, 0, -1].all()
+    assert not found.exact or int(found.lower.counts()[0, 0, -1]) == len(ancestors)
 
 
 @pytest.mark.parametrize("form", FORMS)

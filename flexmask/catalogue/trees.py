@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flexmask.algebra import Mask, Or
 from flexmask.catalogue.arguments import known, lookup, per_sequence, whole
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, b, kv, maximum, minimum, q
 from flexmask.naming import named
-from flexmask.tables import Literal, Param, as_table
+from flexmask.tables import Literal, Param, along, as_table
 
 if TYPE_CHECKING:
     from flexmask.tables import Data, Table
@@ -51,36 +51,55 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
     if (ancestors is None) == (parents is None):
         got = "neither" if parents is None else "both"
         raise ExpressionError(f"tree: give exactly one of ancestors and parents; got {got}")
-    table = _ancestors(parents) if ancestors is None else ancestors
     start = per_sequence(prefix, "tree: prefix")
     node: Index = kv - start
-    if isinstance(table, Param):
-        return (kv < start) | (table[q, maximum(node, 0)] != 0)
-    nodes = as_table(table, "tree: ancestors").shape[-1:]
-    count = (nodes and nodes[0]) or 1
+    if isinstance(parents, Param) or isinstance(ancestors, Param):
+        placeholder = cast(Param, ancestors if parents is None else parents)
+        return (kv < start) | (placeholder[q, maximum(node, 0)] != 0)
+    spans = None if parents is None else _spans(parents)
+    table = as_table(ancestors, "tree: ancestors") if spans is None else spans[0]
+    count = (table.shape and table.shape[-1]) or 1
     at = maximum(minimum(node, count - 1), 0)
-    seen = lookup(table, "tree: ancestors", "[N, N] or [B, N, N]", (q, at), (b, q, at), truth=True) != 0
+    if spans is None:
+        seen = lookup(table, "tree: ancestors", "[N, N] or [B, N, N]", (q, at), (b, q, at), truth=True) != 0
+    else:
+        first, behind = spans
+        seen = (along(first, at) <= along(first, q)) & (along(first, q) < along(behind, at))
     return (kv < start) | (seen & (node >= 0) & (node < count))
 
 
-def _ancestors(parents: Any) -> Table | Param:
-    if isinstance(parents, Param):
-        return parents
+def _spans(parents: Any) -> tuple[Table, Table]:
+    """The place of each node when the tree is walked depth first, and the place behind the last node below it.
+
+    One node is an ancestor of another where its span holds the place of the other, so that no table of all pairs is needed.
+    """
     if not isinstance(parents, Literal) or parents.truth or len(parents.size) not in (1, 2):
         raise OperandError("tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=")
-    rows = [_paths(row) for row in (parents.tolist() if len(parents.size) == 2 else [parents.tolist()])]
-    return as_table(rows if len(parents.size) == 2 else rows[0], "tree: parents")
+    pairs = [_walked(row) for row in (parents.tolist() if len(parents.size) == 2 else [parents.tolist()])]
+    first, behind = (list(rows) if len(parents.size) == 2 else rows[0] for rows in zip(*pairs, strict=True))
+    return as_table(first, "tree: parents"), as_table(behind, "tree: parents")
 
 
-def _paths(parents: list[int]) -> list[list[bool]]:
-    paths: list[list[bool]] = []
-    for node, parent in enumerate(parents):
-        if parent >= node:
-            raise ExpressionError(f"tree: a parent stands before its children, but node {node} has the parent {parent}")
-        path = list(paths[parent]) if parent >= 0 else [False] * len(parents)
-        path[node] = True
-        paths.append(path)
-    return paths
+def _walked(parents: list[int]) -> tuple[list[int], list[int]]:
+    wrong = next((node for node, parent in enumerate(parents) if parent >= node), None)
+    if wrong is not None:
+        raise ExpressionError(f"tree: a parent stands before its children, but node {wrong} has the parent {parents[wrong]}")
+    sizes = [1] * len(parents)
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            sizes[parents[node]] += sizes[node]
+    first: list[int] = []
+    free: list[int] = []  # the place of the next child of each node
+    root = 0
+    for parent, size in zip(parents, sizes, strict=True):
+        if parent < 0:
+            place, root = root, root + size
+        else:
+            place = free[parent]
+            free[parent] += size
+        first.append(place)
+        free.append(place + 1)
+    return first, [place + size for place, size in zip(first, sizes, strict=True)]
 
 
 @named
