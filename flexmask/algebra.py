@@ -115,8 +115,12 @@ def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -
 def got(value: object) -> str:
     """What was given where a mask is wanted, with what was forgotten where that is plain."""
     if callable(value) and not isinstance(value, type | Node):
-        name = getattr(value, "__name__", "the function")
-        return f"the function {name}: call it, {name}(), or trace it if it is a mask_mod, flexmask.trace({name})"
+        from flexmask.naming import uncalled  # only the naming of masks knows which functions make them
+
+        name = getattr(value, "__name__", type(value).__name__)
+        return f"the function {name}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.trace({name})'}"
+    if isinstance(value, str):
+        return f"the text {value!r}: read it, flexmask.parse({value!r})"
     return f"{type(value).__name__} {value!s}"
 
 

@@ -213,6 +213,7 @@ def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[In
             found.append(function(*given[:first], **dict(zip(named, given[first:], strict=True))))
         return found[-1]
 
+    called.__name__ = getattr(node.function, "__name__", type(node.function).__name__)
     return called, list(varying.values())
 
 

@@ -16,7 +16,8 @@ from flexmask.algebra import Mask
 from flexmask.analysis import analyse
 from flexmask.block_sets import known_blocks
 from flexmask.blocks import BlockCells, Entries
-from flexmask.errors import LoweringError, OperandError
+from flexmask.conversion import MaskLike, as_mask
+from flexmask.errors import LoweringError
 from flexmask.frame import Frame
 from flexmask.preparation import frame_of
 from flexmask.rows import Rows
@@ -76,7 +77,7 @@ class Difference:
 
 def difference(
     mask: Mask,
-    other: Mask,
+    other: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     batch: int | None = None,
@@ -85,11 +86,7 @@ def difference(
     device: torch.device | str | None = None,
 ) -> Difference:
     """How two masks differ: see :meth:`flexmask.Mask.difference`."""
-    if not isinstance(other, Mask):
-        raise OperandError(
-            f"a mask is compared with a mask, got {type(other).__name__}; flexmask.parse(text), flexmask.trace(mask_mod) and "
-            "flexmask.dense(table) make one"
-        )
+    other = as_mask(other, "other", device=device)
     frames = _frames((mask, other), q_len, kv_len, batch, heads, q_offset, device)
     shape = _size("batch", [frame.batch for frame in frames]), _size("heads", [frame.heads for frame in frames]), q_len
     bounds = [analyse(frame) for frame in frames]

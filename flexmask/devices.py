@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
 
 __all__ = ["Limit", "found", "waits"]
 
@@ -20,15 +20,18 @@ def waits(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def found(device: torch.device | str) -> torch.device:
+def found(device: object) -> torch.device:
     """A device with its number, as tensors on it name it.
 
     Raises:
         LoweringError: there is none of that name.
+        OperandError: what names no device.
     """
+    if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
+        raise OperandError(f"device must be a torch.device or its name, e.g. 'cuda:0', got {type(device).__name__}")
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
 
 

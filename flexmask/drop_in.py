@@ -10,18 +10,18 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
-from flexmask.algebra import Mask
 from flexmask.catalogue import empty
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import block_mask
 from flexmask.preparation import frame_of
-from flexmask.tracing.trace import MaskMod, follow
+from flexmask.tracing.trace import follow
 
 __all__ = ["create_block_mask"]
 
 
 def create_block_mask(
-    mask_mod: MaskMod | Mask,
+    mask_mod: MaskLike,
     B: int | None,  # noqa: N803 - the names are torch's
     H: int | None,  # noqa: N803
     Q_LEN: int,  # noqa: N803
@@ -37,7 +37,7 @@ def create_block_mask(
 
     Args:
         mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.trace`) and stands in the result
-            as it is; or a mask, whose own ``mask_mod`` does.
+            as it is; or a mask or its text, whose own ``mask_mod`` does.
         B: sequences, None for 1; of a mask, None for as many as its data says.
         H: heads, likewise.
         Q_LEN: queries.
@@ -68,8 +68,8 @@ def create_block_mask(
         "separate_full_blocks": separate_full_blocks,
         "descending": dq_kv_order if compute_dq_write_order else None,
     }
-    if isinstance(mask_mod, Mask):
-        mask, where = mask_mod, device
+    if not callable(mask_mod):
+        mask, where = as_mask(mask_mod, "mask_mod"), device
     else:
         where = devices.found(device or torch.accelerator.current_accelerator() or "cpu")
         mask = follow(mask_mod, device=where)

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexmask.algebra import Compare, Mask, PerHead, Truth
 from flexmask.analysis import RowBounds, analyse
 from flexmask.block_sets import known_blocks
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.frame import Frame
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.lowering.mask_mod import form_of
@@ -99,7 +100,7 @@ class Explanation:
 
 
 def explain(
-    mask: Mask,
+    mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,
@@ -112,7 +113,7 @@ def explain(
     """What a mask means, how it is lowered, and what it costs.
 
     Args:
-        mask: the mask; of a function, ``flexmask.trace(mask_mod)``.
+        mask: a mask, its text, or a ``mask_mod``.
         q_len: queries. This and what follows is as for every lowering.
         kv_len: keys, by default as many as queries.
         batch: sequences.
@@ -124,6 +125,7 @@ def explain(
     Raises:
         LoweringError: the mask cannot be lowered at these lengths.
     """
+    mask = as_mask(mask, device=device)
     frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, device)
     sizes = sizes_of(block_size)
     bounds = analyse(frame)

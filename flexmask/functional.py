@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.algebra import Mask, Truth
 from flexmask.analysis import analyse
 from flexmask.closures import frame_closure
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout, seed_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.flex import FLEX_DTYPES, flex_sdpa
@@ -20,7 +21,6 @@ from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa
 from flexmask.separation import Span, separate
-from flexmask.text import as_mask
 from flexmask.tiles import Cells
 
 __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
@@ -35,7 +35,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | str | BlockMask | None = None,
+    mask: MaskLike | BlockMask | None = None,
     *,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
@@ -51,7 +51,7 @@ def attention(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        mask: a mask, its text, a ready BlockMask (``flex`` only), or None for no mask.
+        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a BlockMask (``flex`` only), or None for no mask.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores.
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
@@ -76,7 +76,7 @@ def attention(
     """
     _check(query, key, value, enable_gqa)
     if mask is not None and not isinstance(mask, BlockMask):
-        mask = as_mask(mask, "a Mask, its text, a BlockMask or None", device=query.device)
+        mask = as_mask(mask, also="a BlockMask, None", device=query.device)
     check_backend(backend)
     check_dropout(dropout_p)
     if 0 in query.shape or 0 in value.shape:
@@ -95,7 +95,7 @@ def check_backend(backend: str) -> None:
         raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
 
 
-def choose_backend(query: Tensor, value: Tensor, mask: Mask | str | BlockMask | None = None) -> Literal["flex", "sdpa"]:
+def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | None = None) -> Literal["flex", "sdpa"]:
     """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``.
 
     Args:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from flexmask.algebra import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.index import Arithmetic, Constant, Index, Symbol
 from flexmask.packing import Derived
-from flexmask.preparation import check_mask
 from flexmask.ranges import Extent, combined_extent
 from flexmask.tables import Literal, Lookup, Ranged, Table, TensorTable
 
@@ -31,11 +30,7 @@ def lengths_of(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         q_len: queries, where they are given.
         kv_len: keys, likewise.
         others: masks that are lowered at the same lengths, which count as well.
-
-    Raises:
-        OperandError: ``mask`` is no mask.
     """
-    check_mask(mask)
     if q_len is None or kv_len is None:
         said = said_lengths(mask, *others)
         q_len = said.get("q") if q_len is None else q_len

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flexmask.algebra import Mask
     from flexmask.analysis import RowBounds
     from flexmask.comparing import Difference
+    from flexmask.conversion import MaskLike
     from flexmask.frame import Frame
     from flexmask.lowering.mask_mod import Form, MaskMod
     from flexmask.lowering.stats import Stats
@@ -164,7 +165,7 @@ class Lowerable(Node):
 
     def equals(
         self,
-        other: Mask,
+        other: MaskLike,
         q_len: int,
         kv_len: int | None = None,
         *,
@@ -181,7 +182,7 @@ class Lowerable(Node):
 
     def difference(
         self,
-        other: Mask,
+        other: MaskLike,
         q_len: int,
         kv_len: int | None = None,
         *,
@@ -195,10 +196,10 @@ class Lowerable(Node):
         Worked out from the rows. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
 
         Args:
-            other: the mask to compare with.
+            other: the mask to compare with, its text, or a ``mask_mod``.
 
         Raises:
-            OperandError: ``other`` is not a mask.
+            OperandError: ``other`` is none of these.
             LoweringError: one of them cannot be lowered at these lengths, or they are for two sizes of batch or heads.
         """
         from flexmask.comparing import difference

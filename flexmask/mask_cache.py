@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.opaque import Captured
 from flexmask.tables import TensorTable
@@ -86,7 +87,7 @@ class MaskCache:
         with self._lock:
             self._entries.clear()
 
-    def get(self, mask: Mask, setting: tuple[Any, ...], q_offset: int | Tensor, build: Callable[[], T]) -> T:
+    def get(self, mask: MaskLike, setting: tuple[Any, ...], q_offset: int | Tensor, build: Callable[[], T]) -> T:
         """The result for a mask in a setting: the one that is known, where it holds still, or a new one.
 
         Args:
@@ -95,6 +96,7 @@ class MaskCache:
             q_offset: the offset of the lowering; a tensor counts by its values.
             build: makes the result.
         """
+        mask = as_mask(mask)
         tensors = _tensors_of(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
         if not all(_has_stamp(tensor) for tensor in tensors):
             result = build()

@@ -11,11 +11,11 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
 from flexmask.algebra import Mask, Named, Truth
-from flexmask.errors import DuplicateNameError, ExpressionError, OperandError
+from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError
 from flexmask.index import Index
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
-__all__ = ["NAMES", "misfit", "named", "nearest", "signature_of", "withdraw", "write_arguments"]
+__all__ = ["NAMES", "misfit", "named", "nearest", "signature_of", "uncalled", "withdraw", "write_arguments"]
 
 P = ParamSpec("P")
 
@@ -73,6 +73,19 @@ def signature_of(function: Callable[..., Any]) -> str:
     """The parameters of a function with their defaults, in parentheses, without annotations."""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
     return str(inspect.Signature(parameters))
+
+
+def uncalled(value: object) -> str:
+    """How a function that makes a named mask is called, for a message; nothing for anything else."""
+    name = getattr(value, "__name__", "")
+    define = NAMES.get(name) if isinstance(name, str) else None
+    if define is None or define is not value:
+        return ""
+    try:
+        define()
+    except FlexmaskError:
+        return f"call it with its arguments, {name}{signature_of(define)}"
+    return f"call it, {name}()"
 
 
 def misfit(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

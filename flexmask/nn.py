@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.functional import Backend, attention, check_backend
 from flexmask.kv_cache import KVCache
 from flexmask.sdpa import ScoreMod
-from flexmask.text import MEND, as_mask
 from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
 from flexmask.weights import attention_weights
 
@@ -49,7 +49,8 @@ class MultiheadFlexAttention(nn.Module):
         d_context: width of the context where it differs from ``d_in``. The module then has projections for cross-attention.
         out_bias: whether the output projection has a bias.
         dropout: probability that an attention weight is dropped in training mode.
-        mask: a mask or its text, used where :meth:`forward` is given none. It moves with the module, and is not in its state.
+        mask: a mask, its text, or a ``mask_mod``, used where :meth:`forward` is given none. It moves with the module, and is not
+            in its state.
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` turns queries and keys, ``[B, heads, length, d_head]``; a module is registered.
@@ -82,7 +83,7 @@ class MultiheadFlexAttention(nn.Module):
         d_context: int | None = None,
         out_bias: bool = True,
         dropout: float = 0.0,
-        mask: Mask | str | None = None,
+        mask: MaskLike | None = None,
         score_mod: ScoreMod | None = None,
         scale: float | None = None,
         rope: Rope | None = None,
@@ -124,7 +125,7 @@ class MultiheadFlexAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Mask | str | BlockMask | None = None,
+        mask: MaskLike | BlockMask | None = None,
         *,
         context: Tensor | None = None,
         cache: KVCache | None = None,
@@ -136,8 +137,8 @@ class MultiheadFlexAttention(nn.Module):
 
         Args:
             x: ``[B, q_len, d_in]``.
-            mask: what each position may see: a mask, its text, or a BlockMask. None for the module's own, or everything where it
-                has none.
+            mask: what each position may see: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask.
+                None for the module's own, or everything where it has none.
             context: ``[B, kv_len, d_context]``, where keys and values come from in cross-attention. Not read where ``cache`` has
                 its keys already.
             cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
@@ -193,7 +194,7 @@ class MultiheadFlexAttention(nn.Module):
     def attention_weights(
         self,
         x: Tensor,
-        mask: Mask | str | None = None,
+        mask: MaskLike | None = None,
         *,
         context: Tensor | None = None,
         positions: Tensor | None = None,
@@ -207,14 +208,14 @@ class MultiheadFlexAttention(nn.Module):
         self._check(x, context, None, positions)
         bound = self._bound(mask, parameters, x.device, bind=True)
         if isinstance(bound, BlockMask):
-            raise OperandError("attention_weights takes a Mask or its text, got a BlockMask")
+            raise OperandError("attention_weights takes a Mask, its text or a mask_mod, got a BlockMask")
         query, key, _ = self._heads(x, context, positions, keys=True)
         return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
 
     # ---------------------------------------------------------------- torch's module
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, mask: Mask | str | None = None, backend: Backend = "auto") -> Self:
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: Backend = "auto") -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
         Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
@@ -376,8 +377,9 @@ class MultiheadFlexAttention(nn.Module):
 def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
     if mask is None:
         return None
-    mend = "give it to forward" if isinstance(mask, BlockMask) else MEND
-    found = as_mask(mask, "a Mask, its text or None", mend, device=device)
+    if isinstance(mask, BlockMask):
+        raise OperandError("a BlockMask is for one length and batch: give it to forward, or give the Mask that it was made from")
+    found = as_mask(mask, also="None", device=device)
     if TAKEN & set(found.params):
         taken = ", ".join(sorted(TAKEN & set(found.params)))
         raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")

@@ -25,7 +25,7 @@ from flexmask.packing import COVERING, Derived
 from flexmask.ranges import AXES, check_ranges, is_computed, reach_of
 from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 
-__all__ = ["MAX_VALUE", "check_mask", "frame_of"]
+__all__ = ["MAX_VALUE", "frame_of"]
 
 #: How far from 0 data may lie that is computed with: sums of several such numbers are 64-bit integers still.
 MAX_VALUE = 2**60
@@ -46,7 +46,6 @@ def frame_of(
         LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
         OperandError: a length that is not an integer.
     """
-    check_mask(mask)
     parts = _parts(mask)
     if parts.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
@@ -77,13 +76,6 @@ def frame_of(
     for lookup in parts.lookups:
         _check_covers(lookup, frame)
     return replace(frame, wide=True) if wide else frame
-
-
-def check_mask(mask: object) -> None:
-    """Raises an OperandError unless ``mask`` is one."""
-    if not isinstance(mask, Mask):
-        mend = "flexmask.trace() makes a mask of a function, flexmask.parse() of a text"
-        raise OperandError(f"wanted a mask, got {type(mask).__name__} {mask!r}; {mend}")
 
 
 @dataclass(frozen=True, slots=True)

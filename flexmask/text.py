@@ -21,7 +21,7 @@ from flexmask.tables import Literal, Param, Table, param, table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MEND", "as_mask", "parse"]
+__all__ = ["kept_mask", "parse"]
 
 #: The longest text, in characters, and the deepest nesting that is read.
 MAX_LENGTH = 1_000_000
@@ -120,30 +120,19 @@ def parse(text: str, /, **values: object) -> Mask:
     return mask
 
 
-#: How what is no mask becomes one.
-MEND = "flexmask.trace(function) makes a mask of a mask_mod, flexmask.dense(tensor) of a boolean tensor"
-
-
-def as_mask(mask: object, kinds: str = "a Mask or its text", mend: str = MEND, *, device: torch.device | None = None) -> Mask:
-    """A mask as it is, or that of a text, which is kept for the next time.
+def kept_mask(text: str, device: torch.device | None = None) -> Mask:
+    """The mask of a text, which is read once and kept for the next time.
 
     Args:
-        mask: a mask or its text.
-        kinds: what there may be, for the message.
-        mend: what to do with anything else, likewise.
+        text: the mask.
         device: where the mask is lowered. Tensors that the data in a text becomes there are kept with the text on the CPU only;
             elsewhere, and where no device is said, they last as long as the mask that is returned.
 
     Raises:
         TextError: text that is not a mask.
-        OperandError: neither.
     """
-    if isinstance(mask, str):
-        kept = _kept(mask)
-        return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
-    if isinstance(mask, Mask):
-        return mask
-    raise OperandError(f"mask must be {kinds}, got {type(mask).__name__}; {mend}")
+    kept = _kept(text)
+    return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flexmask.errors import FlexmaskError, LoweringError
+
 __all__ = ["vectorised"]
 
 
@@ -32,6 +34,9 @@ def vectorised(function: Callable[..., Any], *values: Any) -> Any:
     Args:
         function: takes tensors without axes and gives one.
         values: tensors, each with all axes or with none, and plain values.
+
+    Raises:
+        LoweringError: the function fails.
     """
     depth = max((value.dim() for value in values if isinstance(value, Tensor)), default=0)
     values = tuple(value.clone() if isinstance(value, Tensor) else value for value in values)  # it may change them in place
@@ -43,9 +48,23 @@ def vectorised(function: Callable[..., Any], *values: Any) -> Any:
         if shape[axis] > 1:
             function = torch.vmap(function, in_dims=tuple(0 if size[axis] > 1 else None for size in sizes))
     squeezed = [value.squeeze() if isinstance(value, Tensor) else value for value in values]
-    with _ScalarIndices():
-        found = function(*squeezed)
+    try:
+        with _ScalarIndices():
+            found = function(*squeezed)
+    except (FlexmaskError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a function of the user raises
+        raise LoweringError(_failed(function, error)) from error
     return found.reshape(shape)
+
+
+def _failed(function: Callable[..., Any], error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    hint = "; choose with torch.where instead of `if`" if "data-dependent control flow" in reason else ""
+    return (
+        f"{getattr(function, '__name__', 'a function')}, which tracing kept as a call, fails for the indices of cells: "
+        f"{type(error).__name__}: {reason}{hint}"
+    )
 
 
 def _sizes(value: Any, depth: int) -> list[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.sdpa import ScoreMod
-from flexmask.text import as_mask
 
 __all__ = ["attention_weights"]
 
@@ -19,7 +18,7 @@ MAX_BYTES = 4 * 2**30
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     *,
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
@@ -30,7 +29,7 @@ def attention_weights(
     Args:
         query: ``[B, H, q_len, d_head]``, as ``return_qk`` of :class:`flexmask.MultiheadFlexAttention` gives it.
         key: ``[B, H_kv, kv_len, d_head]``; ``H_kv`` divides ``H``.
-        mask: what each query may see; None for everything.
+        mask: what each query may see: a mask, its text, or a ``mask_mod``; None for everything.
         scale: of the scores, by default ``1 / sqrt(d_head)``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as of FlexAttention; ``q_idx`` counts from 0.
         q_offset: position of the first query.
@@ -62,7 +61,8 @@ def attention_weights(
         )
         scores = score_mod(scores, b, h, q, kv)
     if mask is not None:
-        cells = as_mask(mask).dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+        mask = as_mask(mask, device=query.device)
+        cells = mask.dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)
         scores = scores.masked_fill(~cells, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(blind, 0)

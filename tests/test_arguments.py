@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.plotting.raster import picture
 
 
 @pytest.mark.parametrize(
@@ -154,13 +153,6 @@ FORGOTTEN: list[Callable[[], object]] = [
 def test_forgotten_parentheses_are_named(forgotten: Callable[[], object]) -> None:
     with pytest.raises(fm.OperandError, match=r"the function causal: call it, causal\(\)"):
         forgotten()
-
-
-@pytest.mark.parametrize("lower", [fm.explain, picture])
-@pytest.mark.parametrize("given", ["causal", lambda b, h, q, kv: q >= kv], ids=["text", "function"])
-def test_what_is_no_mask_is_not_lowered(lower: Callable[..., object], given: Any) -> None:
-    with pytest.raises(fm.OperandError, match=r"wanted a mask, got (str|function)"):
-        lower(given, 4)
 
 
 @pytest.mark.parametrize("data", [(1, 2), ([1], 2), (1, [2])], ids=str)

@@ -69,7 +69,7 @@ def test_commands_options_and_files() -> None:
 def test_names_of_plugins_and_their_signatures() -> None:
     complete = BashComplete(main, {}, "flexmask", "_FLEXMASK_COMPLETE")
     (item,) = complete.get_completions(["list"], "sliding_w")
-    assert item.help == "(left=..., right=..., *, size=None)"
+    assert item.help == "(*, left=..., right=..., size=None)"
 
 
 ASKED = """

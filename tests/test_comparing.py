@@ -116,8 +116,8 @@ def test_text() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(OperandError, match=r"got str; flexmask.parse"):
-        fm.causal().equals("causal", 4)  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match=r"other must be a Mask, its text or a mask_mod function, got int 3"):
+        fm.causal().equals(3, 4)  # type: ignore[arg-type]
     with pytest.raises(LoweringError, match="two sizes of batch: 2 and 3"):
         fm.key_padding([1, 2]).equals(fm.key_padding([1, 2, 3]), 4)
     with pytest.raises(LoweringError, match="at most kv_len = 4, got 5"):

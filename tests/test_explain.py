@@ -161,7 +161,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["no_such_module:mask"], "cannot import no_such_module"),
     (["module_that_fails:mask"], "cannot import module_that_fails: ValueError: half written"),
     (["masks_to_explain:mask_mode"], "has no mask_mode. Did you mean mask_mod"),
-    (["masks_to_explain:number"], "neither a mask nor a function"),
+    (["masks_to_explain:number"], "must be a Mask, its text or a mask_mod function, got int"),
     (["masks_to_explain:broken"], "too many positional"),
     (["casual"], "causal"),
     (["causal", "--seq-len", "0"], "0"),

@@ -13,10 +13,10 @@ import torch
 import flexmask as fm
 from flexmask import LoweringError, attention, b, kv, q
 from flexmask.analysis import analyse
+from flexmask.conversion import as_mask
 from flexmask.packing import document_ids
 from flexmask.preparation import frame_of
 from flexmask.tables import Literal, along
-from flexmask.text import as_mask
 from tests import oracle
 
 

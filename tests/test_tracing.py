@@ -430,7 +430,19 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("too few arguments", lambda b, h, q: q > 1, fm.OperandError, "too many positional"),
     ("too many arguments", lambda b, h, q, kv, x: q > 1, fm.OperandError, "missing a required argument: 'x'"),
     ("number", 3, fm.OperandError, "int 3"),
-    ("text", "causal", fm.OperandError, "str 'causal'"),
+    ("text", "causal", fm.OperandError, r"str 'causal'; flexmask.parse reads a text"),
+    ("class", torch.Tensor, fm.OperandError, "got the class Tensor; give an object"),
+    ("class of a function", type(lambda: 0), fm.OperandError, "got the class function"),
+    ("module of another signature", torch.nn.Linear(2, 2), fm.OperandError, "Linear: too many positional"),
+    ("mask that is not called", fm.causal, fm.OperandError, r"the function causal: call it, causal\(\)"),
+    ("mask of four arguments", fm.sliding_tile, fm.OperandError, r"call it with its arguments, sliding_tile\(canvas, "),
+    ("score_mod", lambda score, b, h, q, kv: score, fm.OperandError, "a score_mod is given as score_mod="),
+    (
+        "function that makes a mask",
+        lambda b, h, q, kv: fm.causal(),
+        fm.TraceError,
+        "gives a mask, causal, .* give that mask itself",
+    ),
     ("tensor", torch.ones(3, 3), fm.OperandError, "Tensor"),
     ("index", lambda b, h, q, kv: q - kv, fm.TraceError, r"\[\] and torch\.int64; compare"),
     ("float", lambda b, h, q, kv: (q > kv).float(), fm.TraceError, r"torch\.float32"),
@@ -462,7 +474,7 @@ def test_questions_have_no_expression(name: str, function: Any) -> None:
     with pytest.raises(fm.TraceError, match=name):
         fm.trace(function, strict=True)
     mask = fm.trace(function)
-    with pytest.raises(Exception, match=r"vmap|item|data-dependent|data pointer"):
+    with pytest.raises(fm.LoweringError, match=r"fails for the indices of cells.*(vmap|item|data-dependent|data pointer)"):
         mask.dense(4, batch=1, heads=1)
 
 
@@ -475,6 +487,19 @@ def test_errors_of_the_function_are_its_own(strict: bool) -> None:
         fm.trace(broken, strict=strict)
     with pytest.raises(NameError, match="lenghts"):
         fm.trace(lambda b, h, q, kv: q >= lenghts[b], strict=strict)  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_errors_of_a_function_that_is_called_for_cells_name_it() -> None:
+    def of_numbers(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= {0: kv}[int(q)]
+
+    mask = fm.trace(of_numbers)
+    for lower in (mask.dense, mask.block_mask, mask.stats):
+        with pytest.raises(fm.LoweringError, match="of_numbers, which tracing kept as a call, fails") as caught:
+            lower(4, batch=1, heads=1)
+        assert caught.value.__cause__ is not None
+    with pytest.raises(fm.LoweringError, match=r"choose with torch\.where instead of `if`"):
+        fm.trace(lambda b, h, q, kv: q > 3 if q > kv else kv > 3).dense(4, batch=1, heads=1)
 
 
 def test_random_numbers_are_refused() -> None:

@@ -190,8 +190,8 @@ def test_differences_of_long_masks_are_never_lost() -> None:
 def test_what_cannot_be_shown_together_is_refused() -> None:
     with pytest.raises(RenderError, match="against="):
         picture(fm.causal(), 4, against=fm.full(), why=True)
-    with pytest.raises(OperandError, match="wanted a mask, got str"):
-        picture(fm.causal(), 4, against="full")  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match="against must be a Mask, its text or a mask_mod function, got int 3"):
+        picture(fm.causal(), 4, against=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

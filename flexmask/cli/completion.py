@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from click.shell_completion import CompletionItem
 
 from flexmask import registry
+from flexmask.cli.output import aside
 from flexmask.errors import FlexmaskError
 from flexmask.naming import NAMES, signature_of
 
@@ -40,7 +41,7 @@ def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: 
 
 def _names() -> list[str]:
     """The names that there are; what is wrong with plugins is said elsewhere."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), aside():
         warnings.simplefilter("ignore")
         try:
             return registry.names()

@@ -1,54 +1,51 @@
-"""The ``flexmask`` command that holds the others, and the one place where errors become messages and exit codes."""
+"""The ``flexmask`` command that holds the others."""
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
 
 import flexmask
-from flexmask.cli.messages import Refused, message_of
+from flexmask.cli.exits import Ended, exit_code
 from flexmask.cli.output import say
-from flexmask.errors import FlexmaskError, PluginWarning
+from flexmask.errors import PluginWarning
 
 __all__ = ["main"]
 
-#: What a shell reports of a program that SIGINT or SIGPIPE ended: 1 would say that something differs.
-INTERRUPTED, UNREAD = 130, 141
-
 
 class Commands(click.Group):
-    """A group whose commands report the library's errors as messages, with exit code 2, and warnings about plugins in a line."""
+    """A group that ends with the exit codes of its help, and whose commands report warnings about plugins in a line."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        run = partial(super().main, *args, **{**options, "standalone_mode": False})
+        if not options.get("standalone_mode", True):
+            return run()
+        sys.exit(exit_code(run))
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        with _kept_from_click():  # the help is printed here
+            return super().make_context(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         with warnings.catch_warnings(), _current_folder():
             warnings.showwarning = _in_a_line(warnings.showwarning)
-            try:
+            with _kept_from_click():
                 return super().invoke(ctx)
-            except FlexmaskError as error:
-                raise Refused(message_of(error)) from error
-            except (MemoryError, RuntimeError) as error:
-                if isinstance(error, MemoryError) or _is_out_of_memory(error):
-                    raise Refused("there is not enough memory for lengths and blocks of this size") from error
-                raise
-            except (BrokenPipeError, SystemExit) as error:
-                if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich exits at once
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is still to be written
-                    ctx.exit(UNREAD)
-                raise
-            except KeyboardInterrupt:
-                say("\nstopped", err=True)
-                ctx.exit(INTERRUPTED)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's allocator has no more, on a device or, where the error has no name of its own, on the CPU."""
-    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+@contextmanager
+def _kept_from_click() -> Iterator[None]:
+    """What click makes exit code 1 of, which is an answer here, and what may be one by the code that a user's function gives."""
+    try:
+        yield
+    except (BrokenPipeError, EOFError, KeyboardInterrupt, SystemExit) as error:
+        raise Ended from error
 
 
 @contextmanager
@@ -92,7 +89,8 @@ def main() -> None:
     Exit codes:
       0  all is well
       1  the masks differ (diff), or something does not agree (check)
-      2  bad input; the message is on stderr
+      2  bad input, also a function that fails; the message is on stderr
+      3  no answer: the command failed, or its output could not be written
 
     \b
     Completion of commands, options and names of masks in the shell, for its start-up file:

@@ -14,7 +14,7 @@ from flexmask import registry
 from flexmask.cli.completion import complete_name
 from flexmask.cli.inputs import json_option
 from flexmask.cli.messages import Refused
-from flexmask.cli.output import Cell, Row, heading, print_json, print_table, say
+from flexmask.cli.output import Cell, Row, aside, heading, print_json, print_table, say
 from flexmask.naming import NAMES, nearest, signature_of
 
 __all__ = ["list_masks"]
@@ -38,14 +38,15 @@ def list_masks(name: str | None, as_json: bool) -> None:
       flexmask list sliding_window
       flexmask list --json
     """
+    with aside():  # plugins may print while they are imported
+        names = registry.names() if name is None else []
+        define = None if name is None else registry.find(name)
     if name is None:
-        names = registry.names()
         if as_json:
             print_json([_entry(each) for each in names])
         else:
             print_table(_rows(names), heading("mask", "a query sees a key where"))
         return
-    define = registry.find(name)
     if define is None:
         raise Refused(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
     if as_json:

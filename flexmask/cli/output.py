@@ -10,13 +10,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from itertools import zip_longest
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
 import click
 
-__all__ = ["Cell", "Row", "heading", "print_json", "print_table", "printable", "say"]
+__all__ = ["Cell", "Row", "aside", "heading", "print_json", "print_table", "printable", "say"]
 
 #: What stands for a sign that the output cannot show.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
@@ -50,6 +51,33 @@ def say(text: str, *, err: bool = False) -> None:
     """Prints a text, or with ``err`` writes it to stderr; in colours only on a terminal, and never where NO_COLOR is set."""
     colour = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
     click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=colour)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What is printed meanwhile, such as by a module of the user, goes to stderr and so is no part of an answer."""
+    with _descriptor_aside(), redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def _descriptor_aside() -> Iterator[None]:
+    """The same for what another process or a library prints, where the output is a file or terminal."""
+    stream = sys.stdout
+    try:
+        stream.flush()
+        out, err = stream.fileno(), sys.stderr.fileno()
+        kept = os.dup(out)
+    except OSError:
+        yield
+        return
+    os.dup2(err, out)
+    try:
+        yield
+    finally:
+        stream.flush()
+        os.dup2(kept, out)
+        os.close(kept)
 
 
 def printable(text: str, encoding: str | None) -> str:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from threading import Lock, Timer
 from typing import TYPE_CHECKING
 
+from flexmask.cli.output import aside
+
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -21,18 +23,20 @@ DELAY = 0.7
 def working(doing: str) -> Iterator[Callable[[str], None]]:
     """Shows what is being done while it lasts, if it lasts; gives a function that changes the text.
 
-    Nothing is shown where stderr is no terminal. What is printed has to wait until it is over.
+    Nothing is shown where stderr is no terminal. What is printed has to wait until it is over: what prints meanwhile is a
+    function or module of the user, which :func:`flexmask.cli.output.aside` keeps out of the answer.
     """
     sign = _Sign(doing)
     timer = Timer(DELAY, sign.show)
     if sys.stderr.isatty():
         timer.daemon = True
         timer.start()
-    try:
-        yield sign.say
-    finally:
-        timer.cancel()
-        sign.remove()
+    with aside():
+        try:
+            yield sign.say
+        finally:
+            timer.cancel()
+            sign.remove()  # rich puts the output back that it has found
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from flexmask.algebra import Mask
 from flexmask.cli.messages import Refused
@@ -15,43 +14,40 @@ __all__ = ["referred", "referred_mask"]
 
 
 def referred_mask(reference: str) -> Mask:
-    """The mask that ``module:name`` refers to, or that the ``mask_mod`` of that name computes.
+    """The mask that ``module:name`` refers to, or that the text or ``mask_mod`` of that name is.
 
     Raises:
-        Refused: there is no such module or name, the module fails, or it is neither a mask nor a function.
-        FlexmaskError: the function is no ``mask_mod``.
+        Refused: there is no such module or name, the module fails, or the function does.
+        FlexmaskError: it is neither a mask, a text nor a ``mask_mod``.
     """
     found = referred(reference)
-    if isinstance(found, Mask):
-        return found
-    from flexmask.tracing.trace import trace
+    from flexmask.conversion import as_mask
 
     try:
-        return trace(found)
+        return as_mask(found, reference)
     except FlexmaskError:
         raise
-    except Exception as error:  # whatever a user's function raises is theirs to mend
+    except Exception as error:  # whatever a user's function raises is theirs to correct
         raise Refused(f"{reference} fails: {type(error).__name__}: {error}") from error
 
 
-def referred(reference: str) -> Mask | Callable[..., Any]:
-    """The mask or function that ``module:name`` refers to, as it is.
+def referred(reference: str) -> Any:
+    """What ``module:name`` refers to, as it is.
 
     Raises:
-        Refused: as for :func:`referred_mask`.
+        Refused: there is no such module or name, or the module fails.
     """
     module_name, _, names = reference.partition(":")
     try:
         found: Any = import_module(module_name)
-    except Exception as error:  # whatever a user's module raises is theirs to mend
+    except (Exception, SystemExit) as error:  # whatever a user's module raises is theirs to correct
         reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise Refused(f"cannot import {module_name}: {reason}") from error
     for name in names.split("."):
-        if not hasattr(found, name):
-            raise Refused(f"{module_name} has no {names}.{nearest(name, dir(found))}")
-        found = getattr(found, name)
-    if isinstance(found, Mask):
-        return found
-    if not callable(found):
-        raise Refused(f"{reference} is neither a mask nor a function of (b, h, q_idx, kv_idx), but {type(found).__name__}")
-    return cast(Callable[..., Any], found)
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise Refused(f"{module_name} has no {names}.{nearest(name, dir(found))}") from None
+        except Exception as error:  # as above
+            raise Refused(f"cannot read {name} of {reference}: {type(error).__name__}: {error}") from error
+    return found

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexmask.algebra import Mask
+    from flexmask.conversion import MaskLike
 
 __all__ = ["Contents", "Labelling", "Options", "key_labels", "lengths_with"]
 
@@ -29,7 +30,7 @@ class Contents(Labelling, total=False):
 
     block_size: int | tuple[int, int] | None
     why: bool
-    against: Mask | None
+    against: MaskLike | None
     max_pixels: tuple[int, int]
     max_blocks: tuple[int, int]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.plotting.annotations import Band, bands_of
@@ -20,7 +20,6 @@ from flexmask.plotting.density import Counts, MaskSlice
 from flexmask.plotting.options import key_labels, lengths_with
 from flexmask.plotting.selection import Selection, select
 from flexmask.plotting.tokens import Tokens, query_labels
-from flexmask.preparation import check_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +110,7 @@ class Picture:
 
 
 def picture(
-    mask: Mask,
+    mask: MaskLike,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,
@@ -120,7 +119,7 @@ def picture(
     q_offset: int | Tensor = 0,
     block_size: int | tuple[int, int] | None = None,
     why: bool = False,
-    against: Mask | None = None,
+    against: MaskLike | None = None,
     tokens: Tokens | None = None,
     kv_tokens: Tokens | None = None,
     bands: bool = True,
@@ -139,7 +138,8 @@ def picture(
         q_offset: position of the first query.
         block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
         why: shows which term of the mask hides each cell; where several do, the first in reading order.
-        against: another mask (B): which cells both masks show, only the first (A), only the other, or neither.
+        against: another mask (B), its text, or a ``mask_mod``: which cells both masks show, only the first (A), only the other,
+            or neither.
         tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and of the keys as well
             unless ``kv_tokens`` is given; later queries have the later ones.
         kv_tokens: labels of the keys, where they are others.
@@ -153,9 +153,9 @@ def picture(
             many as positions, ``against`` together with ``why`` or blocks, or what :meth:`flexmask.Mask.rows` raises.
         OperandError: an index or block size that is not a positive integer, or tokens that are no texts.
     """
-    check_mask(mask)
+    mask = as_mask(mask)
     if against is not None:
-        check_mask(against)
+        against = as_mask(against, "against")
         if why or block_size is not None:
             raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
     block = _block_size(block_size)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmask.algebra import Mask, Truth
 from flexmask.catalogue import dense
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
 from flexmask.lowering.dense import dense as mask_cells
@@ -21,14 +22,13 @@ from flexmask.plotting.raster import Picture, Scores, picture
 from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
 from flexmask.plotting.tokens import query_labels
 from flexmask.preparation import frame_of
-from flexmask.text import as_mask
 
 __all__ = ["score_picture", "score_sheet"]
 
 
 def score_picture(
     weights: Tensor,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     *,
     batch: int = 0,
     head: int | None = None,
@@ -53,7 +53,7 @@ def score_picture(
 
 def score_sheet(
     weights: Tensor,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     *,
     batch: Indices = 0,
     head: Indices = "all",
@@ -89,9 +89,9 @@ class _Shown:
     cells: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, mask: Mask | str | None, options: Labelling) -> _Shown:
+    def of(cls, weights: Tensor, mask: MaskLike | None, options: Labelling) -> _Shown:
         batch, heads, q_len, kv_len = weights.shape
-        whole = Truth(True) if mask is None else as_mask(mask)
+        whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
         frame = frame_of(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
         text = "attention weights" if mask is None else shortened(str(whole))
         return cls(whole, text, frame, mask_cells(frame).expand(weights.shape))

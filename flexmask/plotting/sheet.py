@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 
+from flexmask.conversion import as_mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.caption import selection_notes, shortened
 from flexmask.plotting.categories import MAX_TERMS
@@ -15,7 +16,6 @@ from flexmask.plotting.options import Contents, Options, lengths_with
 from flexmask.plotting.raster import Picture, picture
 from flexmask.plotting.selection import select
 from flexmask.plotting.terms import terms
-from flexmask.preparation import check_mask
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
@@ -69,10 +69,13 @@ def sheet(
     Raises:
         RenderError: more than 64 pictures, or what :func:`flexmask.plotting.raster.picture` raises.
     """
-    check_mask(mask)
+    mask = as_mask(mask)
+    masks = [mask]
+    if (against := options.get("against")) is not None:
+        masks.append(as_mask(against, "against"))
+        options["against"] = masks[1]
     queries, keys = lengths_with(mask, q_len, kv_len, options)
-    against, offset = options.get("against"), options.get("q_offset", 0)
-    start = select([mask] if against is None else [mask, against], queries, keys, 0, 0, offset)
+    start = select(masks, queries, keys, 0, 0, options.get("q_offset", 0))
     places = panel_indices(batch, head, start.batches, start.heads)
     heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # picture refuses the others
     split = len({term for h in heads for term in terms(mask, h)}) <= MAX_TERMS

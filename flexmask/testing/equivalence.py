@@ -7,20 +7,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.lowering.dense import cells_of
 from flexmask.preparation import frame_of
 from flexmask.testing.backends import Backend, check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
 from flexmask.testing.lowerings import check_lowerings
 from flexmask.testing.settings import Reference, Setting, reference_cells, setting_of
-from flexmask.text import as_mask
 
 __all__ = ["agreement", "assert_equivalent", "assert_subset"]
 
 
 def assert_equivalent(
-    mask: Mask | str,
+    mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,
@@ -44,12 +43,12 @@ def assert_equivalent(
     not a mask that says something else than its author meant: only a reference does.
 
     Args:
-        mask: the mask or its text. Its tensors are moved to the device.
+        mask: the mask, its text, or a ``mask_mod``. Its tensors are moved to the device.
         q_len: queries. This and what follows is as for every lowering.
         kv_len: keys, by default as many as queries.
-        reference: what the mask should be: a mask; a function ``(b, h, q_idx, kv_idx) -> bool``, called as FlexAttention calls a
-            ``mask_mod``, with queries that count from 0 and captured tensors on the device; or ``bool[q_len, kv_len]``,
-            ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``.
+        reference: what the mask should be: a mask or its text; a function ``(b, h, q_idx, kv_idx) -> bool``, called as
+            FlexAttention calls a ``mask_mod``, with queries that count from 0 and captured tensors on the device; or
+            ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``.
         batch: sequences, by default as many as the mask or the reference have.
         heads: heads, likewise.
         q_offset: position of the first query.
@@ -95,8 +94,8 @@ def agreement(
 
 
 def assert_subset(
-    mask: Mask | str,
-    other: Mask | str,
+    mask: MaskLike,
+    other: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,
@@ -108,8 +107,8 @@ def assert_subset(
     """Asserts that everything that a mask shows another shows too. At any length: see :meth:`flexmask.Mask.difference`.
 
     Args:
-        mask: the mask that shows less, or its text.
-        other: the mask that shows more, or its text.
+        mask: the mask that shows less, its text, or a ``mask_mod``.
+        other: the mask that shows more, given in one of these forms.
         q_len: queries. This and what follows is as for every lowering.
         kv_len: keys, by default as many as queries.
         batch: sequences.
@@ -122,7 +121,7 @@ def assert_subset(
         LoweringError: one of them cannot be lowered at these lengths.
     """
     __tracebackhide__ = True
-    mask, other = as_mask(mask), as_mask(other)
+    mask, other = as_mask(mask, device=device), as_mask(other, "other", device=device)
     found = mask.difference(other, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
     if found.first_self is None:
         return

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
 from flexmask.testing.settings import check_size
-from flexmask.text import as_mask
 
 __all__ = ["assert_no_leak"]
 
@@ -25,11 +26,11 @@ MEND = "check fewer or shorter sequences"
 
 def assert_no_leak(
     function: Callable[..., Any],
-    mask: Mask | str | Sequence[Mask | str],
+    mask: MaskLike | Sequence[MaskLike],
     x: Any,
     *,
     context: Tensor | None = None,
-    self_mask: Mask | str | None = None,
+    self_mask: MaskLike | None = None,
     layers: int = 1,
     embed: Callable[[Tensor], Tensor] | None = None,
     heads: int | None = None,
@@ -55,7 +56,8 @@ def assert_no_leak(
 
     Args:
         function: a module or function.
-        mask: what each query may see, a mask or its text; several for a model whose layers differ, the first layer's first.
+        mask: what each query may see, a mask, its text, or a ``mask_mod``; a list of them for a model whose layers differ, the
+            first layer's first.
         x: ``[B, length, ...]`` floating point, or integer tokens ``[B, length]``.
         context: ``[B, kv_len, ...]`` of cross-attention, which is what is checked then; ``mask`` is for it.
         self_mask: the mask of the self-attention that a model with ``context`` has besides; then ``x`` is checked too.
@@ -77,14 +79,14 @@ def assert_no_leak(
     if not isinstance(x, Tensor) or not callable(function) or mask is None:
         kinds = f"{type(function).__name__}, {type(mask).__name__} and {type(x).__name__}"
         raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
-    masks = [as_mask(part) for part in ([mask] if isinstance(mask, Mask | str) else mask)]
+    where = x.device if device is None else devices.found(device)
+    masks = [as_mask(part, device=where) for part in (mask if isinstance(mask, list | tuple) else [mask])]
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")
     if self_mask is not None and context is None:
         raise ExpressionError("self_mask is for a model with context=; in self-attention give the mask as mask")
     if context is not None and len(masks) > 1:
         raise ExpressionError(f"with context there is one mask for it, got {len(masks)}")
-    where = torch.device(device) if device is not None else x.device
     for part in (function, embed):
         if device is not None and isinstance(part, nn.Module):
             part.to(where)
@@ -96,12 +98,12 @@ def assert_no_leak(
             raise OperandError(
                 f"{name} must be [B, length, ...] of floating point numbers or integer tokens, got {list(value.shape)}"
             )
-    given = {"mask": mask if isinstance(mask, str | Mask) else masks} if _takes_mask(function) else {}
+    given = {"mask": masks if isinstance(mask, list | tuple) else masks[0]} if _takes_mask(function) else {}
     call = Call(function, inputs, given, torch.Generator().manual_seed(seed))
     call.check()
     rules = [_Rule("x", masks, layers, heads)]
     if context is not None:
-        around = None if self_mask is None else as_mask(self_mask)
+        around = None if self_mask is None else as_mask(self_mask, "self_mask", device=where)
         rules = [_Rule("context", masks, layers, heads, around)]
         rules += [] if around is None else [_Rule("x", [around], layers, heads)]
     for rule in rules:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
+from flexmask.naming import uncalled
 from flexmask.preparation import frame_of
-from flexmask.text import as_mask
 
 __all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "reference_cells", "setting_of"]
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Reference: TypeAlias = Mask | MaskMod | Tensor
+Reference: TypeAlias = MaskLike | Tensor
 
 #: Cells that are checked at most, over all sequences and heads: their scores in float64 take 32 MiB.
 MAX_CELLS = 2**22
@@ -80,7 +82,7 @@ def check_size(shape: tuple[int, ...], mend: str) -> None:
 
 
 def setting_of(
-    mask: Mask | str,
+    mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,
@@ -96,15 +98,16 @@ def setting_of(
         LoweringError: the mask cannot be lowered so, or there are too many cells to check each.
         OperandError: ``mask`` or ``reference`` is of a wrong type.
     """
-    mask = as_mask(mask).to(device)
+    where = devices.found(device)
+    mask = as_mask(mask, device=where).to(where)
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.to(device)
-    frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, device)
+        q_offset = q_offset.to(where)
+    frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, where)
     said = [(frame.full_batch, frame.heads if heads is None else heads)]
     if isinstance(q_offset, Tensor):
         said.append((q_offset.numel(), 1))
-    if isinstance(reference, Mask):
-        its = frame_of(reference.to(device), q_len, kv_len, batch, heads, q_offset, device)
+    if isinstance(reference, Mask | str):
+        its = frame_of(as_mask(reference, device=where).to(where), q_len, kv_len, batch, heads, q_offset, where)
         said.append((its.full_batch, its.heads))
     elif isinstance(reference, Tensor):
         shape = _four(reference).shape
@@ -121,8 +124,8 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
     Raises:
         OperandError: it is neither a mask, a function nor a boolean tensor that fits, or the function cannot be called.
     """
-    if isinstance(reference, Mask):
-        return reference.to(setting.device).dense(**setting.lowering).expand(setting.shape)
+    if isinstance(reference, Mask | str):
+        return as_mask(reference, device=setting.device).to(setting.device).dense(**setting.lowering).expand(setting.shape)
     if isinstance(reference, Tensor):
         cells = _four(reference).to(setting.device)
         if any(size not in (1, wanted) for size, wanted in zip(cells.shape[:2], setting.shape[:2], strict=True)) or (
@@ -133,10 +136,12 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
             )
         return cells.expand(setting.shape)
     if not callable(reference):
-        raise OperandError(f"reference must be a Mask, a mask_mod or a boolean tensor, got {type(reference).__name__}")
+        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got {type(reference).__name__}")
+    if hint := uncalled(reference):
+        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got a function: {hint}")
     try:
         found = setting.cells(reference)
-    except Exception as error:  # whatever a user's function raises is theirs to mend
+    except Exception as error:  # whatever a user's function raises is theirs to correct
         name = getattr(reference, "__name__", type(reference).__name__)
         raise OperandError(
             f"the reference {name} cannot be called as FlexAttention calls a mask_mod(b, h, q_idx, kv_idx): "

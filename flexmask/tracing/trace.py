@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flexmask import devices
 from flexmask.algebra import Mask
 from flexmask.errors import OperandError, TraceError
 from flexmask.index import b, h, kv, q
+from flexmask.naming import uncalled
 from flexmask.opaque import Opaque
 from flexmask.recognition import recognise
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
@@ -59,7 +61,7 @@ def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.devi
     if isinstance(mask_mod, Mask):
         return mask_mod
     _check_function(mask_mod)
-    cells = Cells(torch.device(device))
+    cells = Cells(devices.found(device))
     try:
         with _Tracing(cells, strict):
             found = mask_mod(*(cells.symbol(name) for name in ("b", "h", "q", "kv")))
@@ -73,14 +75,24 @@ def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.devi
 
 
 def _check_function(mask_mod: object) -> None:
+    wanted = "wanted a function of (b, h, q_idx, kv_idx)"
+    if isinstance(mask_mod, str):
+        raise OperandError(f"{wanted}, got str {mask_mod!r}; flexmask.parse reads a text")
+    if isinstance(mask_mod, type):
+        raise OperandError(f"{wanted}, got the class {mask_mod.__name__}; give an object of it that can be called, or a function")
     if not callable(mask_mod):
-        raise OperandError(f"wanted a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__} {mask_mod!r}")
+        raise OperandError(f"{wanted}, got {type(mask_mod).__name__} {mask_mod!r}")
+    if hint := uncalled(mask_mod):
+        raise OperandError(f"{wanted}, got the function {_name(mask_mod)}: {hint}")
     try:
-        inspect.signature(mask_mod).bind(b, h, q, kv)
-    except TypeError as error:
-        raise OperandError(f"wanted a function of (b, h, q_idx, kv_idx); {_name(mask_mod)}: {error}") from None
+        signature = inspect.signature(mask_mod.forward if isinstance(mask_mod, torch.nn.Module) else mask_mod)
     except ValueError:
-        pass  # functions written in C tell no signature
+        return  # functions written in C tell no signature
+    try:
+        signature.bind(b, h, q, kv)
+    except TypeError as error:
+        hint = "; a score_mod is given as score_mod=" if len(signature.parameters) == 5 else ""
+        raise OperandError(f"{wanted}; {_name(mask_mod)}: {error}{hint}") from None
 
 
 def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
@@ -88,6 +100,8 @@ def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
         found = cells.lift(found)
     if isinstance(found, bool):
         found = cells.lift(found)
+    if isinstance(found, Mask):
+        raise TraceError(f"{_name(mask_mod)} gives a mask, {found.brief()}, where a truth value is wanted; give that mask itself")
     if not isinstance(found, Traced) or found.dim() != 0 or found.dtype != torch.bool:
         kind = "a tensor" if isinstance(found, Tensor) else type(found).__name__
         shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else ""

@@ -21,7 +21,7 @@ from flexmask.plotting.sheet import Indices, Sheet
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.algebra import Mask
+    from flexmask.conversion import MaskLike
 
 __all__ = ["draw_sheet", "plot_score_panels", "save_sheet"]
 
@@ -36,7 +36,7 @@ TEXT_WIDTH, PANEL_WIDTH = 4.2, 1.5
 
 def plot_score_panels(
     weights: Tensor,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     *,
     batch: Indices = 0,
     head: Indices = "all",

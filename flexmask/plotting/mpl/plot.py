@@ -31,7 +31,7 @@ from flexmask.plotting.scores import score_picture
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.algebra import Mask
+    from flexmask.conversion import MaskLike
 
 __all__ = ["DPI", "draw", "fit", "new_figure", "plot_scores", "save", "style", "write"]
 
@@ -58,7 +58,7 @@ STYLE: dict[str, Any] = {
 
 def plot_scores(
     weights: Tensor,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     *,
     batch: int = 0,
     head: int | None = None,
