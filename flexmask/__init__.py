@@ -74,6 +74,7 @@ from flexmask.tables import Table, param, table
 from flexmask.text import parse
 
 if TYPE_CHECKING:
+    from flexmask.aligning import AlignedDocuments, align_documents
     from flexmask.analysis import RowBounds
     from flexmask.comparing import Difference
     from flexmask.drop_in import create_block_mask
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlignedDocuments",
     "Difference",
     "DuplicateNameError",
     "Explanation",
@@ -112,6 +114,7 @@ __all__ = [
     "Table",
     "TextError",
     "TraceError",
+    "align_documents",
     "attention",
     "attention_weights",
     "b",
@@ -182,6 +185,7 @@ __all__ = [
 ]
 
 _HEAVY = {
+    "AlignedDocuments": "flexmask.aligning",
     "MultiheadFlexAttention": "flexmask.nn",
     "Difference": "flexmask.comparing",
     "Explanation": "flexmask.explaining",
@@ -190,6 +194,7 @@ _HEAVY = {
     "RowBounds": "flexmask.analysis",
     "Rows": "flexmask.rows",
     "Stats": "flexmask.lowering.stats",
+    "align_documents": "flexmask.aligning",
     "attention": "flexmask.functional",
     "attention_weights": "flexmask.weights",
     "choose_backend": "flexmask.functional",

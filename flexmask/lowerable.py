@@ -140,7 +140,8 @@ class Lowerable(Node):
             block_size: tokens in a block, or the pair (queries, keys).
             form: see :meth:`mask_mod`.
             separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which kernels do not call
-                ``mask_mod``. False gives all keys of a row one order, which batch-invariant numerics need.
+                ``mask_mod``. False gives the key blocks of a row one order, which batch-invariant numerics need: see
+                :func:`flexmask.align_documents`.
         """
         from flexmask.lowering.block_mask import block_mask
 

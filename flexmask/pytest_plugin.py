@@ -8,9 +8,12 @@ It is loaded wherever flexmask is installed, and imports torch only when a fixtu
     def test_my_model(assert_no_leak):
         assert_no_leak(Model().eval(), my_mask(), torch.randn(2, 32, 64), layers=4)
 
-``assert_equivalent`` and ``assert_no_leak`` are those of :mod:`flexmask.testing` on the device ``flexmask_device``. That is the
-CPU unless ``--flexmask-device`` says another; given several times, tests that use one of the fixtures run on each device. A
-device that is not there is an error, not a skipped test.
+    def test_my_numbers(assert_batch_invariant):
+        assert_batch_invariant(Model().eval(), torch.randn(700, 64), [300, 150, 250])
+
+``assert_equivalent``, ``assert_no_leak`` and ``assert_batch_invariant`` are those of :mod:`flexmask.testing` on the device
+``flexmask_device``. That is the CPU unless ``--flexmask-device`` says another; given several times, tests that use one of the
+fixtures run on each device. A device that is not there is an error, not a skipped test.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from functools import partial
 
 import pytest
 
-__all__ = ["assert_equivalent", "assert_no_leak", "flexmask_device", "pytest_addoption", "pytest_generate_tests"]
+__all__ = [
+    "assert_batch_invariant",
+    "assert_equivalent",
+    "assert_no_leak",
+    "flexmask_device",
+    "pytest_addoption",
+    "pytest_generate_tests",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,3 +78,11 @@ def assert_no_leak(flexmask_device: str) -> Callable[..., None]:
     from flexmask import testing
 
     return partial(testing.assert_no_leak, device=flexmask_device)
+
+
+@pytest.fixture
+def assert_batch_invariant(flexmask_device: str) -> Callable[..., None]:
+    """:func:`flexmask.testing.assert_batch_invariant` on the device of the checks."""
+    from flexmask import testing
+
+    return partial(testing.assert_batch_invariant, device=flexmask_device)

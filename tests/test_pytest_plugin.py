@@ -30,6 +30,12 @@ def test_obeys(assert_no_leak):
 def test_leaks(assert_no_leak):
     layer = fm.MultiheadFlexAttention(8, 8, 2)
     assert_no_leak(lambda x: layer(x, fm.causal()), MASK, torch.randn(2, 6, 8))
+
+def test_invariant(assert_batch_invariant):
+    assert_batch_invariant(lambda x, mask: x * 2, torch.randn(6, 8), [4, 2])
+
+def test_not_invariant(assert_batch_invariant):
+    assert_batch_invariant(lambda x, mask: x * x.shape[1], torch.randn(6, 8), [4, 2])
 """
 
 
@@ -41,8 +47,9 @@ def test_it_is_registered() -> None:
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess("-p", "no:randomly")
-    result.assert_outcomes(passed=2, failed=2)
+    result.assert_outcomes(passed=3, failed=3)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
+    result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
     result.stdout.no_fnmatch_line("*flexmask/testing/equivalence.py*")  # the traceback ends in the user's own line
 
 

@@ -1,0 +1,157 @@
+"""Documents packed so that each begins at a block, which makes their numbers independent of how they are packed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.errors import LoweringError, OperandError
+from flexmask.lowering.block_mask import sizes_of
+
+__all__ = ["AlignedDocuments", "align_documents"]
+
+
+@dataclass(frozen=True, eq=False)
+class AlignedDocuments:
+    """Where the tokens of documents stand in sequences in which each document begins at a block.
+
+    Attributes:
+        lengths: the tokens of each document, for each sequence.
+        ids: the document of each position, counted in its sequence, ``int64[B, length]``; -1 for padding. For
+            :func:`flexmask.document` and :func:`flexmask.per_document`.
+        position_ids: the position of each token in its document, ``int64[B, length]``; 0 for padding.
+        index: the position of each token, one document after the other, ``int64[tokens]``, counted over all sequences.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    ids: Tensor
+    position_ids: Tensor
+    index: Tensor
+
+    def pack(self, tokens: Tensor, fill: float = 0) -> Tensor:
+        """Tokens, one document after the other, at their positions.
+
+        Args:
+            tokens: ``[tokens, ...]``.
+            fill: what stands at the positions of padding.
+
+        Returns:
+            ``[B, length, ...]``.
+
+        Raises:
+            LoweringError: there are more or fewer tokens than the documents have.
+        """
+        if not tokens.dim() or tokens.shape[0] != self.index.numel():
+            raise LoweringError(f"the documents have {self.index.numel()} tokens, got a tensor {list(tokens.shape)}")
+        packed = tokens.new_full((self.ids.numel(), *tokens.shape[1:]), fill)
+        return packed.index_copy(0, self.index, tokens).view(*self.ids.shape, *tokens.shape[1:])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The tokens again, one document after the other, without padding.
+
+        Args:
+            packed: ``[B, length, ...]``.
+
+        Returns:
+            ``[tokens, ...]``.
+
+        Raises:
+            LoweringError: another number of sequences or positions.
+        """
+        if packed.shape[:2] != self.ids.shape:
+            raise LoweringError(f"the documents stand in [B, length] = {list(self.ids.shape)}, got {list(packed.shape)}")
+        return packed.flatten(0, 1).index_select(0, self.index)
+
+    def split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """The tokens of each document, ``[tokens of the document, ...]``, of ``packed`` as for :meth:`unpack`."""
+        return torch.split(self.unpack(packed), [tokens for sequence in self.lengths for tokens in sequence])
+
+
+def align_documents(
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    block_size: int | tuple[int, int] = 128,
+    *,
+    length: int | None = None,
+    device: torch.device | str | None = None,
+) -> AlignedDocuments:
+    """Packs documents so that each begins at a block, and no block holds tokens of two.
+
+    FlexAttention adds up what a row attends to block by block, so that in packed sequences the bits of its output depend on where
+    a document begins. Where that is at a block they do not, with ``mask.block_mask(..., separate_full_blocks=False)``: it gives
+    the key blocks of a row one order, also where the queries of a document come a few at a time::
+
+        documents = align_documents([300, 150, 250])
+        x = documents.pack(tokens)  # [1, 896, ...]: 384 + 256 + 256 positions
+        mask = causal() & document(documents.ids)
+        block_mask = mask.block_mask(x.shape[1], separate_full_blocks=False)
+        ...
+        answers = documents.unpack(out)  # [700, ...]
+
+    :func:`flexmask.testing.assert_batch_invariant` checks a model for it. Operators whose kernels are chosen by the size of the
+    batch, as matrix products and autotuned kernels are, can still tell how a document is packed; so can ``backend="sdpa"``, which
+    computes the sequences of a batch together.
+
+    Args:
+        lengths: the tokens of each document of one sequence, or for each sequence those of its documents; 0 for no document.
+        block_size: that of the BlockMask, or of the kernel where that has larger ones: an int or the pair (queries, keys).
+        length: positions of each sequence, a multiple of the block size; by default the fewest that hold all documents.
+        device: of the tensors; by default where ``lengths`` is, if that is a tensor (which is read), else the CPU.
+
+    Raises:
+        OperandError: ``lengths`` or ``length`` are not integers.
+        LoweringError: a negative length, no token at all, or too small a ``length`` or one that is no multiple.
+    """
+    step = math.lcm(*sizes_of(block_size))
+    if device is None:
+        device = lengths.device if isinstance(lengths, Tensor) else "cpu"
+    sequences = _sequences(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+    if min((tokens for sequence in sequences for tokens in sequence), default=0) < 0:
+        raise LoweringError(f"the lengths of documents must not be negative, got {lengths}")
+    if not any(map(any, sequences)):
+        raise LoweringError(f"there must be at least one token, got the lengths {lengths}")
+    spaces = [[-(-tokens // step) * step for tokens in sequence] for sequence in sequences]
+    least = max(map(sum, spaces))
+    length = least if length is None else _integer("length", length)
+    if length < least or length % step:
+        raise LoweringError(
+            f"length must be a multiple of {step} from {least} on, which the documents need aligned to blocks; got {length}"
+        )
+    ids = torch.full((len(sequences), length), -1)
+    positions, index = torch.zeros_like(ids), []
+    for row, (sequence, space) in enumerate(zip(sequences, spaces, strict=True)):
+        start = 0
+        for number, (tokens, taken) in enumerate(zip(sequence, space, strict=True)):
+            own = torch.arange(tokens)
+            ids[row, start : start + tokens], positions[row, start : start + tokens] = number, own
+            index.append(own + (row * length + start))
+            start += taken
+    found = tuple(map(tuple, sequences))
+    return AlignedDocuments(found, ids.to(device), positions.to(device), torch.cat(index).to(device))
+
+
+def _sequences(lengths: Any) -> list[list[int]]:
+    """The lengths of documents for each sequence."""
+    try:
+        nested = [part.tolist() if isinstance(part, Tensor) else part for part in lengths]
+    except TypeError:
+        raise OperandError(f"lengths must be integers, or a list of them for each sequence, got {lengths!r}") from None
+    many = [isinstance(part, Sequence) for part in nested]
+    if any(many) and not all(many):
+        raise OperandError(f"lengths must be integers, or a list of them for each sequence, got both: {lengths!r}")
+    rows = nested if any(many) else [nested]
+    return [[_integer("lengths", tokens) for tokens in row] for row in rows]
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise OperandError(f"{name} must be integers, got {value!r}") from None

@@ -1,0 +1,180 @@
+"""Whether a document gives the same bits however it is packed: ``assert_batch_invariant``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexmask.algebra import Mask
+from flexmask.aligning import AlignedDocuments, align_documents
+from flexmask.catalogue import causal, per_document
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.text import as_mask
+
+__all__ = ["assert_batch_invariant"]
+
+#: What a function under test may take besides its input.
+GIVEN = ("mask", "documents")
+
+
+def assert_batch_invariant(
+    function: Callable[..., Any],
+    x: Tensor,
+    lengths: Sequence[int],
+    *,
+    mask: Mask | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    gradients: bool = False,
+    device: torch.device | str | None = None,
+) -> None:
+    """Asserts that a document gives the same output, to the last bit, however it is packed with others.
+
+    Each document is computed alone, and then in one sequence with the others in order and in reverse, in two sequences, and as a
+    batch of one document in each sequence. Documents begin at blocks: see :func:`flexmask.align_documents`.
+
+    ``function`` is called as ``function(x, mask=mask)`` with ``x`` ``[B, length, ...]`` and the mask of the packed documents.
+    Where it has a parameter ``documents``, it gets the :class:`flexmask.AlignedDocuments` as well, for their ids and positions;
+    it needs only one of the two. Wrap it in a lambda where it wants another form::
+
+        def function(x, mask):
+            return model(x, mask.block_mask(x.shape[1], separate_full_blocks=False))
+
+        assert_batch_invariant(function, torch.randn(700, 64), lengths=[300, 150, 250])
+
+    Its output is ``[B, length, ...]``, and the same for the same input: put modules with dropout into ``eval()``. Of a tuple the
+    first item counts.
+
+    Args:
+        function: a module or function.
+        x: the tokens of the documents, one document after the other, ``[tokens, ...]``, floating point or integers.
+        lengths: the tokens of each document.
+        mask: the mask within each document, whose positions restart there, or its text; by default causal.
+        block_size: what documents are aligned to; 1 for not at all.
+        gradients: whether the gradients of ``x`` must be the same bits too.
+        device: where the check is done; ``x`` is moved there, and ``function`` where it is a module. By default where ``x`` is.
+
+    Raises:
+        AssertionError: a document gives other bits, or an output is not finite; the message says which document, in which
+            packing, and how far the numbers are apart.
+        ExpressionError: the function gives two outputs for one input.
+        LoweringError: fewer than two documents, or shapes that do not fit.
+        OperandError: an argument or the output is of a wrong type.
+    """
+    __tracebackhide__ = True
+    if not isinstance(x, Tensor) or not callable(function):
+        raise OperandError(f"wanted a function and a tensor, got {type(function).__name__} and {type(x).__name__}")
+    inner = causal() if mask is None else as_mask(mask)
+    sizes = [tokens for tokens in align_documents(lengths).lengths[0] if tokens]
+    if len(sizes) < 2 or not x.dim() or x.shape[0] != sum(sizes):
+        raise LoweringError(
+            f"x must be the tokens of two or more documents in a row; got {list(x.shape)} for the lengths {sizes}"
+        )
+    if gradients and not x.is_floating_point():
+        raise OperandError(f"gradients=True needs floating point input, got {x.dtype}")
+    where = x.device if device is None else torch.device(device)
+    if device is not None and isinstance(function, nn.Module):
+        function.to(where)
+    call = _Call(function, inner, x.detach().to(where).split(sizes), block_size, gradients)
+    alone = [call([[number]])[number] for number in range(len(sizes))]
+    for number, (out, *_) in enumerate(alone):
+        if out.is_floating_point() and not out.isfinite().all():
+            raise AssertionError(f"the output of document {number} alone is not finite, so that nothing can be said of it")
+    for found, wanted in zip(call([[0]])[0], alone[0], strict=True):
+        if _differs(found, wanted).any():
+            raise ExpressionError(
+                "the function gives two outputs for one input; put modules into eval(), and seed what is drawn inside of it"
+            )
+    for packing, sequences in _packings(len(sizes)):
+        for number, found_parts in call(sequences).items():
+            for what, found, wanted in zip(("output", "gradient"), found_parts, alone[number], strict=False):
+                if _differs(found, wanted).any():
+                    raise AssertionError(_difference(what, number, packing, block_size, found, wanted))
+
+
+def _packings(count: int) -> Iterator[tuple[str, list[list[int]]]]:
+    """Ways to pack documents, as their numbers in each sequence."""
+    numbers = list(range(count))
+    yield "in one sequence", [numbers]
+    yield "in one sequence in reverse", [numbers[::-1]]
+    yield "in two sequences", [numbers[1::2], numbers[::2]]
+    yield "as a batch of single documents", [[number] for number in numbers]
+
+
+class _Call:
+    """A function, with what it is called with."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mask: Mask,
+        parts: Sequence[Tensor],
+        block_size: int | tuple[int, int],
+        gradients: bool,
+    ) -> None:
+        self.function, self.mask, self.parts = function, mask, parts
+        self.block_size, self.gradients = block_size, gradients
+        draw = torch.Generator().manual_seed(0)
+        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw)]
+        try:
+            taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+        except ValueError:  # functions written in C tell no signature
+            taken = {}  # type: ignore[assignment]
+        self.taken = [name for name in GIVEN if name in taken]
+        if not self.taken:
+            raise OperandError(
+                "the function must have a parameter mask or documents, so that it can know how documents are packed"
+            )
+
+    def __call__(self, sequences: list[list[int]]) -> dict[int, tuple[Tensor, ...]]:
+        """The output of each document and, if asked for, the gradient of its tokens, in one way of packing."""
+        order = [number for sequence in sequences for number in sequence]
+        documents = align_documents(
+            [[self.parts[number].shape[0] for number in sequence] for sequence in sequences],
+            self.block_size,
+            device=self.parts[0].device,
+        )
+        x = documents.pack(torch.cat([self.parts[number] for number in order])).requires_grad_(self.gradients)
+        given = {"mask": per_document(self.mask, documents.ids), "documents": documents}
+        with torch.set_grad_enabled(self.gradients):
+            out = self.function(x, **{name: given[name] for name in self.taken})
+        out = out[0] if isinstance(out, tuple) else out
+        if not isinstance(out, Tensor):
+            raise OperandError(f"the function must give a tensor [B, length, ...], got {type(out).__name__}")
+        if out.shape[:2] != x.shape[:2]:
+            raise LoweringError(f"the output must be [B, length, ...] = {[*x.shape[:2]]} and more, got {list(out.shape)}")
+        found = [documents.split(out.detach())]
+        if self.gradients:
+            found.append(documents.split(self.gradient(out, x, documents, order)))
+        return dict(zip(order, zip(*found, strict=True), strict=True))
+
+    def gradient(self, out: Tensor, x: Tensor, documents: AlignedDocuments, order: list[int]) -> Tensor:
+        """The gradient of the input for weights of the output that each document has of its own; none for padding."""
+        weights = []
+        for number in order:
+            draw = torch.Generator().manual_seed(self.seeds[number])
+            weights.append(torch.randn(self.parts[number].shape[0], *out.shape[2:], generator=draw, dtype=torch.float64))
+        weight = documents.pack(torch.cat(weights).to(out.device, out.dtype))
+        return torch.autograd.grad(out, x, weight)[0]
+
+
+def _differs(found: Tensor, wanted: Tensor) -> Tensor:
+    """Which numbers of each token have other bits, ``bool[tokens, numbers]``."""
+    same_kind = [part.reshape(part.shape[0], -1).contiguous() for part in (found, wanted)]
+    bits, others = (part.view(torch.uint8).view(*part.shape, part.element_size()) for part in same_kind)
+    return (bits != others).any(-1)
+
+
+def _difference(what: str, number: int, packing: str, block_size: int | tuple[int, int], found: Tensor, wanted: Tensor) -> str:
+    wrong = _differs(found, wanted)
+    apart = (found.double() - wanted.double()).abs().max()
+    return (
+        f"the {what} of document {number} ({wanted.shape[0]} tokens) depends on its packing: {packing}, {int(wrong.sum()):,} of "
+        f"{wrong.numel():,} numbers differ from those of the document alone, the first at its token "
+        f"{int(wrong.any(1).nonzero()[0])}, by at most {float(apart):.1e}. Documents begin at multiples of {block_size} here: "
+        "align them to the blocks of the kernel, make the BlockMask with separate_full_blocks=False, and use kernels that do not "
+        "depend on the size of the batch"
+    )
