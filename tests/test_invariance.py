@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import AlignedDocuments, Mask, align_documents
+from flexmask.conversion import as_mask
 from flexmask.testing import assert_batch_invariant
 
 # ---------------------------------------------------------------- documents aligned to blocks
@@ -162,13 +163,13 @@ def blockwise(x: Tensor, mask: Mask) -> Tensor:
     return attend(x, call)
 
 
-MASKS = [None, fm.full(), "sliding_window(size=70)", fm.prefix_lm(100)]
+MASKS = [None, fm.full(), "sliding_window(size=70)", lambda b, h, q, kv: (kv < 100) | (kv <= q)]
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=["causal", "full", "a text", "a mask_mod"])
 def test_aligned_documents_give_the_same_bits(mask: Any) -> None:
     assert_batch_invariant(blockwise, TOKENS, LENGTHS, mask=mask)
-    mask = fm.causal() if mask is None else fm.parse(mask) if isinstance(mask, str) else mask
+    mask = fm.causal() if mask is None else as_mask(mask)
     documents = align_documents(LENGTHS)
     x, packed = documents.pack(TOKENS), fm.per_document(mask, documents.ids)
     torch.testing.assert_close(documents.unpack(blockwise(x, packed)), documents.unpack(whole(x, packed)), atol=1e-5, rtol=1e-5)
@@ -277,7 +278,7 @@ UNFIT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"function": lambda x, mask: x[:, 1:]}, fm.LoweringError, re.escape("[B, length, ...] = [1, 8]")),
     ({"function": lambda x, mask: torch.rand_like(x)}, fm.ExpressionError, "two outputs for one input"),
     ({"x": torch.arange(9), "gradients": True}, fm.OperandError, "floating point"),
-    ({"mask": 3}, fm.OperandError, "must be a Mask or its text"),
+    ({"mask": 3}, fm.OperandError, "mask must be a Mask, its text or a mask_mod"),
 ]
 
 

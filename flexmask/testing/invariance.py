@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flexmask.algebra import Mask
 from flexmask.aligning import AlignedDocuments, align_documents
 from flexmask.catalogue import causal, per_document
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.text import as_mask
 
 __all__ = ["assert_batch_invariant"]
 
@@ -26,7 +26,7 @@ def assert_batch_invariant(
     x: Tensor,
     lengths: Sequence[int],
     *,
-    mask: Mask | str | None = None,
+    mask: MaskLike | None = None,
     block_size: int | tuple[int, int] = 128,
     gradients: bool = False,
     device: torch.device | str | None = None,
@@ -52,7 +52,7 @@ def assert_batch_invariant(
         function: a module or function.
         x: the tokens of the documents, one document after the other, ``[tokens, ...]``, floating point or integers.
         lengths: the tokens of each document.
-        mask: the mask within each document, whose positions restart there, or its text; by default causal.
+        mask: the mask within each document, whose positions restart there, its text or a mask_mod; by default causal.
         block_size: what documents are aligned to; 1 for not at all.
         gradients: whether the gradients of ``x`` must be the same bits too.
         device: where the check is done; ``x`` is moved there, and ``function`` where it is a module. By default where ``x`` is.
