@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexmask.algebra import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
+from flexmask.conversion import MaskLike, as_mask
 from flexmask.index import Arithmetic, Constant, Index, Symbol
 from flexmask.packing import Derived
 from flexmask.ranges import Extent, combined_extent
@@ -22,7 +23,7 @@ FAR = 2**60
 NEAR = 2**31
 
 
-def lengths_of(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *others: Mask) -> tuple[int, int]:
+def lengths_of(mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, *others: MaskLike) -> tuple[int, int]:
     """The numbers of queries and keys: as given, else as the mask says, else the other one, else 16.
 
     Args:
@@ -32,7 +33,7 @@ def lengths_of(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         others: masks that are lowered at the same lengths, which count as well.
     """
     if q_len is None or kv_len is None:
-        said = said_lengths(mask, *others)
+        said = said_lengths(as_mask(mask), *map(as_mask, others))
         q_len = said.get("q") if q_len is None else q_len
         kv_len = said.get("kv") if kv_len is None else kv_len
     q_len = (DEFAULT_LENGTH if kv_len is None else kv_len) if q_len is None else q_len
@@ -59,7 +60,7 @@ def said_lengths(*masks: Mask) -> dict[str, int]:
             covered = size if size is not None else _covered(table)
             for axis, length in _positions(index, covered).items() if covered else ():
                 say(axis, length)
-        if isinstance(table, Ranged) and table.high is not None and table.what.rpartition(": ")[2] in COUNTS:
+        if isinstance(table, Ranged) and isinstance(table.high, Symbol) and table.what.rpartition(": ")[2] in COUNTS:
             say(table.high.name.removesuffix("_len"), max(_values(table), default=0))
     for named in (named for mask in masks for named in _named(mask)):
         for axis, length in _reach(named.body).items():

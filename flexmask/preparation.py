@@ -18,7 +18,7 @@ from flexmask.algebra import Compare, Mask, PerHead
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
-from flexmask.index import Arithmetic, Symbol
+from flexmask.index import Arithmetic, Constant, Symbol
 from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
 from flexmask.packing import COVERING, Derived
@@ -311,8 +311,9 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
         raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
     if ranged.high is None:
         return
-    if ranged.high.name == "q_len" and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
+    if "q_len" in ranged.high.symbols and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
         return  # the queries are a part of a sequence whose length nothing says
-    limit = frame.kv_len if ranged.high.name == "kv_len" else frame.q_len
+    limit = cast(Constant, frame.settled(ranged.high)).value
     if most > limit:
-        raise LoweringError(f"{ranged.what} must be at most {ranged.high} = {limit}, got {most}")
+        is_number = isinstance(ranged.high, Constant)
+        raise LoweringError(f"{ranged.what} must be at most {limit if is_number else f'{ranged.high} = {limit}'}, got {most}")

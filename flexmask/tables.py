@@ -9,13 +9,14 @@ from __future__ import annotations
 import keyword
 import operator
 import sys
+import unicodedata
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import PRECEDENCE, Index, Symbol, as_index, b
+from flexmask.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
 from flexmask.nodes import Node
 
 if TYPE_CHECKING:
@@ -43,9 +44,13 @@ __all__ = [
     "per_batch",
     "ranged",
     "table",
+    "truths",
+    "unfit",
 ]
 
 
+#: Axes that data may have; no mask looks up more than 4.
+MAX_AXES = 16
 #: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
 RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where"}
 RESERVED |= {"table", "param", "document_ids", "document_starts"}
@@ -154,13 +159,13 @@ class Ranged(Table):
         source: the values.
         what: their name, for the message, e.g. ``key_padding: lengths``.
         low: the least value allowed.
-        high: the greatest, ``q_len`` or ``kv_len``, or None for no limit.
+        high: the greatest, a number or what becomes one with ``q_len`` and ``kv_len``, or None for no limit.
     """
 
     source: Table
     what: str
     low: int
-    high: Symbol | None
+    high: Index | None
 
     def _make_key(self) -> tuple[Any, ...]:
         return self.source.key  # the check does not change what the table says
@@ -194,8 +199,14 @@ class Param(Index):
     name: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise OperandError(
+                f"a parameter's name must be a text, e.g. param('ids'), got {type(self.name).__name__} {self.name!r}"
+            )
         if not self.name.isidentifier() or keyword.iskeyword(self.name):
             raise ExpressionError(f"a parameter's name must be an identifier and no keyword, got {self.name!r}")
+        if self.name != (normal := unicodedata.normalize("NFKC", self.name)):
+            raise ExpressionError(f"Python reads the name {self.name!r} as {normal!r}; name the parameter so")
         if self.name in RESERVED:
             raise ExpressionError(f"{self.name} is the name of a symbol, mask or function; a parameter needs another name")
         Index.__post_init__(self)
@@ -259,6 +270,20 @@ def table(data: Data) -> Table:
     return as_table(data, "table")
 
 
+def unfit(tensor: Tensor) -> str:
+    """What a tensor is that is no plain one, and what to do about it; nothing for a plain tensor."""
+    import torch
+
+    if tensor.is_nested:
+        return (
+            "a nested tensor: pad it, torch.nested.to_padded_tensor(tensor, 0), or pack its values and describe the documents "
+            "by cu_seqlens=tensor.offsets()"
+        )
+    if tensor.layout != torch.strided:
+        return f"one of layout {tensor.layout}: make it dense, tensor.to_dense()"
+    return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
+
+
 def as_table(data: object, what: str) -> Table:
     """As :func:`table`; ``what`` names the data in messages."""
     if isinstance(data, Table):
@@ -267,10 +292,12 @@ def as_table(data: object, what: str) -> Table:
         raise OperandError(f"{what}: a parameter is looked up as it is, {data.name}[b, q], without table()")
     if is_tensor(data):
         tensor = cast("Tensor", data)
+        if reason := unfit(tensor):
+            raise OperandError(f"{what} must be a plain tensor, got {reason}")
         if tensor.is_floating_point() or tensor.is_complex():
             raise OperandError(
-                f"{what} must hold integers or truth values, got {tensor.dtype}. Convert numbers with .long(); of an additive "
-                "mask, whose hidden cells are -inf, take mask == 0"
+                f"{what} must hold integers or truth values, got {tensor.dtype}. Of an additive mask, 0 for visible and -inf for "
+                "hidden, take tensor == 0; of a mask of 0 and 1, tensor != 0; of ids, lengths or positions, tensor.long()"
             )
         if str(tensor.dtype) == "torch.uint64":
             raise OperandError(f"{what} must hold 64-bit integers or truth values, got torch.uint64. Convert it: .long()")
@@ -279,7 +306,7 @@ def as_table(data: object, what: str) -> Table:
         return TensorTable(tensor)
     if hasattr(data, "__array__") and hasattr(data, "dtype"):
         return _from_numpy(data, what)
-    size = _list_shape(data, what)
+    size = _list_shape(data, what, MAX_AXES)
     values = _flatten(data, len(size))
     if not values:
         raise ExpressionError(f"{what} holds no values: {data!r}")
@@ -289,7 +316,7 @@ def as_table(data: object, what: str) -> Table:
     try:
         if kinds == {False}:
             return Literal(size, array("q", map(operator.index, values)).tobytes(), False)
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several numbers is no integer either
         pass
     strange = next((value for value in values if not isinstance(value, int)), values[0])
     raise OperandError(
@@ -297,7 +324,11 @@ def as_table(data: object, what: str) -> Table:
     )
 
 
-def _from_numpy(data: Any, what: str) -> Literal:
+def _from_numpy(given: Any, what: str) -> Literal:
+    try:
+        data = given.__array__()  # of a column of a table, for one
+    except Exception as error:  # an array of another library may be where NumPy cannot read it
+        raise OperandError(f"{what} must be data that NumPy can read, got {type(given).__name__}: {error}") from error
     if data.dtype.kind not in "iub":
         raise OperandError(f"{what} must hold integers or truth values, got dtype {data.dtype}. Convert it: .astype(int)")
     if data.size == 0:
@@ -308,10 +339,12 @@ def _from_numpy(data: Any, what: str) -> Literal:
     return Literal(tuple(data.shape), data.astype("?" if truth else "i8").tobytes(), truth)
 
 
-def _list_shape(data: object, what: str) -> tuple[int, ...]:
+def _list_shape(data: object, what: str, most: int) -> tuple[int, ...]:
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         return ()
-    shapes = {_list_shape(item, what) for item in data}
+    if not most:
+        raise ExpressionError(f"{what} has lists within lists, more than {MAX_AXES} deep; data has at most 4 axes")
+    shapes = {_list_shape(item, what, most - 1) for item in data}
     if len(shapes) > 1:
         raise ExpressionError(f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length.")
     return (len(data), *(shapes.pop() if shapes else ()))
@@ -343,6 +376,27 @@ def along(data: Table | Param, position: Index) -> Lookup:
     if isinstance(data, Param) or len(data.shape) == 2:
         return data[b, position]
     return data[position]
+
+
+def truths(data: object, what: str, meaning: str) -> Table:
+    """Truth values, also given as 0 and 1, which is checked at once of literal data and of a tensor when a mask is lowered.
+
+    Args:
+        data: the values.
+        what: their name, for messages.
+        meaning: what True is for, for messages.
+    """
+    values = as_table(data, what)
+    if values.boolean:
+        return values
+    wanted = f"boolean, True for {meaning}, or of 0 and 1"
+    if not isinstance(values, Literal):
+        return Ranged(values, f"{what}, which must be {wanted},", 0, Constant(1))
+    numbers = _flatten(values.tolist(), len(values.size))
+    strange = next((number for number in numbers if number not in (0, 1)), None)
+    if strange is not None:
+        raise OperandError(f"{what} must be {wanted}, got {strange}; token counts are lengths=")
+    return Literal(values.size, bytes(numbers), True)
 
 
 def ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:

@@ -99,6 +99,8 @@ DATA: list[Row] = [
     ("key_padding without data", lambda: fm.key_padding(), "lengths ... keep"),
     ("key_padding with both", lambda: fm.key_padding([1], keep=[[True]]), "lengths ... keep"),
     ("key_padding side", lambda: fm.key_padding([1], side="top"), "side ... top ... right ... left"),
+    ("keep of other integers", lambda: fm.query_padding(keep=[1, 1, -1]), "query_padding ... keep ... 0 and 1 ... got -1"),
+    ("hide of floats", lambda: fm.key_padding(hide=torch.zeros(4)), "hide ... float32 ... tensor != 0"),
     ("keep of integers", lambda: fm.key_padding(keep=[0, 1, 2]), "keep ... bool|truth"),
     ("keep and hide", lambda: fm.query_padding(keep=[True], hide=[False]), "query_padding ... keep and hide ... keep and hide"),
     ("hide of integers", lambda: fm.key_padding(hide=[0, 1, 2]), "hide ... bool ... padding"),
@@ -119,7 +121,7 @@ DATA: list[Row] = [
     ("window with a float", lambda: fm.sliding_window(left=1.5, right=2), r"left ... 1\.5"),
     ("dense of integers", lambda: fm.dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
     ("dense of an integer tensor", lambda: fm.dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
-    ("dense of floats", lambda: fm.dense(torch.zeros(2, 2)), r"dense ... float32"),
+    ("dense of floats", lambda: fm.dense(torch.zeros(2, 2)), r"dense ... float32 ... tensor == 0 ... tensor != 0"),
     ("dense with one axis", lambda: fm.dense([True, False]), r"dense ... \[2\]"),
     (
         "dense with five axes",
@@ -141,6 +143,13 @@ DATA: list[Row] = [
     ("parameter named as a mask", lambda: fm.param("causal"), "causal ... mask|name"),
     ("parameter named as a keyword", lambda: fm.param("lambda"), "lambda ... keyword|identifier"),
     ("parameter's name", lambda: fm.param("a b"), "identifier ... a b"),
+    ("parameter named by a number", lambda: fm.param(3), r"text, e.g. param\('ids'\), got int 3"),
+    ("parameter named by nothing", lambda: fm.param(None), "text ... None"),
+    ("parameter named by a mask", lambda: fm.param(fm.causal()), r"text ... causal\(\)"),
+    ("parameter with a ligature", lambda: fm.param("\ufb01lter"), "reads the name 'ﬁlter' as 'filter'"),
+    ("parameter in fullwidth letters", lambda: fm.param("ｉds"), "as 'ids'"),
+    ("steps without end", lambda: fm.training_time_test(4, 10**30), "steps must be at most 1,024"),
+    ("bind of a number where there is none", lambda: fm.parse("kv < n").bind(n=None), "None"),
 ]
 
 LOWERING: list[Row] = [
@@ -237,6 +246,88 @@ LOWERING: list[Row] = [
 ]
 
 
+#: What no mask can look up, with what to do about it.
+ODD_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "sparse": (lambda: torch.eye(4, dtype=torch.long).to_sparse(), r"layout torch.sparse_coo ... to_dense\(\)"),
+    "sparse, boolean": (lambda: torch.eye(4, dtype=torch.bool).to_sparse(), r"layout torch.sparse_coo ... to_dense\(\)"),
+    "compressed": (lambda: torch.eye(4).to_sparse_csr(), r"layout torch.sparse_csr ... to_dense\(\)"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested ... to_padded_tensor ... cu_seqlens"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "nested ... to_padded_tensor ... cu_seqlens",
+    ),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8), r"quint8 ... int_repr\(\)"),
+    "complex": (lambda: torch.zeros(4, dtype=torch.complex64), "complex64"),
+    "of no values": (lambda: torch.zeros(0, dtype=torch.long), "no values"),
+}
+
+#: Where a mask takes data, one of each kind.
+TAKES_DATA: dict[str, Callable[[Any], Any]] = {
+    "table": fm.table,
+    "document": fm.document,
+    "document lengths": lambda data: fm.document(lengths=data),
+    "per_document": lambda data: fm.per_document(fm.causal(), data),
+    "key_padding": fm.key_padding,
+    "keep": lambda data: fm.key_padding(keep=data),
+    "hide": lambda data: fm.query_padding(hide=data),
+    "dense": fm.dense,
+    "prefix_lm": fm.prefix_lm,
+    "global_window": lambda data: fm.global_window(data, left=1, right=1),
+    "reorder": lambda data: fm.reorder(fm.causal(), q=data),
+    "paged": lambda data: fm.paged(fm.causal(), data, page_size=2),
+    "tree": fm.tree,
+    "tree parents": lambda data: fm.tree(parents=data),
+    "bind": lambda data: fm.parse("document(ids)").bind(ids=data),
+    "bind of a number": lambda data: fm.parse("kv < n").bind(n=data),
+    "parse": lambda data: fm.parse("key_padding(keep=keep)", keep=data),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support|torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("name", ODD_TENSORS)
+def test_tensors_that_hold_no_plain_values_are_refused(name: str) -> None:
+    make, wanted = ODD_TENSORS[name]
+    for use in TAKES_DATA.values():
+        assert_refused(lambda use=use: use(make()), wanted)  # type: ignore[misc]
+
+
+def deep(levels: int) -> Any:
+    data: Any = 1
+    for _ in range(levels):
+        data = [data]
+    return data
+
+
+class Unreadable:
+    """As an array of another library in another device's memory."""
+
+    dtype = np.dtype("int64")
+
+    def __array__(self) -> Any:
+        raise TypeError("it is not in the memory of this computer")
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (deep(17), "lists within lists"),
+        (deep(5000), "lists within lists"),
+        ({1, 2}, "set"),
+        ({0: 1}, "dict"),
+        ((n for n in (1, 2)), "generator"),
+        (np.array(["a"]), "dtype <U1"),
+        (np.array([None]), "dtype object"),
+        ([torch.tensor([1, 2]), torch.tensor([3, 4])], "Tensor"),
+        (Unreadable(), "Unreadable: it is not in the memory"),
+        (b"01", "bytes"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_data_of_another_kind_is_refused(data: Any, wanted: str) -> None:
+    for use in ("table", "document", "keep", "reorder", "bind"):
+        assert_refused(lambda use=use: TAKES_DATA[use](data), wanted)  # type: ignore[misc]
+
+
 def assert_refused(attempt: Attempt, wanted: str) -> None:
     """The error is the library's own and a builtin one, and its message holds every wanted part."""
     with pytest.raises(FlexmaskError) as caught:
@@ -266,6 +357,52 @@ def test_lowering_is_refused(attempt: Attempt, wanted: str) -> None:
 def test_misuse_of_python_logic_is_a_type_error(attempt: Attempt) -> None:
     with pytest.raises(TypeError):
         attempt()
+
+
+# ---------------------------------------------------------------- truth values as 0 and 1
+
+
+def narrow(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor, narrow])
+@pytest.mark.parametrize("what", ["keep", "hide"])
+@pytest.mark.parametrize("define", [fm.key_padding, fm.query_padding])
+def test_keep_and_hide_as_tokenizers_give_them(define: Any, what: str, make: Callable[[Any], Any]) -> None:
+    rows = [[1, 1, 1, 0], [1, 0, 0, 0]]
+    wanted = define(**{what: torch.tensor(rows) != 0})
+    bound = fm.parse(f"{define.__name__}({what}=mask)").bind(mask=make(rows))
+    for mask in (define(**{what: make(rows)}), bound):
+        for lowered, other in ((mask, wanted), (mask & fm.causal(), wanted & fm.causal())):
+            assert torch.equal(lowered.dense(4), other.dense(4))
+            assert lowered.rows(4).exact
+            assert lowered.equals(other, 4)
+        assert str(mask) == str(fm.trace(mask))
+    if make is list:
+        assert fm.parse(str(bound)) == bound
+
+
+def test_keep_of_other_numbers_is_refused_where_it_can_be_read() -> None:
+    tensor = torch.tensor([1, 1, 0, 1])
+    mask = fm.key_padding(keep=tensor)
+    assert mask.dense(4).sum() == 12
+    tensor[1] = 2
+    with pytest.raises(
+        fm.LoweringError, match=r"key_padding: keep, .*True for a real token, or of 0 and 1, must be at most 1, got 2"
+    ):
+        mask.dense(4)
+    tensor[1] = -1
+    with pytest.raises(fm.LoweringError, match="must be at least 0, got -1"):
+        mask.block_mask(4)
+
+
+def test_lengths_of_a_mask_on_blocks() -> None:
+    """A length is checked against the number of blocks there."""
+    mask = fm.coarse(fm.key_padding([2, 1]), 2)
+    assert mask.dense(4, 4)[:, 0, 0].tolist() == [[True] * 4, [True, True, False, False]]
+    with pytest.raises(fm.LoweringError, match=r"lengths must be at most \(kv_len \+ 2 - 1\) // 2 = 1, got 2"):
+        mask.dense(2)
 
 
 # ---------------------------------------------------------------- the boundary beside each limit is accepted
@@ -298,6 +435,9 @@ def test_boundary_is_accepted(attempt: Attempt) -> None:
 # ---------------------------------------------------------------- text
 
 TEXT: list[tuple[str, str, int | None]] = [
+    ("param(3) == 0", r"text, e.g. param\('ids'\), got int 3", 0),
+    ("param(causal) == 0", "text ... causal", 0),
+    ("kv < param('ﬁ')", "'fi'", 5),
     ("casual", "casual ... causal", None),  # a free name is a parameter; alone it is not a mask
     ("casual()", "casual ... Did you mean causal", 0),
     ("full & causel(offset=1)", "causel ... causal", 7),

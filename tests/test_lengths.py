@@ -104,5 +104,6 @@ def test_data_of_every_kind() -> None:
 
 
 def test_no_mask() -> None:
-    with pytest.raises(fm.OperandError, match="wanted a mask"):
-        lengths_of("causal")  # type: ignore[arg-type]
+    assert lengths_of("causal & key_padding(5)") == lengths_of(fm.causal() & fm.key_padding(5)) == (5, 5)
+    with pytest.raises(fm.OperandError, match="mask must be a Mask, its text or a mask_mod function, got int 3"):
+        lengths_of(3)  # type: ignore[arg-type]

@@ -21,14 +21,16 @@ def whole(value: Any, what: str, least: int = 0) -> Index | int:
     return value if isinstance(value, Index) else known(value, what, least)
 
 
-def known(value: Any, what: str, least: int = 0) -> int:
-    """An integer from ``least`` up that shapes the mask itself, so that it cannot be left open."""
+def known(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
+    """An integer from ``least`` to ``most`` that shapes the mask itself, so that it cannot be left open."""
     if isinstance(value, Index):
         raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
     if isinstance(value, bool) or not isinstance(value, int):
         raise OperandError(f"{what} must be an integer, got {_brief(value)}")
     if value < least:
         raise ExpressionError(f"{what} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ExpressionError(f"{what} must be at most {most:,}, got {value}")
     return value
 
 
@@ -78,8 +80,10 @@ def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], t
         return data[places[0]]
     table = as_table(data, what)
     if table.boolean != truth:
-        wanted, mend = ("boolean", "; of 0 and 1 take data != 0") if truth else ("integers, not truth values", "")
-        raise OperandError(f"{what} must be {wanted}{mend}")
+        if not truth:
+            raise OperandError(f"{what} must be integers, not truth values")
+        instead = "write True for 1 and False for 0" if isinstance(table, Literal) else "take tensor != 0"
+        raise OperandError(f"{what} must be boolean, got integers; of 0 and 1 {instead}")
     indices = next((place for place in places if len(place) == len(table.shape)), None)
     if indices is None:
         raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(table.shape)}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from flexmask.algebra import Mask
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import ExpressionError
 from flexmask.index import Index, Symbol, kv, kv_len, q, q_len
 from flexmask.naming import named, nearest
-from flexmask.tables import Param, along, as_table, per_batch
+from flexmask.tables import Param, along, per_batch, truths
 
 if TYPE_CHECKING:
     from flexmask.tables import Data
@@ -60,7 +60,8 @@ def key_padding(
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
-        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token.
+        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token; also of 0 and 1, as the
+            ``attention_mask`` of a tokenizer.
         hide: likewise with True for padding, as the ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
         start: instead of lengths, the position of the first real token, an int or ``int[B]``: the number of padding tokens on
             the left. It does not depend on ``kv_len``, so a :class:`flexmask.KVCache` takes it while the sequence grows.
@@ -68,7 +69,7 @@ def key_padding(
 
     Raises:
         ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
-        OperandError: a keep-mask or hide-mask that is not boolean.
+        OperandError: a keep-mask or hide-mask of other values than truth values, or 0 and 1.
     """
     return _padding("key_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, kv, kv_len)
 
@@ -110,14 +111,14 @@ def query_padding(
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
-        keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token.
+        keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token; also of 0 and 1.
         hide: likewise with True for padding.
         start: instead of lengths, the position of the first real token, an int or ``int[B]``; see :func:`key_padding`.
         side: where the padding of ``lengths`` is. ``"left"`` counts from ``q_len``.
 
     Raises:
         ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
-        OperandError: a keep-mask or hide-mask that is not boolean.
+        OperandError: a keep-mask or hide-mask of other values than truth values, or 0 and 1.
     """
     return _padding("query_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, q, q_len)
 
@@ -166,12 +167,9 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
     if what == "lengths":
         real = per_batch(data, f"{name}: lengths", length)
         return position >= length - real if side == "left" else position < real
-    values = data if isinstance(data, Param) else as_table(data, f"{name}: {what}")
-    if not isinstance(values, Param):
-        if not values.boolean:
-            wanted = "a real token" if what == "keep" else "padding"
-            raise OperandError(f"{name}: {what} must be boolean, True for {wanted}; give token counts as lengths=")
-        if len(values.shape) not in (1, 2):
-            raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
+    meaning = "a real token" if what == "keep" else "padding"
+    values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", meaning)
+    if not isinstance(values, Param) and len(values.shape) not in (1, 2):
+        raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
     looked_up = along(values, position)
     return looked_up != 0 if what == "keep" else looked_up == 0

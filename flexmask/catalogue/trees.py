@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
 
+#: Each step of a training is a condition of its own.
+MAX_STEPS = 1024
+
 
 @named
 def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: Data = 0) -> Mask:
@@ -176,10 +179,10 @@ def training_time_test(length: Index | int, steps: int) -> Mask:
         steps: steps after the first, each of which adds ``length`` keys behind those before.
 
     Raises:
-        ExpressionError: a length below 1 or a negative number of steps.
+        ExpressionError: a length below 1, a negative number of steps, or more than 1,024 of them.
 
     Source: EAGLE-3, https://arxiv.org/abs/2503.01840
     """
     n = whole(length, "training_time_test: length", 1)
-    later = [kv == q + n * step for step in range(1, known(steps, "training_time_test: steps") + 1)]
+    later = [kv == q + n * step for step in range(1, known(steps, "training_time_test: steps", most=MAX_STEPS) + 1)]
     return Or.make((((kv < n) & (kv <= q)), *later))
