@@ -28,6 +28,7 @@ from flexmask.rows import Rows
 from flexmask.runs import ValueRuns, rising_runs, runs, threshold
 from flexmask.separation import Linear, Matches, Reaches, Span, separate
 from flexmask.tables import Lookup, Param, Table, TensorTable
+from flexmask.transforms import can_keep_tensors
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
@@ -234,7 +235,7 @@ class _Analysis:
 
     def runs_of(self, column: Index) -> ValueRuns:
         """The runs of a column, which are kept until its data changes."""
-        stamp = self.stamp(column)
+        stamp = self.stamp(column) if can_keep_tensors() else None
         known, found = column.memo.get("runs", (None, None))
         if stamp is not None and found is not None and _is_same(known, stamp):
             return cast(ValueRuns, found)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import LoweringError, OperandError
+from flexmask.transforms import has_values
 
 __all__ = ["Limit", "found", "waits"]
 
 
 def waits(tensor: Tensor) -> bool:
-    """Whether reading values of a tensor would wait for its device: everywhere but on the CPU.
+    """Whether reading values of a tensor would wait for its device, everywhere but on the CPU, or find none.
 
     Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
     """
-    return tensor.device.type != "cpu"
+    return tensor.device.type != "cpu" or not has_values(tensor)
 
 
 def found(device: object) -> torch.device:

@@ -104,7 +104,7 @@ def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
         raise OperandError(f"dropout_seed must be an int or one integer in a tensor, got {seed!r}")
     if not -(2**63) <= seed < 2**63:
         raise ExpressionError(f"dropout_seed must be a 64-bit integer, got {seed}")
-    return torch.tensor(seed, dtype=torch.int64, device=device)
+    return torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def check_dropout(p: float, name: str = "dropout_p") -> None:

@@ -17,6 +17,7 @@ from flexmask.dropout import kept
 from flexmask.errors import LoweringError
 from flexmask.mask_cache import shared
 from flexmask.sdpa import ScoreMod
+from flexmask.transforms import has_values, is_captured, is_transformed
 
 __all__ = ["FLEX_DTYPES", "flex_sdpa"]
 
@@ -40,6 +41,11 @@ def flex_sdpa(
     seed: Tensor | None,
 ) -> Tensor:
     """Attention through FlexAttention: arguments as for :func:`flexmask.attention`, the seed as a tensor on the device."""
+    if is_transformed(query, key, value) or not (has_values(query) or is_captured()):
+        raise LoweringError(
+            "FlexAttention takes no transforms of torch.func, no forward-mode derivatives, and no tensors without values (meta, "
+            "FakeTensorMode); give a Mask with backend='sdpa'"
+        )
     if query.dtype not in FLEX_DTYPES:
         raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
     batch, heads, q_len, _ = query.shape

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -19,13 +18,18 @@ from flexmask.flex import FLEX_DTYPES, flex_sdpa
 from flexmask.index import Constant, q
 from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
-from flexmask.sdpa import ScoreMod, block_sdpa
+from flexmask.sdpa import ScoreMod, block_sdpa, fused_sdpa
 from flexmask.separation import Span, separate
 from flexmask.tiles import Cells
+from flexmask.transforms import has_values, is_captured, is_transformed, outside_transforms
 
 __all__ = ["Backend", "attention", "check_backend", "choose_backend"]
 
 Backend = Literal["auto", "flex", "sdpa"]
+
+#: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
+Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
+Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
 
 #: The smallest head that FlexAttention's CUDA kernels take.
 FLEX_MIN_HEAD = 16
@@ -64,6 +68,15 @@ def attention(
             through ``scaled_dot_product_attention`` in blocks of queries, each against the keys that it can see, with
             gradients on every device. ``"auto"``: see :func:`choose_backend`.
 
+    On ``sdpa`` there are derivatives of any order, in forward and reverse mode, and the transforms of ``torch.func``; beyond the
+    first one in reverse mode they are simple rather than fast. ``vmap`` maps over query, key and value, not over the data of a
+    mask. Tensors on the ``meta`` device and under ``FakeTensorMode`` give an output without values. ``flex`` has the first
+    derivative in reverse mode, on CUDA.
+
+    NaN and inf in keys or values reach the rows that attend to them. On ``sdpa`` on the CPU they reach no other row, forward and
+    in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. There, on ``sdpa`` on other
+    devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
+
     Returns:
         ``[B, H, q_len, D_v]``, of the query's dtype. Without sequences, heads, queries, keys or channels it is 0 or empty,
         whatever the mask.
@@ -98,6 +111,8 @@ def check_backend(backend: str) -> None:
 def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | None = None) -> Literal["flex", "sdpa"]:
     """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``.
 
+    Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values it is ``sdpa``.
+
     Args:
         query: ``[B, H, q_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
@@ -105,6 +120,8 @@ def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | No
     """
     if isinstance(mask, BlockMask):
         return "flex"
+    if is_transformed(query, value) or not has_values(query):
+        return "sdpa"
     able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
     return "flex" if query.device.type == "cuda" and able else "sdpa"
 
@@ -149,21 +166,29 @@ def _sdpa(
     seed: Tensor | None,
 ) -> Tensor:
     mask = mask if mask is not None else Truth(True)
-    plain = score_mod is None and seed is None
+    # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
+    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
+    plain = score_mod is None and seed is None and fusible
     setting = (*query.shape[:3], key.shape[2], query.device, plain)
-    plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
+    if is_captured():
+        plan = _plan_in_graph(mask, setting, q_offset)
+    elif has_values(query):
+        with outside_transforms():
+            plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
+    else:
+        plan = _plan(mask, setting, q_offset, shapes_only=True)
     if isinstance(plan, str):
-        options: dict[str, Any] = {"is_causal": plan == "causal", "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-        return F.scaled_dot_product_attention(query, key, value, **options)
+        return fused_sdpa(query, key, value, is_causal=plan == "causal", scale=scale)
     bounds, cells = plan
-    options = {"cells": cells, "score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    return block_sdpa(query, key, value, bounds, **options)
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    return block_sdpa(query, key, value, bounds, cells=cells, **options)
 
 
-def _plan(
-    mask: Mask, setting: tuple[int, int, int, int, torch.device, bool], q_offset: int | Tensor
-) -> Literal["whole", "causal"] | tuple[Tensor, Cells]:
-    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them."""
+def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
+    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them.
+
+    With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
+    """
     batch, heads, q_len, kv_len, device, plain = setting
     frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
     if plain:
@@ -172,8 +197,21 @@ def _plan(
             return "whole"
         if _is_fused_causal(settled, q_offset):
             return "causal"
+    if shapes_only:
+        return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
     rows = analyse(frame)
     return rows.upper.bounds, None if rows.exact else frame_closure(frame)
+
+
+def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
+    """The plan where operations become part of a graph that runs later."""
+    try:
+        return _plan(mask, setting, q_offset)
+    except RuntimeError as error:  # what torch raises where a value is read
+        raise LoweringError(
+            f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
+            "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
+        ) from error
 
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:

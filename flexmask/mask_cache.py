@@ -19,6 +19,7 @@ from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.opaque import Captured
 from flexmask.tables import TensorTable
+from flexmask.transforms import has_values, is_wrapped
 
 __all__ = ["MaskCache", "shared"]
 
@@ -141,7 +142,7 @@ def _tensors_of(mask: Mask) -> list[Tensor]:
 
 
 def _has_stamp(tensor: Tensor) -> bool:
-    return not (devices.waits(tensor) and tensor.is_inference())
+    return not (devices.waits(tensor) and tensor.is_inference()) and not is_wrapped(tensor) and has_values(tensor)
 
 
 def _stamp(tensor: Tensor) -> Any:

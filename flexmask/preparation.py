@@ -24,6 +24,7 @@ from flexmask.opaque import Captured, Opaque
 from flexmask.packing import COVERING, Derived
 from flexmask.ranges import AXES, check_ranges, is_computed, reach_of
 from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.transforms import can_keep_tensors, usable
 
 __all__ = ["MAX_VALUE", "frame_of"]
 
@@ -67,7 +68,7 @@ def frame_of(
         frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
     for tensor in parts.tensors:
         if isinstance(tensor, Captured):
-            frame.tables[tensor.key] = tensor.tensor
+            frame.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
     for ranged in parts.ranged:
         _check_range(ranged, frame)
     for lookup in parts.operands:
@@ -163,12 +164,13 @@ def _device(tensors: list[TensorTable | Captured], device: torch.device | str | 
 
 def _offset(q_offset: Any) -> int | Tensor:
     if isinstance(q_offset, Tensor):
+        q_offset = usable(q_offset, "q_offset")
         unfit = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if unfit or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
         if not devices.waits(q_offset) and int(q_offset.min()) < 0:
             raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
-        return q_offset.long().reshape(-1)
+        return cast(Tensor, q_offset).long().reshape(-1)
     try:
         if isinstance(q_offset, bool):
             raise TypeError
@@ -253,9 +255,12 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
     """The data of a table on the frame's device, checked."""
     match table:
         case TensorTable(tensor):
+            tensor = usable(tensor, f"the data of {frame.mask.brief()}")
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
             where = str(frame.device)
+            if not can_keep_tensors():
+                return torch.tensor(table.tolist()).to(frame.device)
             if where not in table.memo:
                 table.memo[where] = table.to_tensor().to(frame.device)
             return cast(Tensor, table.memo[where])
@@ -263,7 +268,7 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
             return _tensor(source, frame)
         case Derived(rule, source):
             positions = max(frame.kv_len, frame.q_end or 0)
-            if not (isinstance(source, Table) and source.constant):
+            if not (isinstance(source, Table) and source.constant and can_keep_tensors()):
                 return derive(rule, _tensor(source, frame), positions)
             place, made = table.memo.get("derived", (None, None))
             if place != (positions, frame.device):

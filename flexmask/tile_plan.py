@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexmask.errors import LoweringError
 from flexmask.tiles import Runs, Tile
+from flexmask.transforms import has_values, is_captured
 
 __all__ = ["plan_tiles"]
 
@@ -44,6 +45,8 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         return [], True
     elements, key_heads = range(batch), range(key.size(1))
     group = heads // len(key_heads)
+    if not has_values(bounds):
+        return _all_visible(elements, key_heads, group, q_len, key.size(2)), True
     blocks = _Blocks.read(bounds, key.size(2), group)
     tiles: list[Tile] = []
     pictures: dict[tuple[object, ...], int] = {}
@@ -60,6 +63,17 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
                 picture = blocks.picture(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, whole, pictures.setdefault(picture, len(pictures))))
     return tiles, min(blocks.fewest) > 0
+
+
+def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
+    """Tiles for bounds without values, of which nothing but the shape of the output is asked."""
+    if is_captured():
+        raise LoweringError(
+            "the tiles of this attention follow from values that a graph does not have while it is captured; give the graph a "
+            "BlockMask as an input, or leave out the score_mod or the part of the mask that is not separable in q and kv"
+        )
+    blocks = (range(start, min(start + BLOCK_ROWS, q_len)) for start in range(0, q_len, BLOCK_ROWS))
+    return [Tile(elements, key_heads, group, rows, ((0, kv_len),), True, block) for block, rows in enumerate(blocks)]
 
 
 @dataclass(frozen=True, slots=True)

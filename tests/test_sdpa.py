@@ -203,7 +203,7 @@ class TestAgainstDense:
     def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tiles of so many scores are cut along heads and batch."""
         for limit in ("FORWARD_SCORES", "BACKWARD_SCORES_PER_THREAD"):
-            monkeypatch.setattr(f"flexmask.sdpa.{limit}", 1000)
+            monkeypatch.setattr(f"flexmask.tile_passes.{limit}", 1000)
         mask = MASKS[name]()
         bounds = intervals(mask)
         tensors = inputs(heads=heads[0], key_heads=heads[1], **shape_of(mask))
@@ -538,18 +538,97 @@ class TestOperator:
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
-        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, None, 0.5, 0.0)
+        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, 0.5, 0.0, None)
         operator = torch.ops.flexmask.block_sdpa_backward.default
         checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
 
     @pytest.mark.parametrize("cells", [None, past], ids=["operator", "callable"])
-    def test_no_second_derivative(self, cells: Callable[..., Tensor] | None) -> None:
-        query, key, value = inputs()
-        out = block_sdpa(query, key, value, intervals(causal(50, 50)), cells=cells)
-        (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-        with pytest.raises((LoweringError, RuntimeError), match=r"second derivative|differentiate twice"):
-            grad.sum().backward()
+    def test_gradcheck(self, cells: Callable[..., Tensor] | None, small_tiles: None) -> None:
+        """Derivatives of both modes and of second order, against differences, in tiles of several runs."""
+        tensors = inputs(batch=1, heads=2, key_heads=1, q_len=18, kv_len=20, dim=2, value_dim=2)
+        bounds = intervals(window(18, 20, 3, 1) | (torch.arange(20) == 17))
+        attend = partial(block_sdpa, bounds=bounds, cells=cells)
+        torch.autograd.gradcheck(attend, tensors, check_forward_ad=True)
+        torch.autograd.gradgradcheck(attend, tensors, check_fwd_over_rev=True, fast_mode=True)
+
+
+BROKEN = (math.nan, math.inf, -math.inf)
+
+
+def row_by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention of each row to nothing but the keys that it sees, in float64; what has a weight of 0 does not count."""
+    group = query.size(1) // key.size(1)
+    rows = []
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+        seen = mask[b if mask.size(0) > 1 else 0, h if mask.size(1) > 1 else 0, i]
+        k, v = (tensor[b, h // group][seen].double() for tensor in (key, value))
+        scores = k @ query[b, h, i].double() / math.sqrt(query.size(3))
+        weights = torch.softmax(scores, 0)
+        used = (weights != 0) & ~torch.all(scores == -math.inf)
+        rows.append(weights[used] @ v[used])
+    return torch.stack(rows).view(*query.shape[:3], value.size(3))
+
+
+class TestBrokenValues:
+    """NaN and inf in keys and values reach the rows that see them, and no other."""
+
+    ATTENDS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {  # noqa: RUF012
+        "rows": lambda mask: partial(block_sdpa, bounds=intervals(mask)),
+        "cells": lambda mask: partial(block_sdpa, bounds=intervals(mask | causal(50, 50)), cells=mask.expand(2, 4, 50, 50)),
+        "callable": lambda mask: partial(
+            block_sdpa,
+            bounds=intervals(torch.ones(1, 1, 1, 50, dtype=torch.bool)),
+            cells=lambda b, h, q_idx, kv_idx: mask.expand(2, 4, 50, 50)[b, h, q_idx, kv_idx],
+        ),
+        "score_mod": lambda mask: partial(block_sdpa, bounds=intervals(mask), score_mod=unchanged),
+        "dropout": lambda mask: partial(block_sdpa, bounds=intervals(mask), dropout_p=1e-9, seed=torch.tensor(1)),
+    }
+
+    @pytest.mark.parametrize(
+        "name", ["window", "documents of two lengths", "per head and batch", "rows alike, per batch", "few cells"]
+    )
+    @pytest.mark.parametrize("how", ATTENDS)
+    @pytest.mark.parametrize("where", ["keys", "values", "both"])
+    def test_only_rows_that_see_them(self, name: str, how: str, where: str, small_tiles: None) -> None:
+        mask = MASKS[name]()
+        mask = mask.expand(-1, -1, 50, -1)
+        query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+        for tensor, kind in ((key, "keys"), (value, "values")):
+            if where in (kind, "both"):
+                for number, broken in enumerate(BROKEN):
+                    tensor[number % 2, number % 2, [7 + number, 33 - number, 49], number] = broken
+        wanted = row_by_row(query, key, value, mask)
+        tensors = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+        out = self.ATTENDS[how](mask)(*tensors)
+        torch.testing.assert_close(out.double(), wanted, equal_nan=True, rtol=1e-5, atol=1e-5)
+        self.check_gradients(out, tensors, mask)
+
+    @staticmethod
+    def check_gradients(out: Tensor, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> None:
+        """Of a loss of the rows that see nothing broken, those that no other row has a part in."""
+        _, key, value = tensors
+        broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1)).repeat_interleave(2, 1)
+        touched = (mask & broken.unsqueeze(2)).any(-1)
+        assert touched.any()
+        weight = torch.randn_like(out).masked_fill(touched.unsqueeze(-1), 0)
+        grads = torch.autograd.grad(out, tensors, weight)
+        q, k, v = (tensor.detach().nan_to_num(0, 0, 0).double().requires_grad_() for tensor in tensors)
+        wanted = torch.autograd.grad(dense_attention(q, k, v, mask & ~touched.unsqueeze(-1)), (q, k, v), weight.double())
+        apart = ~(mask & touched.unsqueeze(-1)).any(2).unflatten(1, (2, 2)).any(2)  # keys that no touched row sees
+        for found, other, clean in zip(grads, wanted, (~touched, apart, apart), strict=True):
+            torch.testing.assert_close(found[clean].double(), other[clean], rtol=1e-4, atol=1e-5)
+
+    def test_padding_of_nothing_but_nan(self) -> None:
+        mask = lengths(300, 300, 170) & causal(300, 300)
+        query, key, value = (tensor.detach() for tensor in inputs(torch.float32, q_len=300, kv_len=300))
+        whole = block_sdpa(query, key, value, intervals(mask))
+        key[1, :, 170:], value[1, :, 170:] = math.nan, math.inf
+        tensors = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+        out = block_sdpa(*tensors, intervals(mask))
+        torch.testing.assert_close(out, whole)
+        grads = torch.autograd.grad(out.square().sum(), tensors)
+        assert all(grad.isfinite().all() for grad in grads)
 
 
 class TestErrors:

@@ -1,0 +1,124 @@
+"""What torch's function transforms, forward-mode derivatives and tensors without values do to a call.
+
+torch has no public name for some of these questions; where a version lacks the private one, the answer is that of plain tensors.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flexmask.errors import LoweringError
+
+__all__ = [
+    "can_keep_tensors",
+    "has_values",
+    "is_captured",
+    "is_mapped",
+    "is_transformed",
+    "is_wrapped",
+    "outer_tangents",
+    "outside_transforms",
+    "usable",
+    "without_tangent",
+]
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+except ImportError:  # pragma: no cover
+    FakeTensor = None  # type: ignore[assignment, misc]
+
+try:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+except ImportError:  # pragma: no cover
+    get_proxy_mode = None  # type: ignore[assignment]
+
+_functorch: Any = getattr(torch._C, "_functorch", None)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds values: not on the ``meta`` device, and not under ``FakeTensorMode``."""
+    return not (tensor.is_meta or (FakeTensor is not None and isinstance(tensor, FakeTensor)))
+
+
+def is_captured() -> bool:
+    """Whether operations become part of a graph that runs later: ``torch.compile``, ``torch.export`` and ``make_fx``."""
+    if torch.compiler.is_compiling():
+        return True
+    return get_proxy_mode is not None and get_proxy_mode() is not None
+
+
+def can_keep_tensors() -> bool:
+    """Whether tensors made now are of use later: not within transforms, FakeTensorMode or a graph that is captured."""
+    return not is_captured() and has_values(made := torch.empty(0, device="cpu")) and not is_wrapped(made)
+
+
+def outer_tangents() -> AbstractContextManager[Any]:
+    """Within it the tangents of outer transforms follow operations: torch calls the `jvp` of a function with all tangents off."""
+    enabled: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
+    return nullcontext() if enabled is None else enabled(True)
+
+
+def without_tangent(tensor: Tensor) -> Tensor:
+    """A tensor less its tangent in the innermost transform."""
+    primal: Tensor = forward_ad.unpack_dual(tensor).primal
+    return primal
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    return _has_transforms() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform, of no use once that has ended."""
+    return _functorch is not None and bool(_functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether ``torch.vmap`` maps over a tensor, so that there are several of each value."""
+    while is_wrapped(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def usable(tensor: Tensor, what: str) -> Tensor:
+    """The plain tensor within those of running transforms; under FakeTensorMode, of a tensor with values one without.
+
+    Raises:
+        LoweringError: ``torch.vmap`` maps over it.
+    """
+    if torch.compiler.is_compiling():
+        return tensor
+    if is_mapped(tensor):
+        raise LoweringError(
+            f"torch.vmap maps over {what}, so there is no one mask; give a mask its batch as the first axis of its data, "
+            "[batch, ...], and call without vmap"
+        )
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    if has_values(tensor) and not has_values(torch.empty(0, device="cpu")) and not is_captured():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Within it no transform runs, so that what is made of plain tensors is plain and can be kept."""
+    if torch.compiler.is_compiling() or not _has_transforms():
+        return nullcontext()
+    from torch._functorch import pyfunctorch
+
+    cleared: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
+    return cleared()  # type: ignore[no-any-return]
+
+
+def _has_transforms() -> bool:
+    return _functorch is not None and _functorch.peek_interpreter_stack() is not None
