@@ -260,7 +260,7 @@ def _tensor(table: Table | Param, frame: Frame) -> Tensor:
         case Literal():
             where = str(frame.device)
             if not can_keep_tensors():
-                return torch.tensor(table.tolist()).to(frame.device)
+                return table.to_tensor().to(frame.device)
             if where not in table.memo:
                 table.memo[where] = table.to_tensor().to(frame.device)
             return cast(Tensor, table.memo[where])

@@ -40,7 +40,7 @@ def second_head(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> boo
 MASKS: dict[str, tuple[Mask | None, oracle.Predicate]] = {
     "none": (None, oracle.full()),
     "causal": (fm.causal(), oracle.causal()),
-    "window": (fm.sliding_window(1, 2), oracle.sliding_window(1, 2)),
+    "window": (fm.sliding_window(left=1, right=2), oracle.sliding_window(1, 2)),
     "documents": (fm.document(PACKED), oracle.document(PACKED)),
     "rows without a key": (fm.causal() & fm.key_padding([0, 5]), oracle.both(oracle.causal(), oracle.key_padding([0, 5]))),
     "per head": (fm.per_head([fm.causal(), fm.empty()]), oracle.per_head([oracle.causal(), oracle.empty()])),
@@ -519,7 +519,7 @@ class Layer(nn.Module):
         return out
 
 
-IN_GRAPHS = [fm.causal(), fm.sliding_window(2, 1), fm.document(lengths=[2, 4])]
+IN_GRAPHS = [fm.causal(), fm.sliding_window(left=2, right=1), fm.document(lengths=[2, 4])]
 NOT_IN_GRAPHS = [(q - kv) % 3 == 0, fm.document(torch.tensor([0, 0, 1, 1, 2, 2]))]
 
 
