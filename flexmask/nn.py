@@ -274,7 +274,7 @@ class MultiheadFlexAttention(nn.Module):
                 continue
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            if tensor.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
                 raise LoweringError(f"{name} must be [B, length, {width}], got {list(tensor.shape)}")

@@ -90,7 +90,7 @@ def _default_scale(query: Tensor) -> float:
 def _autocast(tensor: Tensor) -> Tensor:
     """What autocast does to the inputs of scaled_dot_product_attention."""
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    if tensor.is_meta or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # meta has no autocast
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 

@@ -119,8 +119,7 @@ def weights_of(
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Within it autocast leaves operations on the device of a tensor as they are."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def precise_dtype(tensor: Tensor) -> torch.dtype:

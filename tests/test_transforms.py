@@ -457,6 +457,8 @@ class TestWithoutValues:
             out = layer(make(2, 6, 8), lengths=[3, 6])
             assert isinstance(out, Tensor)
             assert (out.shape, out.device) == ((2, 6, 8), device)
+            with pytest.raises(fm.OperandError, match=r"x is torch.float64, the module torch.bfloat16"):
+                layer(make(2, 6, 8).double(), lengths=[3, 6])
             out.sum().backward()
             assert [p.grad.shape for p in layer.parameters() if p.grad is not None] == [p.shape for p in layer.parameters()]
 
