@@ -40,15 +40,25 @@ class BlockGrid:
     partial: Tensor
     full: Tensor | None
 
-    def lists(self, batch: int, *, separate: bool) -> list[Listed]:
-        """The lists of a BlockMask: ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``."""
+    def lists(self, batch: int, heads: int | None, *, separate: bool) -> list[Listed]:
+        """The lists of a BlockMask: ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``.
+
+        Args:
+            batch: B of the BlockMask.
+            heads: H of the BlockMask, None for the mask's own.
+            separate: whether full blocks have lists of their own.
+        """
         partial = self.partial.expand(batch, *self.partial.shape[1:])
         if self.full is None:
             lists = [_listed(partial), _listed(partial.mT)]
-            return [*lists, _unlisted(partial), _unlisted(partial.mT)] if separate else lists
-        full = self.full.expand_as(partial)
-        grids = [partial, full] if separate else [partial | full]
-        return [_listed(part) for grid in grids for part in (grid, grid.mT)]
+            lists += [_unlisted(partial), _unlisted(partial.mT)] if separate else []
+        else:
+            full = self.full.expand_as(partial)
+            grids = [partial, full] if separate else [partial | full]
+            lists = [_listed(part) for grid in grids for part in (grid, grid.mT)]
+        if heads is None or heads == partial.shape[1]:
+            return lists
+        return [(number.repeat(1, heads, 1), indices.repeat(1, heads, 1, 1)) for number, indices in lists]
 
 
 def _listed(grid: Tensor) -> Listed:

@@ -44,15 +44,16 @@ class BlockSets:
     partial: Rows
     full: Rows
 
-    def lists(self, batch: int, *, separate: bool, packed: bool) -> list[Listed]:
+    def lists(self, batch: int, heads: int | None, *, separate: bool, packed: bool) -> list[Listed]:
         """The lists of a BlockMask: ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``.
 
         Args:
             batch: B of the BlockMask.
+            heads: H of the BlockMask, None for the mask's own.
             separate: whether full blocks have lists of their own.
             packed: whether the lists have room for their members alone, or for all blocks.
         """
-        shape = batch, self.partial.lo.shape[1], self.partial.lo.shape[2]
+        shape = batch, heads or self.partial.lo.shape[1], self.partial.lo.shape[2]
         parts = (self.partial, self.full) if separate else (self.partial | self.full,)
         pair = [part.expand(*shape) for part in parts]
         along_q, along_kv = _listed(pair, packed), _listed([_transposed(part) for part in pair], packed)

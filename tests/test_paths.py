@@ -341,11 +341,12 @@ def test_few_queries_share_strides_in_every_version(mask: fm.Mask) -> None:
 def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None:
     """CUDA kernels know the stride of heads alone, and take the batch to be as many of these as there are heads."""
     with path(way):
-        found = mask.block_mask(1024, batch=3)
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        for tensor in (getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")):
-            assert tensor.stride(0) == tensor.shape[1] * tensor.stride(1), kind
-            assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, kind
+        made = mask.block_mask(1024, batch=3), fm.create_block_mask(mask, 3, 2, 1024, 1024)
+    for found in made:
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            for tensor in (getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")):
+                assert tensor.stride(0) == tensor.shape[1] * tensor.stride(1), kind
+                assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, kind
 
 
 @pytest.mark.slow

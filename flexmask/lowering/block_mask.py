@@ -57,12 +57,15 @@ def block_mask(
     if not isinstance(separate_full_blocks, bool):
         raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
     rows = analyse(frame)
+    # Kernels know how far heads are apart, and take sequences to be that far apart times the number of heads. So heads that are
+    # the same share memory only where there is one sequence.
+    apart = heads if frame.full_batch > 1 else None
     blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])
     if blocks <= MAX_GRID.on(rows.upper.lo):
-        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch, separate=separate_full_blocks)
+        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch, apart, separate=separate_full_blocks)
     else:
         packed = blocks > MAX_ROOM.on(rows.upper.lo)
-        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, separate=separate_full_blocks, packed=packed)
+        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, apart, separate=separate_full_blocks, packed=packed)
     fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod or mask_mod(frame, form, rows)}
     for kind, listed in zip_longest(("kv", "q", "full_kv", "full_q"), lists, fillvalue=(None, None)):
         fields[f"{kind}_num_blocks"], fields[f"{kind}_indices"] = listed
