@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from flexmask import devices
 from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.closures import greater, lesser
 from flexmask.errors import LoweringError
-from flexmask.evaluation import Evaluation
+from flexmask.evaluation import Evaluation, sides
+from flexmask.extents import INT64, extent
 from flexmask.frame import Frame
 from flexmask.index import Index, Symbol, kv, q
+from flexmask.linear import Quotient, Sum
 from flexmask.packing import Derived
 from flexmask.pieces import Pieces, direction
 from flexmask.rows import Rows
 from flexmask.runs import ValueRuns, rising_runs, runs, threshold
-from flexmask.separation import Linear, Matches, Reaches, Span, separate
+from flexmask.separation import Span, is_separable, separate
 from flexmask.tables import Lookup, Param, Table, TensorTable
 from flexmask.transforms import can_keep_tensors
 
@@ -36,6 +38,10 @@ __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 MAX_SLOTS = 64
 #: Queries from which on a mask is hardly lowered twice with the same data: a copy of the data would cost more than it saves.
 DECODING = 1024
+
+
+#: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, as far as they compare with the positions of keys.
+Ends: TypeAlias = tuple[list[Any], list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,20 +88,23 @@ class RowBounds:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Conditions on one column that rises in pieces: not less than any of ``least``, not more than any of ``most``."""
+    """Conditions ``column sign value`` on one column that rises in pieces."""
 
     pieces: Pieces | None
-    least: list[Tensor]
-    most: list[Tensor]
+    conditions: list[tuple[str, Tensor]]
 
     def chosen(self, rows: Rows) -> Rows | None:
         """The keys of rows that meet them all, or None where these cannot be listed."""
         if self.pieces is None:
             return None
-        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int64, device=rows.lo.device)
-        low = reduce(torch.maximum, self.least) if self.least else every + pieces.low
-        high = reduce(torch.minimum, self.most) if self.most else every + pieces.low + pieces.size
-        return pieces.between(rows, low, high, MAX_SLOTS)
+        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
+        first, behind = [every], [every + pieces.size]
+        for sign, value in self.conditions:
+            if sign in {"==", ">=", ">"}:
+                first.append(pieces.rank(value, inclusive=sign == ">"))
+            if sign in {"==", "<=", "<"}:
+                behind.append(pieces.rank(value, inclusive=sign != "<"))
+        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, behind), MAX_SLOTS)
 
 
 def analyse(frame: Frame) -> RowBounds:
@@ -110,7 +119,8 @@ class _Analysis:
         self.frame = frame
         self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
         self.known: dict[Any, Rows | None] = {}
-        self.stepped: dict[Any, Pieces | None] = {}
+        self.of_columns: dict[Any, Pieces | None] = {}
+        self.of_spans: dict[Any, Ends | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
@@ -124,19 +134,20 @@ class _Analysis:
                 return ~self.rows(operand)
             case PerHead(masks):
                 return _stacked([self.rows(mask) for mask in masks])
+            case Compare("!=", left, right) if is_separable(mask):
+                return ~self.rows(Compare("==", left, right))
         return self.leaf(mask)
 
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
         """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
-        spans = [operand for operand in operands if _is_span(operand)]
-        stepped = [operand for operand in operands if isinstance(operand, Matches | Reaches) and self.plain(operand) is None]
-        apart = {id(operand) for operand in (*spans, *stepped)}
-        parts = [self.rows(operand) for operand in operands if id(operand) not in apart]
+        spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
+        stepped = {id(operand): operand for operand in operands if self.is_stepped(operand)}
+        parts = [self.rows(operand) for operand in operands if id(operand) not in spans | stepped]
         single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
         others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
-            others.insert(0, RowBounds.of(self.span(spans, single)))
-        return self.refined(reduce(lambda a, b: a & b, others), stepped)
+            others.insert(0, RowBounds.of(self.span(spans.values(), single)))
+        return self.refined(reduce(lambda a, b: a & b, others), stepped.values())
 
     def disjunction(self, parts: list[RowBounds]) -> RowBounds:
         """The rows of ``a | b | ...``, those that are exact joined at once."""
@@ -147,19 +158,12 @@ class _Analysis:
             return reduce(lambda a, b: a | b, others)
         return reduce(lambda a, b: a | b, parts)
 
-    def refined(self, bounds: RowBounds, masks: Iterable[Matches | Reaches]) -> RowBounds:
+    def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
         """The keys within bounds that conditions show whose columns rise only in pieces, those of the fewest pieces first."""
         groups: dict[Any, _Group] = {}
         for mask in masks:
-            form = Linear.of(mask.column)
-            falls = next(iter(form.terms.values()))[1] < 0
-            column = form.times(-1).index() if falls else mask.column
-            group = groups.setdefault(column.key, _Group(self.pieces(column), [], []))
-            value = -self.queries.tensor(mask.value) if falls else self.queries.tensor(mask.value)
-            if falls or isinstance(mask, Matches):
-                group.least.append(value)
-            if not falls or isinstance(mask, Matches):
-                group.most.append(value)
+            column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+            groups.setdefault(mask.left.key, _Group(self.pieces(mask.left, column), [])).conditions.append((mask.sign, value))
         for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
             upper = group.chosen(bounds.upper)
             if upper is None:
@@ -171,35 +175,63 @@ class _Analysis:
                 bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
         return bounds
 
-    def pieces(self, column: Index) -> Pieces | None:
-        if column.key not in self.stepped:
-            values = self.keys.tensor(column)
-            self.stepped[column.key] = Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
-        return self.stepped[column.key]
+    def pieces(self, column: Index, values: Tensor) -> Pieces | None:
+        if column.key not in self.of_columns:
+            self.of_columns[column.key] = Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+        return self.of_columns[column.key]
 
-    def plain(self, mask: Matches | Reaches) -> Rows | None:
-        """The rows of a condition whose column rises, falls or has few runs throughout, else None."""
+    def sides(self, mask: Compare) -> tuple[Tensor, Tensor] | None:
+        """The values of a separable comparison along the keys and along the queries, or None where 64 bits do not hold them."""
+        found = None if self.keys.exact(mask.left) is None else sides(mask, self.keys, self.queries)
+        return found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
+
+    def is_told(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a separable comparison whose sides 64 bits hold, as they do the sides that a user wrote."""
+        if not is_separable(mask):
+            return False
+        return not any(isinstance(side, Sum | Quotient) for side in (mask.left, mask.right)) or self.sides(mask) is not None
+
+    def is_stepped(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a comparison whose column rises only in pieces."""
+        return self.is_told(mask) and mask.sign != "!=" and self.plain(mask) is None
+
+    def plain(self, mask: Compare) -> Rows | None:
+        """The rows of a comparison whose column rises, falls or has few runs throughout, else None."""
         if mask.key not in self.known:
-            if isinstance(mask, Matches):
-                self.known[mask.key] = self.matches(mask)
-            else:
-                column = self.keys.tensor(mask.column)
-                way = direction(column)
-                value = self.queries.tensor(mask.value)
-                self.known[mask.key] = threshold(column, value, self.frame.kv_len, rises=way > 0) if way else None
+            self.known[mask.key] = self.matches(mask) if mask.sign == "==" else self.threshold(mask)
         return self.known[mask.key]
 
-    def span(self, masks: list[Mask], rows: Iterable[Rows] = ()) -> Rows:
-        """The keys inside all of the spans and of the rows of one interval, and all or none of them by each test of the row."""
+    def threshold(self, mask: Compare) -> Rows | None:
+        column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+        way = direction(column)
+        return threshold(column, value, self.frame.kv_len, mask.sign, rises=way > 0) if way else None
+
+    def ends(self, mask: Mask) -> Ends | None:
+        """The starts and stops of what is one interval in each row, or None where it is not or 64 bits do not hold its ends."""
+        if mask.key not in self.of_spans:
+            self.of_spans[mask.key] = self._ends(mask)
+        return self.of_spans[mask.key]
+
+    def _ends(self, mask: Mask) -> Ends | None:
+        kv_len = self.frame.kv_len
+        match mask:
+            case Span(start, stop):
+                of_start, of_stop = (None if end is None else self.queries.within(end, 0, kv_len) for end in (start, stop))
+                if (start is None) == (of_start is None) and (stop is None) == (of_stop is None):
+                    return [of_start] * (start is not None), [of_stop] * (stop is not None)
+            case Compare() if "kv" not in mask.symbols:
+                holds = self.queries.holds(mask)
+                return None if holds is None else ([], [torch.where(holds, kv_len, 0)])
+        return None
+
+    def span(self, spans: Iterable[Ends], rows: Iterable[Rows] = ()) -> Rows:
+        """The keys inside all of the spans and of the rows of one interval."""
         kv_len = self.frame.kv_len
         starts: list[Any] = [0]
         stops: list[Any] = [kv_len]
-        for mask in masks:
-            if not isinstance(mask, Span):
-                stops.append(torch.where(self.queries.tensor(mask), kv_len, 0))
-                continue
-            starts += [self.queries.values(self.frame.settled(mask.start))] if mask.start is not None else []
-            stops += [self.queries.values(self.frame.settled(mask.stop))] if mask.stop is not None else []
+        for of_start, of_stop in spans:
+            starts += of_start
+            stops += of_stop
         # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
         start, stop = reduce(greater, sorted(starts, key=_size)), reduce(lesser, sorted(stops, key=_size))
         lo, hi = (_clamped(end, kv_len) for end in (start, stop))
@@ -213,25 +245,27 @@ class _Analysis:
             case Truth(value):
                 make = Rows.everything if value else Rows.nothing
                 return RowBounds.of(make(kv_len, frame.device))
-            case _ if _is_span(mask):
-                return RowBounds.of(self.span([mask]))
-            case Matches() | Reaches():
+            case Span() | Compare() if (ends := self.ends(mask)) is not None:
+                return RowBounds.of(self.span([ends]))
+            case Compare() if self.is_told(mask):
                 found = self.plain(mask)
                 return RowBounds.of(found) if found is not None else self.refined(self.leaf(Truth(True)), [mask])
-            case Compare() if "q" not in mask.symbols:
-                return RowBounds.of(runs(self.keys.tensor(mask), kv_len))
-            case Compare():
+            case Compare() if "q" not in mask.symbols and (holds := self.keys.holds(mask)) is not None:
+                return RowBounds.of(runs(holds, kv_len))
+            case Span() | Compare():
                 return self.unknown()
         raise LoweringError(f"no rows for {type(mask).__name__} {mask}")
 
-    def matches(self, mask: Matches) -> Rows | None:
-        frame, column, value = self.frame, mask.column, mask.value
+    def matches(self, mask: Compare) -> Rows | None:
+        frame, column = self.frame, mask.left
         if _rises(column) and devices.waits(frame.tables[column.table.key]):
-            return rising_runs(self.keys.tensor(column), self.queries.tensor(value), frame.kv_len)
+            great = extent(mask.right, frame)[1] == INT64[1]  # which no document has
+            ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+            return rising_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, frame.kv_len)
         found = self.runs_of(column)
         if frame.q_len == frame.kv_len and isinstance(frame.q_offset, int) and frame.q_offset == 0 and _is_mirrored(mask):
             return found.own(MAX_SLOTS)
-        return found.matching(self.queries.tensor(value), MAX_SLOTS)
+        return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
 
     def runs_of(self, column: Index) -> ValueRuns:
         """The runs of a column, which are kept until its data changes."""
@@ -270,21 +304,17 @@ def _clamped(end: Any, kv_len: int) -> Any:
     return end.clamp(0, kv_len).to(torch.int32) if isinstance(end, Tensor) else min(max(end, 0), kv_len)
 
 
-def _is_span(mask: Mask) -> bool:
-    return isinstance(mask, Span) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
-
-
 def _is_same(known: Any, stamp: Any) -> bool:
     if isinstance(stamp, Tensor) and isinstance(known, Tensor):
         return torch.equal(known, stamp)
     return isinstance(stamp, tuple) and isinstance(known, tuple) and known == stamp
 
 
-def _is_mirrored(mask: Matches) -> bool:
+def _is_mirrored(mask: Compare) -> bool:
     """Whether the queries are compared by what the keys are."""
     if "mirrored" not in mask.memo:
-        mirrored = mask.value.replace(lambda node: kv if node.key == q.key else None)
-        mask.memo["mirrored"] = mirrored.key == mask.column.key
+        mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
+        mask.memo["mirrored"] = mirrored.key == mask.left.key
     return cast(bool, mask.memo["mirrored"])
 
 

@@ -1,7 +1,8 @@
 """The expression form: an expression as nested plain closures of ``(b, h, q_idx, kv_idx)``.
 
 The closures capture nothing but numbers, tensors and each other, so that a compiler has no Python object to guard on. They
-take scalars, as FlexAttention passes them, or index tensors that broadcast.
+take scalars, as FlexAttention passes them, or index tensors that broadcast. Kernels count positions in 32 bits; an operation
+whose operands or result may need more has its operands converted to 64.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.errors import LoweringError
+from flexmask.extents import extent, fits
 from flexmask.frame import Frame
 from flexmask.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.opaque import Captured, Opaque
@@ -86,16 +88,15 @@ def index_closure(node: Index, frame: Frame) -> IndexClosure:
         case Constant(value):
             return lambda b, h, q, kv: value
         case Symbol():
-            position = _symbol(node.name, frame)
-            return (lambda b, h, q, kv: position(b, h, q, kv).to(torch.int64)) if frame.wide else position
+            return _symbol(node.name, frame)
         case Arithmetic(sign, left, right):
-            return _binary(ARITHMETIC[sign], index_closure(left, frame), index_closure(right, frame))
+            return _binary(ARITHMETIC[sign], *_operands(frame, [left, right], node))
         case Absolute(operand):
-            inner = index_closure(operand, frame)
+            (inner,) = _operands(frame, [operand], node)
             return lambda b, h, q, kv: abs(inner(b, h, q, kv))
         case Choice(condition, then, otherwise):
             chosen = mask_closure(condition, frame)
-            yes, no = index_closure(then, frame), index_closure(otherwise, frame)
+            yes, no = _operands(frame, [then, otherwise])
             return lambda b, h, q, kv: torch.where(chosen(b, h, q, kv), yes(b, h, q, kv), no(b, h, q, kv))
         case Lookup(table, indices):
             return _lookup(frame.tables[table.key], [index_closure(index, frame) for index in indices])
@@ -113,8 +114,10 @@ def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
             return lambda b, h, q, kv: b.new_ones((), dtype=torch.bool)
         case Truth(False):
             return lambda b, h, q, kv: b.new_zeros((), dtype=torch.bool)
+        case Compare("!=", Lookup(table, indices), Constant(0)) if frame.tables[table.key].dtype == torch.bool:
+            return _gathered(frame.tables[table.key], [index_closure(index, frame) for index in indices])
         case Compare(sign, left, right):
-            return _binary(COMPARISON[sign], index_closure(left, frame), index_closure(right, frame))
+            return _binary(COMPARISON[sign], *_operands(frame, [left, right]))
         case And(operands):
             return reduce(lambda f, g: _binary(operator.and_, f, g), (mask_closure(o, frame) for o in operands))
         case Or(operands):
@@ -127,6 +130,19 @@ def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
         case PerHead(masks):
             return mask_closure(Or.make(tuple((Symbol("h") == head) & mask for head, mask in enumerate(masks))), frame)
     raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+
+
+def _operands(frame: Frame, operands: list[Index], *result: Index) -> list[IndexClosure]:
+    """The closures of the operands of an operation, in 64 bits where one of them or the result may need more than 32."""
+    closures = [index_closure(operand, frame) for operand in operands]
+    if all(fits(extent(index, frame), 32) for index in (*operands, *result)):
+        return closures
+    ready = Constant | Lookup | Opaque | Column  # integers of 64 bits already
+    return [f if isinstance(node, ready) else _widened(f) for node, f in zip(operands, closures, strict=True)]
+
+
+def _widened(closure: IndexClosure) -> IndexClosure:
+    return lambda b, h, q, kv: closure(b, h, q, kv).to(torch.int64)
 
 
 def _symbol(name: str, frame: Frame) -> IndexClosure:
@@ -165,7 +181,7 @@ def _column(node: Column) -> IndexClosure:
 def _lookup(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
     if data.dtype == torch.bool:  # truth values count as 0 and 1
         truth = _gathered(data, indices)
-        return lambda b, h, q, kv: truth(b, h, q, kv).to(torch.int32)
+        return lambda b, h, q, kv: truth(b, h, q, kv).to(torch.int64)
     return _gathered(data, indices)
 
 

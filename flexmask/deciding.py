@@ -17,12 +17,14 @@ from torch import Tensor
 from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.blocks import Entries
 from flexmask.closures import ARITHMETIC
-from flexmask.evaluation import Evaluation
+from flexmask.evaluation import Evaluation, sides
+from flexmask.extents import INT64, extent
 from flexmask.frame import Frame
 from flexmask.index import FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol, h, kv
+from flexmask.linear import Linear, Quotient, Sum
 from flexmask.nodes import Node
 from flexmask.opaque import Opaque
-from flexmask.separation import Linear, Matches, Reaches, Span, separate
+from flexmask.separation import Span, separate
 from flexmask.tables import Lookup
 
 __all__ = ["Decider", "joined"]
@@ -53,24 +55,41 @@ class Decider:
         self.frame, self.sizes = frame, {"q": q_size, "kv": kv_size}
         self.mask = frame.settled(separate(cast(Mask, frame.mask.replace(_by_head))))
         self.along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
-        self.ends: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.ends: dict[Any, Limits | None] = {}
 
     def at(self, entries: Entries) -> BlockValues:
         """The values in some blocks, query blocks as rows and key blocks as columns."""
         return BlockValues(self, entries)
 
-    def limits(self, index: Index, axis: str) -> tuple[Tensor, Tensor]:
-        """The least and the greatest value of an expression in each block along an axis, ``int64[B, H, blocks]``."""
-        if index.key not in self.ends:
-            values = self.along[axis].tensor(index).long()
-            if values.shape[-1] > 1:
-                size = self.sizes[axis]
-                values = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), mode="replicate")
-                least, most = values.unflatten(-1, (-1, size)).aminmax(dim=-1)
-            else:
-                least = most = values
-            self.ends[index.key] = least, most
-        return self.ends[index.key]
+    def limits(self, index: Index, low: int = INT64[0], high: int = INT64[1]) -> Limits | None:
+        """The least and the greatest value of an expression along an axis in each block: see :meth:`Evaluation.within`."""
+        key = (index.key, low, high)
+        if key not in self.ends:
+            axis = _axis(index)
+            self.ends[key] = self._of_blocks(self.along[axis].within(index, low, high), axis)
+        return self.ends[key]
+
+    def sides(self, mask: Compare) -> tuple[Limits, Limits] | None:
+        """The same for the two sides of a comparison, each along its own axis: see :func:`flexmask.evaluation.sides`."""
+        axes = _axis(mask.left), _axis(mask.right)
+        left, right = ((mask.key, side) for side in ("left", "right"))
+        if left not in self.ends:
+            found = sides(mask, *(self.along[axis] for axis in axes)) or (None, None)
+            self.ends[left], self.ends[right] = map(self._of_blocks, found, axes)
+        pair = self.ends[left], self.ends[right]
+        return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+    def _of_blocks(self, values: Any, axis: str) -> Limits | None:
+        """The least and the greatest of values in each block, ``int64[B, H, blocks]``."""
+        if values is None:
+            return None
+        values = self.along[axis].shaped(values).long()
+        if values.shape[-1] == 1:
+            return values, values
+        size = self.sizes[axis]
+        values = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), mode="replicate")
+        least, most = values.unflatten(-1, (-1, size)).aminmax(dim=-1)
+        return least, most
 
 
 class BlockValues:
@@ -111,20 +130,20 @@ class BlockValues:
         match mask:
             case Span(start, stop):
                 first, last = self.keys()
-                start_of = (0, 0) if start is None else self.of(start)
-                stop_of = (self.frame.kv_len,) * 2 if stop is None else self.of(stop)
-                full = (first >= start_of[1]) & (last < stop_of[0])
-                return full, (last < start_of[0]) | (first >= stop_of[1])
-            case Reaches(column, value):
-                keys, limit = self.of(column), self.of(value)
-                return self.all(keys[1] <= limit[0]), self.all(keys[0] > limit[1])
-            case Matches(column, value):
-                keys, own = self.of(column), self.of(value)
-                same = (keys[0] == own[1]) & (keys[1] == own[0])
-                return self.all(same), self.all((keys[1] < own[0]) | (keys[0] > own[1]))
-            case Compare(sign, left, right):
+                kv_len = self.frame.kv_len
+                start_of = (0, 0) if start is None else self.of_blocks(self.decider.limits(start, 0, kv_len), "q")
+                stop_of = (kv_len, kv_len) if stop is None else self.of_blocks(self.decider.limits(stop, 0, kv_len), "q")
+                if start_of is not None and stop_of is not None:
+                    full = (first >= start_of[1]) & (last < stop_of[0])
+                    return full, (last < start_of[0]) | (first >= stop_of[1])
+            case Compare(sign, left, right) if _mixes(left) or _mixes(right):
                 if (values := self.limits(left)) is not None and (others := self.limits(right)) is not None:
                     return self.compared(sign, values, others)
+            case Compare(sign, left, right):
+                found = self.decider.sides(mask)
+                if found is not None:
+                    pair = [self.of_blocks(ends, _axis(side)) for ends, side in zip(found, (left, right), strict=True)]
+                    return self.compared(sign, *cast("list[Limits]", pair))
         return self.none, self.none
 
     def compared(self, sign: str, left: Limits, right: Limits) -> Decision:
@@ -144,9 +163,9 @@ class BlockValues:
         first = self.place["kv"] * self.sizes["kv"]
         return first, (first + (self.sizes["kv"] - 1)).clamp(max=self.frame.kv_len - 1)
 
-    def of(self, index: Index) -> Limits:
-        """The limits of an expression that does not depend on both query and key."""
-        return cast(Limits, self.limits(index))
+    def of_blocks(self, ends: Limits | None, axis: str) -> Limits | None:
+        """Limits for every block along an axis, as those of these blocks."""
+        return ends and (self.gathered(ends[0], axis), self.gathered(ends[1], axis))
 
     def limits(self, index: Index) -> Limits | None:
         """The least and the greatest value that an expression may have in each block; None where nothing is known."""
@@ -155,11 +174,11 @@ class BlockValues:
         return self.known[index.key]
 
     def _limits(self, index: Index) -> Limits | None:
-        if not {"q", "kv"} <= index.symbols:
-            axis = "kv" if "kv" in index.symbols else "q"
-            least, most = self.decider.limits(index, axis)
-            return self.gathered(least, axis), self.gathered(most, axis)
+        if not _mixes(index):
+            return self.of_blocks(self.decider.limits(index), _axis(index))
         match index:
+            case Sum(terms, constant):
+                return self._added(terms, constant) if self.decider.along["q"].is_plain(index) else None
             case Absolute(operand):
                 below = self.limits(operand)
                 return below and (torch.maximum(below[0], -below[1]).clamp(min=0), torch.maximum(-below[0], below[1]))
@@ -180,6 +199,19 @@ class BlockValues:
     def _paired(self, left: Index, right: Index, combine: Callable[[Limits, Limits], Limits | None]) -> Limits | None:
         x, y = self.limits(left), self.limits(right)
         return None if x is None or y is None else combine(x, y)
+
+    def _added(self, terms: tuple[tuple[Index, int], ...], constant: int) -> Limits | None:
+        least: Any = constant
+        most: Any = constant
+        for term, factor in terms:
+            limits = self.limits(term)
+            if limits is None:
+                return None
+            if abs(factor) > INT64[1]:
+                continue  # of a term that is 0, since the sum fits 64 bits
+            low, high = limits if factor > 0 else limits[::-1]
+            least, most = least + low * factor, most + high * factor
+        return least, most
 
     def _looked_up(self, data: Tensor, indices: list[Limits | None]) -> Limits | None:
         """The limits of values that are looked up at indices of which each takes few values in a block."""
@@ -217,16 +249,36 @@ class BlockValues:
 
     def first(self, index: Index, divisor: int) -> Tensor:
         """The value of an expression at the first cell of each block, or its remainder where the divisor is not 0."""
+        terms = list(Linear.of(index).terms.values())  # the constant is the same everywhere
+        values = [self._at_first(term) for term, _ in terms]
+        if not divisor and not self._is_told(terms):
+            return joined(values)
         total = torch.zeros_like(self.place["q"])
-        for term, factor in Linear.of(index).terms.values():  # the constant is the same everywhere
-            axis = "kv" if "kv" in term.symbols else "q"
-            values = self.decider.along[axis].tensor(term).long()
-            of_blocks = self.gathered(values[..., :: self.sizes[axis]] if values.shape[-1] > 1 else values, axis)
+        for (_, factor), of_blocks in zip(terms, values, strict=True):
             if divisor:
                 total = (total + of_blocks % divisor * (factor % divisor)) % divisor
-            else:  # it may wrap, as long as what is the same stays the same
+            else:  # it may wrap around, which different values do not to the same one
                 total += of_blocks * ((factor + 2**63) % 2**64 - 2**63)
         return total
+
+    def _is_told(self, terms: list[tuple[Index, int]]) -> bool:
+        """Whether all values of a sum differ by less than 2**64, so that the low 64 bits tell each from the others."""
+        low, high = extent(Sum(tuple(terms), 0), self.frame)
+        return high - low < 2**64
+
+    def _at_first(self, term: Index) -> Tensor:
+        axis = _axis(term)
+        values = self.decider.along[axis].tensor(term).long()
+        return self.gathered(values[..., :: self.sizes[axis]] if values.shape[-1] > 1 else values, axis)
+
+
+def _axis(index: Index) -> str:
+    """The axis along which an expression is evaluated that does not depend on both."""
+    return "kv" if "kv" in index.symbols else "q"
+
+
+def _mixes(index: Index) -> bool:
+    return {"q", "kv"} <= index.symbols
 
 
 def joined(kinds: list[Tensor]) -> Tensor:
@@ -269,6 +321,11 @@ def _collect(node: Node, divisor: int, found: dict[Any, Feature]) -> None:
             found[node.key, divisor] = node, divisor
             return
     match node:
+        case Sum(terms):  # of the remainders of its terms it is known, too
+            for term, _ in terms:
+                _collect(term, divisor, found)
+        case Quotient(dividend, value) if 0 < value * divisor < 2**31:
+            _collect(dividend, value * divisor, found)
         case Arithmetic("%", left, Constant(value)) if 0 < abs(value) < 2**31:
             _collect(left, abs(value), found)
         case Arithmetic("//", left, Constant(value)) if 0 < abs(value) * divisor < 2**31:

@@ -27,9 +27,10 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
     if rule == "lengths":
         ends = source.long().cumsum(-1)
         _check_total(ends, positions, "lengths")
+        _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
         return _ids(ends, positions)
     if rule == "cu_seqlens":
-        if not devices.waits(source) and (bool((source[..., 0] != 0).any()) or bool((source.diff() < 0).any())):
+        if not devices.waits(source) and (bool((source[..., 0] != 0).any()) or bool((source[..., 1:] < source[..., :-1]).any())):
             raise LoweringError(f"document: cu_seqlens must start with 0 and never fall, got {source.tolist()}")
         if source.shape[-1] < 2:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
@@ -77,8 +78,8 @@ def _ids(ends: Tensor, positions: int) -> Tensor:
 
 
 def _check_total(ends: Tensor, positions: int, name: str) -> None:
-    if not devices.waits(ends) and int(ends[..., -1].max()) > positions:
-        raise LoweringError(f"document: {name} cover {int(ends[..., -1].max())} tokens, but there are {positions} positions")
+    if not devices.waits(ends) and int(ends.max()) > positions:
+        raise LoweringError(f"document: {name} cover {int(ends.max())} tokens, but there are {positions} positions")
 
 
 def _check_runs(ids: Tensor, changes: Tensor) -> None:

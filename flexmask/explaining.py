@@ -16,7 +16,7 @@ from flexmask.lowering.block_mask import sizes_of
 from flexmask.lowering.mask_mod import form_of
 from flexmask.lowering.stats import Stats, stats
 from flexmask.preparation import frame_of
-from flexmask.separation import Linear, Matches, Reaches, Span, separate
+from flexmask.separation import Span, is_separable, separate
 
 __all__ = ["Explanation", "Leaf", "explain", "memory_text"]
 
@@ -153,7 +153,7 @@ def _cells(frame: Frame) -> int:
 
 def _leaves(mask: Mask) -> list[Mask]:
     """The conditions under the boolean operators, each once."""
-    if isinstance(mask, Span | Matches | Reaches | Compare):
+    if isinstance(mask, Span | Compare):
         return [mask]
     below = mask.masks if isinstance(mask, PerHead) else [child for child in mask.children() if isinstance(child, Mask)]
     found = {leaf.key: leaf for child in below for leaf in _leaves(child)}
@@ -172,13 +172,10 @@ def _leaf(mask: Mask) -> Leaf:
     match mask:
         case Span():
             return Leaf(str(mask)[1:-1], "one interval of keys", True)
-        case Matches():
-            return Leaf(str(mask)[1:-1], "runs of keys with the query's value", True)
-        case Reaches(column, value):
-            form = Linear.of(column)
-            falls = next(iter(form.terms.values()))[1] < 0
-            turned = form.times(-1).index() >= Linear.of(value).times(-1).index() if falls else column <= value
-            return Leaf(str(turned), "a stretch of keys wherever the values rise", True)
+        case Compare("==" | "!=") if is_separable(mask):
+            return Leaf(str(mask), "runs of keys with the query's value", True)
+        case Compare() if is_separable(mask):
+            return Leaf(str(mask), "a stretch of keys wherever the values rise", True)
         case Compare() if "kv" not in mask.symbols:
             return Leaf(str(mask), "a test of the query", True)
         case Compare() if "q" not in mask.symbols:

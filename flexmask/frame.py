@@ -35,7 +35,7 @@ class Frame:
         q_end: the position behind the last query; None where only the device knows it.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
-        wide: whether some value needs more than the 32 bits in which kernels count positions.
+        extents: the least and greatest value of expressions, as far as they were asked for.
     """
 
     mask: Mask
@@ -48,7 +48,7 @@ class Frame:
     q_end: int | None
     device: torch.device
     tables: dict[Any, Tensor] = field(repr=False)
-    wide: bool = False
+    extents: dict[Any, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def settled(self, node: N) -> N:
         """An expression with the lengths put in, so that what depends on nothing else is a constant."""

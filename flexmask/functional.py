@@ -15,7 +15,8 @@ from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout, seed_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.flex import FLEX_DTYPES, flex_sdpa
-from flexmask.index import Constant, q
+from flexmask.index import q
+from flexmask.linear import Linear
 from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa, fused_sdpa
@@ -216,4 +217,4 @@ def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
     """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
-    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, q + Constant(1))
+    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())

@@ -255,9 +255,9 @@ class Arithmetic(Index):
                 return cast(Index, x)
             case ("*", Constant(0), _) | ("*", _, Constant(0)):  # x * 0 -> 0
                 return Constant(0)
-            case "+", x, Constant(value) if value < 0:  # x + -n -> x - n
+            case "+", x, Constant(value) if -(2**63) < value < 0:  # x + -n -> x - n
                 return cls("-", x, Constant(-value))
-            case "-", x, Constant(value) if value < 0:  # x - -n -> x + n
+            case "-", x, Constant(value) if -(2**63) < value < 0:  # x - -n -> x + n
                 return cls("+", x, Constant(-value))
         return cls(sign, left, right)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from flexmask.algebra import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.conversion import MaskLike, as_mask
+from flexmask.extents import Extent, combined_extent
 from flexmask.index import Arithmetic, Constant, Index, Symbol
 from flexmask.packing import Derived
-from flexmask.ranges import Extent, combined_extent
 from flexmask.tables import Literal, Lookup, Ranged, Table, TensorTable
 
 __all__ = ["lengths_of", "said_lengths"]

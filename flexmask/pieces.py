@@ -23,8 +23,8 @@ CHUNK = 2**22
 
 def direction(column: Tensor) -> int:
     """1 where ``[..., n]`` never falls, else -1 where it never rises, else 0; waits for the device."""
-    step = column.diff()
-    return 1 if bool((step >= 0).all()) else -1 if bool((step <= 0).all()) else 0
+    before, here = column[..., :-1], column[..., 1:]  # a difference of two integers of 64 bits may need more
+    return 1 if bool((before <= here).all()) else -1 if bool((before >= here).all()) else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Pieces:
     @classmethod
     def of(cls, column: Tensor) -> Self | None:
         """The pieces, or None where there would be too many; waits for the device."""
-        piece = torch.nn.functional.pad((column.diff() < 0).long().cumsum(0), (1, 0))
+        piece = torch.nn.functional.pad((column[1:] < column[:-1]).long().cumsum(0), (1, 0))
         low, high = (int(value) for value in column.aminmax())
         size, count = high - low + 1, int(piece[-1]) + 1
         if size * count > MAX_ENTRIES * (column.numel() + 64):
@@ -61,13 +61,18 @@ class Pieces:
         """How many pieces there are."""
         return (self.first.numel() - 1) // self.size
 
-    def between(self, rows: Rows, low: Tensor, high: Tensor, most: int) -> Rows | None:
-        """Of each row the keys with ``low <= column <= high``; waits for the device.
+    def rank(self, value: Tensor, *, inclusive: bool) -> Tensor:
+        """How many integers of the column's range are below values, or not above them, ``int32``; for any of 64 bits."""
+        beyond = value >= self.low if inclusive else value > self.low + (self.size - 1)
+        return (value.clamp(self.low, self.low + (self.size - 1)) - self.low + beyond).to(torch.int32)
+
+    def between(self, rows: Rows, least: Tensor, behind: Tensor, most: int) -> Rows | None:
+        """Of each row the keys whose values have a rank in ``least <= rank < behind``; waits for the device.
 
         Args:
             rows: the keys to choose from.
-            low: ``int64[B, H, q_len]``, each axis may be 1.
-            high: likewise.
+            least: ``int32[B, H, q_len]``, each axis may be 1: see :meth:`rank`.
+            behind: likewise.
             most: intervals of a row at most; None is returned where there are more, or far more would have to be looked at.
         """
         end = rows.kv_len - 1
@@ -76,8 +81,6 @@ class Pieces:
         step = torch.arange(max(1, int(number.max())), dtype=torch.int32, device=begin.device)
         if step.numel() * rows.slots > MAX_FOUND:
             return None
-        least = (low - self.low).clamp(0, self.size).to(torch.int32)
-        behind = (high - (self.low - 1)).clamp(0, self.size).to(torch.int32)
         parts: list[Rows] = []
         for part in _chunks((rows.lo, rows.hi, begin, number, least, behind), CHUNK // (step.numel() * rows.slots)):
             parts.append(self._found(part, step, rows.kv_len))

@@ -7,29 +7,26 @@ like all others.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmask import devices
-from flexmask.algebra import Compare, Mask, PerHead
+from flexmask.algebra import Mask, PerHead
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
-from flexmask.index import Arithmetic, Constant, Symbol
+from flexmask.index import Absolute, Arithmetic, Constant, Symbol
 from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
 from flexmask.packing import COVERING, Derived
-from flexmask.ranges import AXES, check_ranges, is_computed, reach_of
+from flexmask.ranges import AXES, Computed, check_ranges, is_computed, reach_of
 from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.transforms import can_keep_tensors, usable
 
-__all__ = ["MAX_VALUE", "frame_of"]
-
-#: How far from 0 data may lie that is computed with: sums of several such numbers are 64-bit integers still.
-MAX_VALUE = 2**60
+__all__ = ["frame_of"]
 
 
 def frame_of(
@@ -71,12 +68,10 @@ def frame_of(
             frame.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
     for ranged in parts.ranged:
         _check_range(ranged, frame)
-    for lookup in parts.operands:
-        _check_value(lookup, frame)
-    wide = check_ranges(parts.computed, frame)
+    check_ranges(parts.computed, frame)
     for lookup in parts.lookups:
         _check_covers(lookup, frame)
-    return replace(frame, wide=True) if wide else frame
+    return frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +83,15 @@ class _Parts:
     tensors: list[TensorTable | Captured]
     ranged: list[Ranged]
     switches: list[PerHead]
-    operands: list[Lookup]
-    computed: list[Lookup | Arithmetic]
+    computed: list[Computed]
 
 
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [], [], [], [])
+        parts = _Parts([], [], [], [], [], [])
         seen: set[Any] = set()
         for node in mask.expand().walk():
-            parts.operands.extend(_operands(node))
-            if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic):
+            if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic | Absolute):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
             use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _has_spare(node))
@@ -116,22 +109,10 @@ def _parts(mask: Mask) -> _Parts:
                     parts.ranged.append(node)
                 case PerHead():
                     parts.switches.append(node)
-            if isinstance(node, Lookup | Arithmetic) and is_computed(node):
+            if isinstance(node, Computed) and is_computed(node):
                 parts.computed.append(node)
         mask.memo["parts"] = parts
     return cast(_Parts, mask.memo["parts"])
-
-
-def _operands(node: Node) -> list[Lookup]:
-    """The data that a node computes with, or that a comparison with the key is solved for, which adds to it."""
-    match node:
-        case Arithmetic(_, left, right):
-            pair = [left, right]
-        case Compare(sign, left, right) if sign not in {"==", "!="} and "kv" in node.symbols:
-            pair = [left, right]
-        case _:
-            return []
-    return [side for side in pair if isinstance(side, Lookup) and not isinstance(side.table, Derived)]
 
 
 def _length(name: str, value: object) -> int:
@@ -183,9 +164,12 @@ def _offset(q_offset: Any) -> int | Tensor:
 
 
 def _end_of(q_len: int, q_offset: int | Tensor) -> int | None:
-    if isinstance(q_offset, int):
-        return q_len + q_offset
-    return None if devices.waits(q_offset) else q_len + int(q_offset.max())
+    if isinstance(q_offset, Tensor) and devices.waits(q_offset):
+        return None
+    end = q_len + (q_offset if isinstance(q_offset, int) else int(q_offset.max()))
+    if end > MAX_LENGTH:
+        raise LoweringError(f"the queries reach position {end} (q_offset + q_len), which must be at most {MAX_LENGTH}")
+    return end
 
 
 def _sizes(
@@ -288,18 +272,6 @@ def _check_covers(lookup: Lookup, frame: Frame) -> None:
             check_covers(rule, source.to_tensor(), needed)
             if source.constant:
                 table.memo["covered"] = needed
-
-
-def _check_value(lookup: Lookup, frame: Frame) -> None:
-    values = frame.tables[lookup.table.key]
-    if values.dtype == torch.bool or devices.waits(values):
-        return
-    least, most = (int(v) for v in values.aminmax())
-    if least < -MAX_VALUE or most > MAX_VALUE:
-        raise LoweringError(
-            f"{lookup.brief()} has values from {least} to {most}; what is computed with must lie between -2**60 and 2**60 "
-            "(where it means that there is no limit, give the length)"
-        )
 
 
 def _check_range(ranged: Ranged, frame: Frame) -> None:

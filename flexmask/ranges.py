@@ -1,32 +1,64 @@
-"""Range checks: that no computed index leaves its table and nothing is divided by zero, before anything is evaluated."""
+"""Range checks before any evaluation: that no index leaves its table, nothing overflows and nothing is divided by zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from flexmask import devices
+from flexmask import devices, laws
 from flexmask.closures import index_closure
 from flexmask.errors import LoweringError
-from flexmask.frame import Frame
-from flexmask.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
-from flexmask.tables import Lookup
+from flexmask.extents import INT64, Extent, combined_extent, extent, fits
+from flexmask.frame import MAX_LENGTH, Frame
+from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.opaque import Opaque
+from flexmask.tables import Lookup, Ranged, Table, TensorTable
 
-__all__ = ["AXES", "Extent", "check_ranges", "combined_extent", "is_computed", "reach_of"]
+__all__ = ["AXES", "Computed", "check_ranges", "is_computed", "reach_of"]
 
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
 
-Extent = tuple[int, int]
+#: What the checks are about.
+Computed: TypeAlias = Lookup | Arithmetic | Absolute
 
 
-def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> bool:
-    """Checks computed indices and divisors in a frame. Values in another device's memory are not read nor checked.
+def is_computed(node: Computed) -> bool:
+    """Whether an index of a lookup, a divisor, or the value of an operation could be out of range, whatever the lengths."""
+    if isinstance(node, Lookup):
+        return any(not isinstance(index, Symbol) or index.name not in AXES for index in node.indices)
+    if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and not isinstance(node.right, Constant):
+        return True
+    widest = combined_extent(node, _widest)
+    return widest is None or not fits(widest)
 
-    Returns:
-        Whether some value needs more than the 32 bits in which kernels count positions.
+
+def _widest(index: Index) -> Extent:
+    """The extent of an expression at any length, by the kind of its data alone."""
+    if "widest" not in index.memo:
+        index.memo["widest"] = _widest_of(index)
+    found: Extent = index.memo["widest"]
+    return found
+
+
+def _widest_of(index: Index) -> Extent:
+    match index:
+        case Symbol():
+            return 0, MAX_LENGTH
+        case Lookup(table):
+            source = table.source if isinstance(table, Ranged) else table
+            if isinstance(source, TensorTable) and not source.boolean:
+                limits = torch.iinfo(source.tensor.dtype)
+                return limits.min, limits.max
+            return (0, 1) if isinstance(source, Table) and source.boolean else INT64
+    low, high = combined_extent(index, _widest) or INT64
+    return max(low, INT64[0]), min(high, INT64[1])
+
+
+def check_ranges(computed: list[Computed], frame: Frame) -> None:
+    """Checks computed indices, divisors and values in a frame. Values in another device's memory are not read nor checked.
 
     Args:
         computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones before those around them.
@@ -35,46 +67,63 @@ def check_ranges(computed: list[Lookup | Arithmetic], frame: Frame) -> bool:
     Raises:
         LoweringError: an index that leaves its table, a divisor that may be 0, or a value beyond 64 bits.
     """
-    wide = False
     for node in computed:
         if isinstance(node, Lookup):
             _check_lookup(node, frame)
             continue
-        if node.sign in {"//", "%"}:
-            divisor = _extent(node.right, frame)
-            if divisor is not None and divisor[0] <= 0 <= divisor[1]:
-                given = f"{node.right.brief()} ranges from {divisor[0]} to {divisor[1]}"
+        if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and _is_known(node.right, frame):
+            low, high = extent(node.right, frame)
+            if low <= 0 <= high:
+                given = f"{node.right.brief()} ranges from {low} to {high}"
                 raise LoweringError(f"{node.brief()} may divide by 0: {given}")
-        extent = _extent(node, frame)
-        if extent is not None and (extent[0] < -(2**63) or extent[1] >= 2**63):
-            raise LoweringError(f"{node.brief()} ranges from {extent[0]} to {extent[1]}, beyond 64-bit integers")
-        wide |= extent is None or extent[0] < -(2**31) or extent[1] >= 2**31
-    return wide
+        found = combined_extent(node, lambda below: extent(below, frame))
+        if found is not None and not fits(found) and _is_known(node, frame) and _overflows(node, frame):
+            raise LoweringError(
+                f"{node.brief()} ranges from {found[0]} to {found[1]}, beyond 64-bit integers; where a great number means that "
+                "there is no limit, compare with it alone, or take a number such as 2**60"
+            )
 
 
-def is_computed(node: Lookup | Arithmetic) -> bool:
-    """Whether an index of a lookup, a divisor, or the value of an operation could be out of range."""
-    if isinstance(node, Lookup):
-        return any(not isinstance(index, Symbol) or index.name not in AXES for index in node.indices)
-    if node.sign in {"//", "%"} and not isinstance(node.right, Constant):
+def _is_known(index: Index, frame: Frame) -> bool:
+    """Whether all data that an expression depends on can be read."""
+    for node in index.walk():
+        if isinstance(node, Opaque) or (isinstance(node, Lookup) and devices.waits(frame.tables[node.table.key])):
+            return False
+    return True
+
+
+def _overflows(node: Arithmetic | Absolute, frame: Frame) -> bool:
+    """Whether an operation overflows by the values of its operands, which together may be less than what their extents allow."""
+    operands = [node.operand] if isinstance(node, Absolute) else [node.left, node.right]
+    if any({"q", "kv"} <= operand.symbols for operand in operands):
         return True
-    return node.sign == "*" or any(isinstance(side, Constant) and abs(side.value) > 2**31 for side in (node.left, node.right))
+    of_operands = {operand.key: _evaluated(operand, frame) for operand in operands}
+    ends = {key: (int(values.min()), int(values.max())) for key, values in of_operands.items()}
+    found = combined_extent(node, lambda below: ends[below.key])
+    if found is None or fits(found):
+        return False
+    if isinstance(node, Absolute) or {"q", "kv"} <= node.symbols or node.sign not in laws.WRAPS:
+        return True
+    left, right = (of_operands[operand.key] for operand in operands)
+    return bool(laws.WRAPS[node.sign](left, right, _evaluated(node, frame)).any())
 
 
 def _check_lookup(lookup: Lookup, frame: Frame) -> None:
     for axis, index in enumerate(lookup.indices):
         size = frame.tables[lookup.table.key].shape[axis]
-        extent = _extent(index, frame)
-        if extent is None or (extent[0] >= 0 and extent[1] < size) or (isinstance(index, Symbol) and index.name in AXES):
+        found = extent(index, frame)
+        known = _is_known(index, frame)
+        if not known or (found[0] >= 0 and found[1] < size) or (isinstance(index, Symbol) and index.name in AXES):
             continue
         if {"q", "kv"} <= index.symbols:
             if getattr(lookup.table, "spare", False):
                 continue  # a traced function may ask first whether it is inside; torch says so where it is not
         else:
-            extent = _evaluated(index, frame)
-        if extent[0] < 0 or extent[1] >= size:
+            values = _evaluated(index, frame)
+            found = int(values.min()), int(values.max())
+        if found[0] < 0 or found[1] >= size:
             raise LoweringError(
-                f"{lookup.brief()}: the index {index.brief()} ranges from {extent[0]} to {extent[1]}, but the table has {size} "
+                f"{lookup.brief()}: the index {index.brief()} ranges from {found[0]} to {found[1]}, but the table has {size} "
                 "values along that axis; keep it inside with flexmask.minimum and flexmask.maximum"
             )
 
@@ -82,81 +131,16 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
 def reach_of(index: Index, frame: Frame) -> int | None:
     """One more than the greatest value of an index in a checked frame; None where that takes a host sync or every cell."""
     if isinstance(index, Symbol):
-        extent = _extent(index, frame)
-    elif frame.device.type != "cpu" or {"q", "kv"} <= index.symbols:
+        return None if index.name == "q" and frame.q_end is None else extent(index, frame)[1] + 1
+    if frame.device.type != "cpu" or {"q", "kv"} <= index.symbols:
         return None
-    else:
-        extent = _evaluated(index, frame)
-    return None if extent is None else extent[1] + 1
+    return int(_evaluated(index, frame).max()) + 1
 
 
-def _evaluated(index: Index, frame: Frame) -> Extent:
+def _evaluated(index: Index, frame: Frame) -> Tensor:
     axis = "kv" if "kv" in index.symbols else "q"
     position = frame.index(axis).view(1, 1, -1)
     values = index_closure(frame.settled(index), frame)(
         frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position
     )
-    least, most = torch.as_tensor(values).aminmax()
-    return int(least), int(most)
-
-
-def _extent(index: Index, frame: Frame) -> Extent | None:
-    """The least and greatest value that an expression can take, or None where only the device knows."""
-    match index:
-        case Symbol(name):
-            return _symbol_extent(name, frame)
-        case Lookup(table):
-            values = frame.tables[table.key]
-            if devices.waits(values):
-                return None
-            least, most = values.aminmax()
-            return int(least), int(most)
-    return combined_extent(index, lambda below: _extent(below, frame))
-
-
-def combined_extent(index: Index, extent: Callable[[Index], Extent | None]) -> Extent | None:
-    """The least and greatest value of an expression from those of its parts, or None where one is unknown."""
-    match index:
-        case Constant(value):
-            return value, value
-        case Absolute(operand):
-            inner = extent(operand)
-            return inner and (max(0, inner[0], -inner[1]), max(-inner[0], inner[1]))
-        case Choice(_, then, otherwise):
-            pair = extent(then), extent(otherwise)
-            return None if pair[0] is None or pair[1] is None else (min(pair[0][0], pair[1][0]), max(pair[0][1], pair[1][1]))
-        case Arithmetic(sign, left, right):
-            return _combined(sign, extent(left), extent(right))
-    return None
-
-
-def _symbol_extent(name: str, frame: Frame) -> Extent | None:
-    match name:
-        case "b":
-            return 0, frame.batch - 1
-        case "h":
-            return 0, frame.heads - 1
-        case "kv":
-            return 0, frame.kv_len - 1
-        case "q_len":
-            return frame.q_len, frame.q_len
-        case "kv_len":
-            return frame.kv_len, frame.kv_len
-    if isinstance(frame.q_offset, int):
-        return frame.q_offset, frame.q_offset + frame.q_len - 1
-    if devices.waits(frame.q_offset):
-        return None
-    least, most = frame.q_offset.aminmax()
-    return int(least), int(most) + frame.q_len - 1
-
-
-def _combined(sign: str, left: Extent | None, right: Extent | None) -> Extent | None:
-    if left is None or right is None:
-        return None
-    if sign in {"//", "%"} and right[0] <= 0 <= right[1]:
-        return None  # reported as a division by zero
-    if sign == "%":  # the result has the sign of the divisor and is nearer to 0
-        inside = left[0] >= 0 and left[1] < right[0]
-        return left if inside else (min(0, right[0] + 1), max(0, right[1] - 1))
-    corners = [FOLD[sign](x, y) for x, y in product(left, right)]  # each of these is monotone in either side
-    return min(corners), max(corners)
+    return torch.as_tensor(values)

@@ -14,8 +14,9 @@ from typing import TypeAlias, cast
 from flexmask.algebra import And, Compare, Mask, Named, Not, Or, Truth, Xor
 from flexmask.errors import FlexmaskError
 from flexmask.index import Arithmetic, Constant, Index, Symbol
+from flexmask.linear import Linear
 from flexmask.nodes import Node, key_of
-from flexmask.separation import Linear, linear
+from flexmask.separation import linear
 from flexmask.tables import Lookup, Param, Table
 from flexmask.text import parse
 
@@ -181,7 +182,7 @@ def _same(pattern: Mask, mask: Mask, known: Binding) -> Iterator[Binding]:
             form = Linear.of(other)
             yield from _same_form(Linear.of(left), form, known)
             if sign in {"==", "!="}:
-                yield from _same_form(Linear.of(left), form.times(-1), known)
+                yield from _same_form(Linear.of(left), -form, known)
         case (And(parts), And(others)) | (Or(parts), Or(others)) if len(parts) == len(others):
             yield from (binding for _, binding in _assigned(parts, others, known))
         case Not(part), Not(other):
@@ -195,19 +196,18 @@ def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Bindin
             yield known
         return
     key, (index, factor) = min(pattern.terms.items(), key=lambda item: _is_number(item[1][0]))
-    rest = Linear({k: term for k, term in pattern.terms.items() if k != key}, pattern.constant)
+    rest = pattern.without(key)
     for other_key, (other, other_factor) in form.terms.items():
         if factor == other_factor:
-            left = Linear({k: term for k, term in form.terms.items() if k != other_key}, form.constant)
             for binding in _same_index(index, other, known):
-                yield from _same_form(rest, left, binding)
+                yield from _same_form(rest, form.without(other_key), binding)
     if _is_number(index) and abs(factor) == 1:
         name = index.name if isinstance(index, Param) else cast(Param, cast(Lookup, index).table).name
         value = known.get(name)
         if value is None and not rest.terms and not form.terms:
             yield {**known, name: (form.constant - rest.constant) * factor}
         elif isinstance(value, int):
-            yield from _same_form(Linear(rest.terms, rest.constant + value * factor), form, known)
+            yield from _same_form(rest + value * factor, form, known)
 
 
 def _is_number(index: Index) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
+from flexmask.algebra import SWAPPED
 from flexmask.rows import Rows
 
 __all__ = ["ValueRuns", "rising_runs", "runs", "threshold"]
@@ -43,12 +44,23 @@ def _positions(marked: Tensor, fill: int) -> Tensor:
     return found.view(batch, heads, slots)
 
 
-def threshold(column: Tensor, value: Tensor, kv_len: int, *, rises: bool) -> Rows:
-    """The keys with ``column[b, h, kv] <= value[b, h, q]``, given a column that rises throughout, or else falls."""
+def threshold(column: Tensor, value: Tensor, kv_len: int, sign: str, *, rises: bool) -> Rows:
+    """The keys with ``column[b, h, kv] sign value[b, h, q]``, given a column that rises throughout, or else falls.
+
+    Args:
+        column: ``int64[B, H, kv_len]``.
+        value: ``int64[B, H, q_len]``.
+        kv_len: number of keys.
+        sign: one of ``< <= > >=``.
+        rises: whether the column rises.
+    """
     column = column.expand(*column.shape[:2], kv_len)
-    if rises:
-        return Rows.spans(torch.zeros_like(value), _search(column, value, right=True), kv_len)
-    return Rows.spans(_search(-column, -value, right=False), torch.full_like(value, kv_len), kv_len)
+    if not rises:
+        column, value, sign = ~column, ~value, SWAPPED[sign]  # x <= y  <=>  ~x >= ~y, for every integer of 64 bits
+    edge = _search(column, value, right=sign in {"<=", ">"})
+    if sign in {"<", "<="}:
+        return Rows.spans(torch.zeros_like(value), edge, kv_len)
+    return Rows.spans(edge, torch.full_like(value, kv_len), kv_len)
 
 
 def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
@@ -154,7 +166,8 @@ def _picked(of_runs: Tensor, at: Tensor) -> Tensor:
 def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
     """The keys with ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without waiting for the device.
 
-    The column must never fall, from 0 up, but for a tail of -1; of any other the result means nothing.
+    The column must never fall, from 0 up, but for a tail of -1; of any other the result means nothing. No value may be the
+    greatest integer.
     """
     behind = torch.iinfo(column.dtype).max
     column, value = (side.masked_fill(side == -1, behind) for side in (column, value))

@@ -22,23 +22,23 @@ PACKAGE = Path(flexmask.__file__).parent
 
 #: The layers from the bottom up; a module imports, at its top, only from those before its own, or beside it in a group.
 LAYERS = """\
-errors nodes index tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments catalogue.local
-catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue.prefixes catalogue.blocks catalogue.vision
-catalogue.trees catalogue.sparse catalogue text transforms devices deriving frame rows runs pieces vectorising closures ranges
-preparation evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding survey block_sets block_grid
-lowering.write_order lowering.listed lowering.block_mask aligning lowering.stats recognition tracing tracing.cells tracing.rules
-tracing.elementwise tracing.layout tracing.trace conversion comparing explaining drop_in mask_cache dropout tiles tile_plan
-tile_weights tile_passes tile_derivatives operators sdpa flex functional weights growing kv_cache torch_weights nn
-testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach testing.influence
-testing.leaks testing.invariance testing pytest_plugin lengths plotting.endings plotting.tokens plotting.terms plotting.caption
-plotting.categories plotting.density plotting.annotations plotting.options plotting.selection plotting.raster plotting.sheet
-plotting.scores plotting.palette plotting.mpl.heat plotting.mpl.drawing plotting.mpl.edges plotting.mpl.legend plotting.mpl.plot
-plotting.mpl.panels plotting.mpl plotting.html.page plotting.html.view plotting.html plotting.files plotting.terminal.signs
-plotting.terminal.canvas plotting.terminal.coarsening plotting.terminal.cells plotting.terminal.areas plotting.terminal.show
-plotting.terminal plotting gallery.entry gallery.source gallery.drawn gallery.snippets gallery.pictures gallery.words
-gallery.readme gallery.index gallery.build gallery cli.output cli.progress cli.completion cli.messages cli.exits cli.group
-cli.values cli.references cli.inputs cli.figures cli.drawings cli.check cli.diff cli.explain cli.gallery cli.list cli.render
-cli.stats cli __main__
+errors nodes laws index linear tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments
+catalogue.local catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue.prefixes catalogue.blocks
+catalogue.vision catalogue.trees catalogue.sparse catalogue text transforms devices deriving frame rows runs pieces vectorising
+extents closures ranges preparation evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding
+survey block_sets block_grid lowering.write_order lowering.listed lowering.block_mask aligning lowering.stats recognition tracing
+tracing.cells tracing.rules tracing.elementwise tracing.layout tracing.trace conversion comparing explaining drop_in mask_cache
+dropout tiles tile_plan tile_weights tile_passes tile_derivatives operators sdpa flex functional weights growing kv_cache
+torch_weights nn testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach
+testing.influence testing.leaks testing.invariance testing pytest_plugin lengths plotting.endings plotting.tokens plotting.terms
+plotting.caption plotting.categories plotting.density plotting.annotations plotting.options plotting.selection plotting.raster
+plotting.sheet plotting.scores plotting.palette plotting.mpl.heat plotting.mpl.drawing plotting.mpl.edges plotting.mpl.legend
+plotting.mpl.plot plotting.mpl.panels plotting.mpl plotting.html.page plotting.html.view plotting.html plotting.files
+plotting.terminal.signs plotting.terminal.canvas plotting.terminal.coarsening plotting.terminal.cells plotting.terminal.areas
+plotting.terminal.show plotting.terminal plotting gallery.entry gallery.source gallery.drawn gallery.snippets gallery.pictures
+gallery.words gallery.readme gallery.index gallery.build gallery cli.output cli.progress cli.completion cli.messages cli.exits
+cli.group cli.values cli.references cli.inputs cli.figures cli.drawings cli.check cli.diff cli.explain cli.gallery cli.list
+cli.render cli.stats cli __main__
 """.split()  # noqa: SIM905 - a list of forty strings would hide the groups
 
 

@@ -37,7 +37,8 @@ def test_between(data: st.DataObject) -> None:
     pieces = Pieces.of(torch.tensor(column))
     assert pieces is not None
     assert pieces.count == 1 + sum(after < before for before, after in pairwise(column))
-    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), low, high, MAX_FOUND)
+    first, behind = pieces.rank(low, inclusive=False), pieces.rank(high, inclusive=True)
+    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), first, behind, MAX_FOUND)
     assert found is not None
     for row, (span, (least, most)) in enumerate(zip(spans, limits, strict=True)):
         wanted = [span[0] <= key < span[1] and least <= value <= most for key, value in enumerate(column)]
@@ -54,9 +55,9 @@ def test_too_many_pieces() -> None:
     length = 2 * (MAX_FOUND + 1)
     pieces = Pieces.of(torch.arange(length) % 2)
     assert pieces is not None
-    zero = torch.zeros(1, 1, 1, dtype=torch.int64)
-    assert pieces.between(Rows.everything(length, zero.device), zero, zero, MAX_FOUND) is None
-    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_FOUND, length), zero, zero, MAX_FOUND)
+    zero = torch.zeros(1, 1, 1, dtype=torch.int32)
+    assert pieces.between(Rows.everything(length, zero.device), zero, zero + 1, MAX_FOUND) is None
+    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_FOUND, length), zero, zero + 1, MAX_FOUND)
     assert fewer is not None
     assert int(fewer.counts()) == MAX_FOUND
 

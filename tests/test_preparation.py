@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -147,20 +148,50 @@ NO_LIMIT = 2**63 - 1
 
 
 @pytest.mark.parametrize(
-    "mask",
+    ("mask", "allowed"),
     [
-        kv <= fm.table([NO_LIMIT])[b],
-        kv > fm.table([NO_LIMIT])[b],
-        fm.causal(offset=fm.table(torch.tensor([NO_LIMIT]))[b]),
-        abs(q - kv) <= fm.table([NO_LIMIT])[b],
-        fm.table([-NO_LIMIT] * 4)[kv] < q,
+        (kv <= fm.table([NO_LIMIT])[b], lambda q, kv: True),
+        (kv > fm.table([NO_LIMIT])[b], lambda q, kv: False),
+        (abs(q - kv) <= fm.table([NO_LIMIT])[b], lambda q, kv: True),
+        (fm.causal(offset=fm.table(torch.tensor([NO_LIMIT]))[b]), lambda q, kv: True),
+        (fm.sliding_window(left=NO_LIMIT, right=NO_LIMIT), lambda q, kv: True),
+        (fm.sliding_window(left=1, right=fm.where(q < 2, NO_LIMIT, 0)), lambda q, kv: q - kv <= 1 and (q < 2 or kv <= q)),
+        (fm.global_window([True, False, False, False], left=0, right=NO_LIMIT), lambda q, kv: q == 0 or kv == 0 or kv >= q),
+        (kv > q + -(2**63), lambda q, kv: True),
+        (fm.table([-NO_LIMIT] * 4)[kv] < q, lambda q, kv: True),
     ],
     ids=str,
 )
-def test_data_that_would_overflow_is_refused(mask: fm.Mask) -> None:
+def test_the_largest_integer_is_no_limit(mask: fm.Mask, allowed: Callable[[int, int], bool]) -> None:
+    wanted = torch.tensor([[allowed(row, key) for key in range(4)] for row in range(4)])
+    assert torch.equal(mask.dense(4)[0, 0], wanted)
+    assert torch.equal(mask.block_mask(4, block_size=1).to_dense()[0, 0].bool(), wanted)
+    assert torch.equal(mask.rows(4).lower.holds(torch.arange(4)).expand(1, 1, 4, 4)[0, 0], wanted)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        kv <= q + fm.table(torch.tensor([NO_LIMIT]))[b],
+        fm.causal(offset=-NO_LIMIT - 1) & (kv - fm.table([-NO_LIMIT])[b] < q),
+        abs(fm.table([-NO_LIMIT - 1, 0, 0, 0])[q]) >= kv,
+        fm.where(q < 2, 2**62, 0) + fm.where(kv < 2, 2**62, 0) > 0,
+        fm.table([NO_LIMIT, 0, 0, 0])[kv] + fm.table([1, 1, 1, 1])[kv] > q,
+    ],
+    ids=str,
+)
+def test_data_that_overflows_is_refused(mask: fm.Mask) -> None:
     for lower in (mask.dense, mask.block_mask, mask.rows):
-        with pytest.raises(LoweringError, match="between -2"):
+        with pytest.raises(LoweringError, match="beyond 64-bit"):
             lower(4)
+
+
+def test_sums_that_stay_within_64_bits_are_not_refused() -> None:
+    """The extents of the two tables allow an overflow; their values do not come together so."""
+    great, small = fm.table([NO_LIMIT, 0, 0, -NO_LIMIT - 1]), fm.table([0, 5, -5, 0])
+    mask = kv <= great[q] + small[q]
+    assert mask.dense(4).sum((0, 1, 3)).tolist() == [4, 4, 0, 0]
+    assert mask.stats(4).visible == 8
 
 
 def test_data_that_is_only_compared_may_be_large() -> None:

@@ -96,7 +96,7 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
         hint = nearest(str(align), ("upper_left", "lower_right"))
         raise ExpressionError(f"causal: align must be 'upper_left' or 'lower_right', got {align!r}.{hint}")
     position = q + kv_len - q_len if align == "lower_right" else q
-    return kv <= position + offset
+    return _up_to(position, offset)
 
 
 @named
@@ -244,5 +244,12 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
     if left is not None:
         mask &= kv >= q - left
     if right is not None:
-        mask &= kv <= q + right
+        mask &= _up_to(q, right)
     return mask
+
+
+def _up_to(position: Index, distance: Index | int) -> Mask:
+    """``kv <= position + distance``, so written that the largest integer, which means no limit, does not overflow."""
+    if isinstance(distance, int) and distance < 2**60:
+        return kv <= position + distance
+    return kv - distance <= position

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from flexmask.algebra import Compare, Mask, Truth
 from flexmask.errors import FlexmaskError
+from flexmask.extents import Extent, combined_extent
 from flexmask.frame import MAX_LENGTH
 from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 from flexmask.opaque import Captured, Opaque
-from flexmask.preparation import MAX_VALUE
-from flexmask.ranges import Extent, combined_extent
 from flexmask.tables import Lookup, TensorTable
 
 __all__ = ["Beyond", "Cell", "Cells", "INTEGERS", "MAX_CELLS", "Source", "Traced", "Untraceable", "number", "truth"]
 
 Cell: TypeAlias = Index | Mask
 
+#: How far from 0 data without values is taken to lie, so that sums of some of it are expressions still.
+LIKELY = 2**60
 #: Cells of a stand-in up to which each has an expression of its own.
 MAX_CELLS = 64
 
@@ -178,14 +179,10 @@ class Cells:
     def looked_up(self, tensor: Tensor, indices: list[Index]) -> Cell:
         """The cell for ``tensor[indices]``."""
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.uint64)
-        if not whole or tensor.numel() == 0 or not self.is_near(tensor):
+        if not whole or tensor.numel() == 0:
             return Opaque(_indexed, (Captured(tensor), *indices))
         found = Lookup(self.tables.setdefault(id(tensor), TensorTable(tensor, True)), tuple(indices))
         return found != 0 if tensor.dtype == torch.bool else found
-
-    def is_near(self, tensor: Tensor) -> bool:
-        low, high = self.extent_in(tensor)
-        return low >= -MAX_VALUE and high <= MAX_VALUE
 
     def extent_in(self, tensor: Tensor) -> Extent:
         """The least and greatest value of a tensor, for which a device is waited for once; of its dtype where it has none."""
@@ -194,7 +191,7 @@ class Cells:
                 self.extents[id(tensor)] = 0, 1
             elif tensor.device.type == "meta":
                 limits = torch.iinfo(tensor.dtype)
-                self.extents[id(tensor)] = max(limits.min, -MAX_VALUE), min(limits.max, MAX_VALUE)
+                self.extents[id(tensor)] = max(limits.min, -LIKELY), min(limits.max, LIKELY)
             else:
                 low, high = tensor.aminmax()
                 self.extents[id(tensor)] = int(low), int(high)
