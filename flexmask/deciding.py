@@ -321,8 +321,8 @@ def _collect(node: Node, divisor: int, found: dict[Any, Feature]) -> None:
             found[node.key, divisor] = node, divisor
             return
     match node:
-        case Sum(terms):  # of the remainders of its terms it is known, too
-            for term, _ in terms:
+        case Sum(parts):  # of the remainders of its terms it is known, too
+            for term, _ in parts:
                 _collect(term, divisor, found)
         case Quotient(dividend, value) if 0 < value * divisor < 2**31:
             _collect(dividend, value * divisor, found)

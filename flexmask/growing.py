@@ -19,11 +19,12 @@ from flexmask.comparing import Difference, difference
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError
 from flexmask.index import Index, Symbol, b, kv, maximum, q
+from flexmask.linear import Linear
 from flexmask.mask_cache import shared
 from flexmask.nodes import Node
 from flexmask.opaque import Captured
 from flexmask.packing import COVERING, Derived
-from flexmask.separation import Linear, Span, separate
+from flexmask.separation import Span, separate
 from flexmask.tables import Lookup, Param, Ranged, Table, TensorTable
 
 __all__ = ["Tokens", "check_window", "grown"]

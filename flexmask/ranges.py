@@ -13,6 +13,7 @@ from flexmask.errors import LoweringError
 from flexmask.extents import INT64, Extent, combined_extent, extent, fits
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.nodes import Node
 from flexmask.opaque import Opaque
 from flexmask.tables import Lookup, Ranged, Table, TensorTable
 
@@ -86,10 +87,18 @@ def check_ranges(computed: list[Computed], frame: Frame) -> None:
 
 def _is_known(index: Index, frame: Frame) -> bool:
     """Whether all data that an expression depends on can be read."""
-    for node in index.walk():
-        if isinstance(node, Opaque) or (isinstance(node, Lookup) and devices.waits(frame.tables[node.table.key])):
-            return False
-    return True
+
+    def is_hidden(node: Node) -> bool:
+        match node:
+            case Opaque():
+                return True
+            case Symbol("q"):
+                return frame.q_end is None
+            case Lookup(table):
+                return devices.waits(frame.tables[table.key])
+        return False
+
+    return not any(map(is_hidden, index.walk()))
 
 
 def _overflows(node: Arithmetic | Absolute, frame: Frame) -> bool:
@@ -131,7 +140,7 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
 def reach_of(index: Index, frame: Frame) -> int | None:
     """One more than the greatest value of an index in a checked frame; None where that takes a host sync or every cell."""
     if isinstance(index, Symbol):
-        return None if index.name == "q" and frame.q_end is None else extent(index, frame)[1] + 1
+        return extent(index, frame)[1] + 1 if _is_known(index, frame) else None
     if frame.device.type != "cpu" or {"q", "kv"} <= index.symbols:
         return None
     return int(_evaluated(index, frame).max()) + 1

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmask as fm
 from flexmask import FlexmaskError, Mask, devices
@@ -321,6 +322,83 @@ def test_great_numbers() -> None:
     assert report.outcomes["exact"] > EXAMPLES // 10
     assert report.outcomes["refused by extents"] < EXAMPLES // 20
     assert report.outcomes["traced"] > 0
+
+
+# ---------------------------------------------------------------- no limit, as real code writes it
+
+q, kv, h = fm.q, fm.kv, fm.h
+FAR = fm.table([10**18] * 4 + [0] * 4)
+TORCH = fm.table(torch.tensor([GREATEST] * 3 + [0, -5, 2, GREATEST, LEAST + 1]))
+
+WRITTEN: list[tuple[Mask, Any]] = [
+    (kv <= fm.where(q < 4, GREATEST, 0), lambda h, q, kv: q < 4 or kv == 0),
+    (abs(q - kv) <= fm.where(h == 0, GREATEST, 2), lambda h, q, kv: h == 0 or abs(q - kv) <= 2),
+    (q - kv >= fm.where(h == 0, -GREATEST, 2), lambda h, q, kv: h == 0 or q - kv >= 2),
+    (kv // 16 <= FAR[q], lambda h, q, kv: True),
+    (kv // 2 < FAR[q], lambda h, q, kv: q < 4),
+    (kv <= abs(TORCH[q]), lambda h, q, kv: kv <= abs([9, 9, 9, 0, 5, 2, 9, 9][q])),
+    ((q >= kv) & (kv <= GREATEST), lambda h, q, kv: q >= kv),
+    (kv > -GREATEST, lambda h, q, kv: True),
+    (kv // 2**62 <= q, lambda h, q, kv: True),
+    (kv // GREATEST <= q, lambda h, q, kv: True),
+    (q % 3 < kv // 2**62, lambda h, q, kv: False),
+    (kv * 3 // 16 >= -FAR[q], lambda h, q, kv: True),
+    ((q - kv) * 2**58 >= fm.where(h == 0, 0, -(2**59)), lambda h, q, kv: q - kv >= (0 if h == 0 else -2)),
+    (kv % 3 <= fm.where(q < 4, GREATEST, 0), lambda h, q, kv: q < 4 or kv % 3 == 0),
+    (kv % 3 - q % 3 >= fm.where(h == 0, -GREATEST, 0), lambda h, q, kv: h == 0 or kv % 3 >= q % 3),
+    (abs(TORCH[q] - TORCH[kv]) <= GREATEST, None),
+    (fm.table([True] + [False] * 7)[kv] // 2**62 == 0, lambda h, q, kv: True),
+    (kv <= q + fm.table([True] + [False] * 7)[q] * 2**32, lambda h, q, kv: q == 0 or kv <= q),
+    ((fm.table([True] * 8)[q] == 2**32) & (kv >= 0), lambda h, q, kv: False),
+]
+
+
+@pytest.mark.parametrize(("mask", "allowed"), WRITTEN, ids=[str(mask) for mask, _ in WRITTEN])
+@pytest.mark.parametrize("unread", [False, True])
+def test_no_limit(mask: Mask, allowed: Any, unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(8, 8, 1, 2, 0)
+    if allowed is None:
+        with pytest.raises(fm.LoweringError, match="beyond 64-bit"):
+            mask.stats(8)
+        return
+    if unread:
+        monkeypatch.setattr(devices, "waits", lambda tensor: True)
+    cells = [[[[bool(allowed(head, row, key)) for key in range(8)] for row in range(8)] for head in range(2)]]
+    assert differences(mask, setting, torch.tensor(cells), random.Random(0)) == []
+
+
+IS_PREFIX, LENGTHS = torch.arange(256) < 128, torch.tensor([GREATEST, 100])
+
+MODS = {
+    "where": lambda b, h, q_idx, kv_idx: kv_idx <= torch.where(IS_PREFIX[q_idx], GREATEST, q_idx),
+    "where, of heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= torch.where(h == 0, GREATEST, 8),
+    "masked_fill": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx.masked_fill(IS_PREFIX[q_idx], GREATEST),
+    "clamp": lambda b, h, q_idx, kv_idx: kv_idx.clamp(max=GREATEST) <= (q_idx + 5).clamp(min=-GREATEST, max=GREATEST),
+    "full_like": lambda b, h, q_idx, kv_idx: kv_idx < torch.full_like(q_idx, GREATEST),
+    "captured": lambda b, h, q_idx, kv_idx: kv_idx < LENGTHS[b],
+    "captured, computed with": lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= LENGTHS[b] // 2,
+    "minimum": lambda b, h, q_idx, kv_idx: kv_idx <= torch.minimum(LENGTHS[b], q_idx),
+    "all": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx <= GREATEST),
+    "truth values": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + IS_PREFIX[q_idx].long() * 2**32,
+    "not separable": lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx + IS_PREFIX[q_idx] * 2**32) & ((q_idx * kv_idx) % 3 != 1),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_mask_mods_without_a_limit(name: str) -> None:
+    theirs = create_block_mask(MODS[name], 2, 2, 256, 256, device="cpu", BLOCK_SIZE=64)
+    ours = fm.create_block_mask(MODS[name], 2, 2, 256, 256, device="cpu", BLOCK_SIZE=64)
+    for kind in ("kv", "full_kv"):
+        pair = [
+            listed(number.expand(2, 2, 4), indices.expand(2, 2, 4, 4))
+            for blocks in (ours, theirs)
+            for number, indices in [(getattr(blocks, f"{kind}_num_blocks"), getattr(blocks, f"{kind}_indices"))]
+        ]
+        assert pair[0] == pair[1]
+    index = [torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate((2, 2, 256, 256))]
+    wanted = create_mask(MODS[name], 2, 2, 256, 256, "cpu")
+    assert torch.equal(ours.mask_mod(*index).expand_as(wanted), wanted)
+    assert torch.equal(fm.trace(MODS[name]).dense(256, batch=2, heads=2).expand_as(wanted), wanted)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Integer:
         return Integer(self.term / term_of(other))
 
     def __rshift__(self, bits: int) -> Integer:
-        return self // 2**bits
+        return Integer(self.term / 2**bits)
 
     def __and__(self, mask: int) -> Integer:
         assert mask & (mask + 1) == 0
@@ -401,11 +401,11 @@ SOLVED = [
     fm.where(kv // 2 == q, DATA, kv) != LIMIT,
     DATA - q * 3 <= LIMIT,
     DATA * 2 - q * 4 == LIMIT * 2,
-    LIMIT - DATA * 3 < q - kv % 5 * 3,
+    q - kv % 5 * 3 > LIMIT - DATA * 3,
     abs(DATA - LIMIT) <= q,
-    2 * DATA == 2 * kv % 3 + 1 + 2 * DATA,
+    2 * kv % 3 + 1 + 2 * DATA == 2 * DATA,
     kv - kv <= q - q,
-    fm.chunked(64) & fm.sliding_window(3, 5),
+    fm.chunked(64) & fm.sliding_window(left=3, right=5),
     fm.chunk_window(16, left=2),
     fm.block_causal(8),
 ]
