@@ -121,6 +121,7 @@ class _Analysis:
         self.known: dict[Any, Rows | None] = {}
         self.of_columns: dict[Any, Pieces | None] = {}
         self.of_spans: dict[Any, Ends | None] = {}
+        self.of_sides: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
@@ -142,7 +143,8 @@ class _Analysis:
         """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
         spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
         stepped = {id(operand): operand for operand in operands if self.is_stepped(operand)}
-        parts = [self.rows(operand) for operand in operands if id(operand) not in spans | stepped]
+        apart = spans.keys() | stepped.keys()
+        parts = [self.rows(operand) for operand in operands if id(operand) not in apart]
         single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
         others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
@@ -182,8 +184,10 @@ class _Analysis:
 
     def sides(self, mask: Compare) -> tuple[Tensor, Tensor] | None:
         """The values of a separable comparison along the keys and along the queries, or None where 64 bits do not hold them."""
-        found = None if self.keys.exact(mask.left) is None else sides(mask, self.keys, self.queries)
-        return found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
+        if mask.key not in self.of_sides:
+            found = None if self.keys.exact(mask.left) is None else sides(mask, self.keys, self.queries)
+            self.of_sides[mask.key] = found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
+        return self.of_sides[mask.key]
 
     def is_told(self, mask: Mask) -> TypeGuard[Compare]:
         """Whether a mask is a separable comparison whose sides 64 bits hold, as they do the sides that a user wrote."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmask.algebra import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.errors import LoweringError
-from flexmask.extents import extent, fits
+from flexmask.extents import Read, extent, fits
 from flexmask.frame import Frame
 from flexmask.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.opaque import Captured, Opaque
@@ -135,7 +135,7 @@ def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
 def _operands(frame: Frame, operands: list[Index], *result: Index) -> list[IndexClosure]:
     """The closures of the operands of an operation, in 64 bits where one of them or the result may need more than 32."""
     closures = [index_closure(operand, frame) for operand in operands]
-    if all(fits(extent(index, frame), 32) for index in (*operands, *result)):
+    if all(fits(extent(index, frame, Read.NOTHING), 32) for index in (*operands, *result)):
         return closures
     ready = Constant | Lookup | Opaque | Column  # integers of 64 bits already
     return [f if isinstance(node, ready) else _widened(f) for node, f in zip(operands, closures, strict=True)]

@@ -22,7 +22,7 @@ from flexmask.closures import (
     mask_closure,
     opaque_call,
 )
-from flexmask.extents import INT64, Extent, extent, fits
+from flexmask.extents import INT64, Extent, Read, extent, fits
 from flexmask.frame import Frame
 from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.linear import Linear, Quotient, Sum
@@ -111,14 +111,14 @@ class Evaluation:
         settled = self.frame.settled(index)
         if not isinstance(settled, Sum | Quotient):
             return self.values(settled)
-        for read in (False, True):
+        for read in (Read.HERE, Read.ALL):
             found = self._within(settled, low, high, read)
             if found is not None:
                 return found
         return None
 
-    def _within(self, index: Index, low: int, high: int, read: bool) -> Any:
-        least, most = extent(index, self.frame, read=read)
+    def _within(self, index: Index, low: int, high: int, read: Read) -> Any:
+        least, most = extent(index, self.frame, read)
         if most < low or least > high:  # decided without a look at the values
             beyond = low - 1 if most < low else high + 1
             return beyond if fits((beyond, beyond)) else None
@@ -130,9 +130,9 @@ class Evaluation:
             return None if dividend is None or index.divisor > INT64[1] else dividend // index.divisor
         return self._sum_within(Linear.of(index), low, high, read) if isinstance(index, Sum) else self.values(index)
 
-    def _sum_within(self, form: Linear, low: int, high: int, read: bool) -> Any:
+    def _sum_within(self, form: Linear, low: int, high: int, read: Read) -> Any:
         """As :meth:`_within`: all terms but the greatest are added up, and that one is kept within what decides."""
-        of_term = {key: extent(index, self.frame, read=read) for key, (index, _) in form.terms.items()}
+        of_term = {key: extent(index, self.frame, read) for key, (index, _) in form.terms.items()}
 
         def size(key: Any) -> tuple[bool, int]:
             index, factor = form.terms[key]
@@ -143,7 +143,7 @@ class Evaluation:
         rest = form.without(greatest)
         if not self.is_plain(rest.index(), read):
             return self._limbs_within(form, of_term, low, high, read)
-        of_rest = extent(rest.index(), self.frame, read=read)
+        of_rest = extent(rest.index(), self.frame, read)
         if factor < 0:  # f * x is -f * -x
             least, most = laws.limits(low, high, *of_rest, -factor)
             kept = -most, -least
@@ -160,7 +160,7 @@ class Evaluation:
             values = _kept(values, *inside)
         return _added([(values if abs(factor) == 1 else values * abs(factor), factor), *self._parts(rest)], rest.constant)
 
-    def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: bool) -> Any:
+    def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: Read) -> Any:
         """As :meth:`_within` for several great terms, which are added up as two limbs."""
         plain = all(self.is_plain(index, read) for index, _ in form.terms.values())
         near = max(abs(low), abs(high)) < 2**61
@@ -178,13 +178,13 @@ class Evaluation:
             self.known[key] = (values >> laws.LIMB) * factor, (values & (2**laws.LIMB - 1)) * factor
         return cast("tuple[Any, Any]", self.known[key])
 
-    def is_plain(self, index: Index, read: bool = False) -> bool:
+    def is_plain(self, index: Index, read: Read = Read.HERE) -> bool:
         """Whether 64 bits hold all that is computed on the way to the values."""
         match index:
             case Sum(terms, constant):
                 if not all(self.is_plain(term, read) for term, _ in terms):
                     return False
-                ends = [(abs(factor), extent(term, self.frame, read=read)) for term, factor in terms]
+                ends = [(abs(factor), extent(term, self.frame, read)) for term, factor in terms]
                 return sum(factor * max(map(abs, end)) for factor, end in ends) + abs(constant) <= INT64[1]
             case Quotient(dividend, divisor):
                 return divisor <= INT64[1] and self.is_plain(dividend, read)

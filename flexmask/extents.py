@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from itertools import product
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from flexmask.linear import Quotient, Sum
 from flexmask.packing import Derived
 from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 
-__all__ = ["Extent", "INT64", "combined_extent", "extent", "fits"]
+__all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits"]
 
 #: The least and the greatest of some values.
 Extent: TypeAlias = tuple[int, int]
@@ -24,12 +25,20 @@ Extent: TypeAlias = tuple[int, int]
 INT64: Extent = -(2**63), 2**63 - 1
 
 
+class Read(IntEnum):
+    """Which data may be read for an extent; other data has that of its dtype."""
+
+    NOTHING = 0
+    HERE = 1  # integers of 64 bits in the CPU's memory
+    ALL = 2  # which forces a host sync where they are in another device's memory
+
+
 def fits(found: Extent, bits: int = 64) -> bool:
     """Whether all values of an extent are signed integers of so many bits."""
     return -(1 << bits - 1) <= found[0] and found[1] < 1 << bits - 1
 
 
-def extent(index: Index, frame: Frame, *, read: bool = False) -> Extent:
+def extent(index: Index, frame: Frame, read: Read = Read.HERE) -> Extent:
     """The extent of an expression in a frame.
 
     Expressions as a user writes them have 64 bits: where nothing says more, as of data in another device's memory, they have
@@ -38,7 +47,7 @@ def extent(index: Index, frame: Frame, *, read: bool = False) -> Extent:
     Args:
         index: the expression, its lengths settled or not.
         frame: the frame of the lowering, its tables ready.
-        read: read data also where that forces a host sync.
+        read: which data is read.
     """
     known, key = frame.extents, (index.key, read)
     if key not in known:
@@ -46,9 +55,9 @@ def extent(index: Index, frame: Frame, *, read: bool = False) -> Extent:
     return known[key]
 
 
-def _extent(index: Index, frame: Frame, read: bool) -> Extent:
+def _extent(index: Index, frame: Frame, read: Read) -> Extent:
     def below(part: Index) -> Extent:
-        return extent(part, frame, read=read)
+        return extent(part, frame, read)
 
     match index:
         case Symbol(name):
@@ -114,13 +123,13 @@ def _symbol_extent(name: str, frame: Frame) -> Extent:
     return first, (frame.q_end or MAX_LENGTH) - 1
 
 
-def _table_extent(table: Table | Param, frame: Frame, read: bool) -> Extent:
+def _table_extent(table: Table | Param, frame: Frame, read: Read) -> Extent:
     match table:
         case Ranged(source):
             return _table_extent(source, frame, read)
         case Literal():
             if "extent" not in table.memo:
-                table.memo["extent"] = _read(table.to_tensor())
+                table.memo["extent"] = _ends(table.to_tensor())
             found: Extent = table.memo["extent"]
             return found
         case Derived(source=Table() as source):
@@ -128,12 +137,13 @@ def _table_extent(table: Table | Param, frame: Frame, read: bool) -> Extent:
     values = frame.tables[table.key]
     if values.dtype == torch.bool:
         return 0, 1
-    if not devices.waits(values) or read:
-        return _read(values)
-    limits = torch.iinfo(table.tensor.dtype if isinstance(table, TensorTable) else values.dtype)
+    dtype = table.tensor.dtype if isinstance(table, TensorTable) else values.dtype
+    if read == Read.ALL or (read == Read.HERE and dtype == torch.int64 and not devices.waits(values)):
+        return _ends(values)
+    limits = torch.iinfo(dtype)
     return limits.min, limits.max
 
 
-def _read(values: Tensor) -> Extent:
+def _ends(values: Tensor) -> Extent:
     least, most = values.aminmax()
     return int(least), int(most)

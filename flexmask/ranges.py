@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask import devices, laws
 from flexmask.closures import index_closure
 from flexmask.errors import LoweringError
-from flexmask.extents import INT64, Extent, combined_extent, extent, fits
+from flexmask.extents import INT64, Extent, Read, combined_extent, extent, fits
 from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.nodes import Node
@@ -73,12 +73,15 @@ def check_ranges(computed: list[Computed], frame: Frame) -> None:
             _check_lookup(node, frame)
             continue
         if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and _is_known(node.right, frame):
-            low, high = extent(node.right, frame)
+            low, high = extent(node.right, frame, Read.ALL)
             if low <= 0 <= high:
                 given = f"{node.right.brief()} ranges from {low} to {high}"
                 raise LoweringError(f"{node.brief()} may divide by 0: {given}")
         found = combined_extent(node, lambda below: extent(below, frame))
-        if found is not None and not fits(found) and _is_known(node, frame) and _overflows(node, frame):
+        if found is None or fits(found) or not _is_known(node, frame):
+            continue
+        found = combined_extent(node, lambda below: extent(below, frame, Read.ALL))
+        if found is not None and not fits(found) and _overflows(node, frame):
             raise LoweringError(
                 f"{node.brief()} ranges from {found[0]} to {found[1]}, beyond 64-bit integers; where a great number means that "
                 "there is no limit, compare with it alone, or take a number such as 2**60"
@@ -120,9 +123,10 @@ def _overflows(node: Arithmetic | Absolute, frame: Frame) -> bool:
 def _check_lookup(lookup: Lookup, frame: Frame) -> None:
     for axis, index in enumerate(lookup.indices):
         size = frame.tables[lookup.table.key].shape[axis]
-        found = extent(index, frame)
-        known = _is_known(index, frame)
-        if not known or (found[0] >= 0 and found[1] < size) or (isinstance(index, Symbol) and index.name in AXES):
+        if (isinstance(index, Symbol) and index.name in AXES) or not _is_known(index, frame):
+            continue
+        found = extent(index, frame, Read.ALL)
+        if found[0] >= 0 and found[1] < size:
             continue
         if {"q", "kv"} <= index.symbols:
             if getattr(lookup.table, "spare", False):
