@@ -128,10 +128,7 @@ def _table_extent(table: Table | Param, frame: Frame, read: Read) -> Extent:
         case Ranged(source):
             return _table_extent(source, frame, read)
         case Literal():
-            if "extent" not in table.memo:
-                table.memo["extent"] = _ends(table.to_tensor())
-            found: Extent = table.memo["extent"]
-            return found
+            return table.extent
         case Derived(source=Table() as source):
             return -1, max(frame.kv_len, frame.q_end or MAX_LENGTH, *(size or 0 for size in source.shape))
     values = frame.tables[table.key]

@@ -107,6 +107,14 @@ class Literal(Table):
     def constant(self) -> bool:
         return True
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The least and the greatest value."""
+        if "extent" not in self.memo:
+            values = array("b" if self.truth else "q", self.data)
+            self.memo["extent"] = min(values), max(values)
+        return cast("tuple[int, int]", self.memo["extent"])
+
     def tolist(self) -> Any:
         """The values as an integer or nested lists."""
         view = memoryview(self.data).cast("?" if self.truth else "q", cast(Any, self.size))
