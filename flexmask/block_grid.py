@@ -1,6 +1,6 @@
 """Grids of blocks: which blocks of a mask are empty, partial and full, with one truth value for each block.
 
-All sizes follow from the lengths, so nothing here waits for the device as long as the rows of the mask are exact. A mask
+All sizes follow from the lengths, so nothing here forces a host sync while the rows of the mask are exact. A mask
 whose blocks are too many for a grid takes :mod:`flexmask.block_sets` instead.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["BlockGrid", "block_grid"]
 
 #: Blocks of a grid up to which it costs less to rank all of them than to pick out those that are marked.
 SMALL = 2**13
-#: Cells of a mask up to which all are evaluated where it would wait for a device to count the blocks that are open.
+#: Cells of a mask up to which all are evaluated where counting the open blocks would force a host sync.
 FEW_CELLS = 2**22
 
 
@@ -116,7 +116,7 @@ def block_grid(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
     partial = partial if covered is None else partial & ~covered
     partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
     open_blocks = touched & ~full & ~partial
-    # To count the open blocks would wait for the device; to evaluate a few cells too many does not.
+    # Counting the open blocks would force a host sync; evaluating a few cells too many does not.
     if devices.waits(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS:
         entries = Entries.every(partial)
         counts = torch.zeros_like(entries.row)

@@ -40,7 +40,7 @@ class Entries:
 
     @classmethod
     def of(cls, rows: Rows) -> Self:
-        """The members of every row; waits for the device."""
+        """The members of every row; forces a host sync."""
         length = (rows.hi - rows.lo).flatten().long()
         total = int(length.sum())
         interval = torch.repeat_interleave(length, output_size=total)
@@ -49,7 +49,7 @@ class Entries:
 
     @classmethod
     def marked(cls, grid: Tensor) -> Self:
-        """The members where ``bool[B, H, q, columns]`` is True; waits for the device."""
+        """The members where ``bool[B, H, q, columns]`` is True; forces a host sync."""
         at = grid.flatten().nonzero().squeeze(-1)
         row = at.div(grid.shape[-1], rounding_mode="floor")
         return cls(row, at - row * grid.shape[-1])
@@ -62,7 +62,7 @@ class Entries:
 
     @classmethod
     def streamed(cls, rows: Rows, most: int) -> Iterator[Self]:
-        """The members of every row, those of as many rows at a time as have ``most`` of them; waits for the device."""
+        """The members of every row, those of as many rows at a time as have ``most`` of them; forces a host sync."""
         lo, hi = rows.lo.flatten(0, 2), rows.hi.flatten(0, 2)
         total = (hi - lo).sum(-1).cumsum(0)
         start, done, every = 0, 0, int(total[-1])
@@ -111,7 +111,7 @@ class BlockCells:
         return hoisted_closure(self.frame)
 
     def of(self, entries: Entries, rows: Tensor | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Evaluates rows of blocks. Keep no tensor of each step: small ones between the large ones scatter the memory.
+        """Evaluates rows of blocks. Do not keep a tensor of each step: small ones between the large ones fragment the memory.
 
         Args:
             entries: query blocks as rows, key blocks as columns.

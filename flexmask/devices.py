@@ -1,4 +1,4 @@
-"""Devices: which there are, and where looking at a value has to wait until the device has worked it out."""
+"""Devices: which there are, and where reading a value forces a host sync."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Limit", "found", "waits"]
 
 
 def waits(tensor: Tensor) -> bool:
-    """Whether reading values of a tensor would wait for its device, everywhere but on the CPU, or find none.
+    """Whether reading values of a tensor would force a host sync, as everywhere but on the CPU, or find none.
 
     Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
     """

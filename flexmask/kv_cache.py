@@ -189,7 +189,7 @@ class KVCache:
         """Forgets the tokens behind a length: padding of a prompt, or drafts that were not accepted.
 
         Args:
-            lengths: tokens to keep, an int, or ``int[B]`` for each sequence. A tensor is read, which waits for its device.
+            lengths: tokens to keep, an int, or ``int[B]`` for each sequence. A tensor is read, which forces a host sync.
 
         Raises:
             LoweringError: more than there are, or so few that the window before them is gone.

@@ -1,8 +1,8 @@
 """Rows: what each query row may see, as a short list of key intervals, and the algebra of such lists.
 
 The tensors are padded: every row has the same number of interval slots, and a slot that is not used is the empty interval
-``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation on the CPU. Elsewhere that would wait for the
-device, so there it is done only where a row has more than :data:`FEW`.
+``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation on the CPU. Elsewhere that would force a host
+sync, so there it is done only where a row has more than :data:`FEW`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmask import devices
 
 __all__ = ["Rows"]
 
-#: Slots that are kept rather than counted where counting waits for a device.
+#: Slots that are kept rather than counted where counting forces a host sync.
 FEW = 8
 
 
@@ -143,7 +143,7 @@ class Rows:
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
     def joined(self) -> Rows:
-        """The same sets, given intervals that stand in order but may be empty or touch the next one; waits for the device."""
+        """The same sets, given intervals that stand in order but may be empty or touch the next one; forces a host sync."""
         found = self.compact()
         touching = (found.hi[..., :-1] == found.lo[..., 1:]) & (found.lo[..., 1:] < self.kv_len)
         return found._merge() if bool(touching.any()) else found

@@ -25,7 +25,7 @@ __all__ = ["block_mask", "sizes_of"]
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
 MAX_ROOM = devices.Limit(cpu=2**20, elsewhere=2**22)
 #: Blocks up to which a grid of them is better than sets: on the CPU while it is faster; elsewhere wherever there is room, since
-#: the sizes of a grid depend on no data, so that nothing waits for the device.
+#: the sizes of a grid depend on no data, so that there is no host sync.
 MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
 
 
