@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import flexmask as fm
 from tests.test_drop_in import check_lists
-from tests.test_paths import path
+from tests.test_paths import WAYS, path
 
-WAYS = ["grid, all ranked", "grid, few picked", "sets with room", "packed sets"]
 SIZES = 2, 2, 96, 128
 BLOCK = 16
 #: Corners to crop to: whole blocks, ragged ones, one axis alone, a single block.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
 
 import flexmask as fm
-from tests.test_paths import path
+from tests.test_paths import WAYS, path
 
 #: What torch's function takes, which differs between its versions.
 THEIR_ARGUMENTS = inspect.signature(create_block_mask).parameters
@@ -108,9 +108,6 @@ def test_masks_are_taken_as_well() -> None:
     assert found.mask_mod is not documents
     heads = fm.create_block_mask(mask, 2, 3, LENGTH, LENGTH, BLOCK_SIZE=16)
     check_lists(heads, create_block_mask(documents, 2, 3, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16))
-
-
-WAYS = ["grid, all ranked", "grid, few picked", "sets with room", "packed sets"]
 
 
 #: Sizes at which torch's function takes no time.

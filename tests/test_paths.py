@@ -73,6 +73,8 @@ PATHS = [
     "runs of queries",
     "single queries",
 ]
+#: Those to the lists of a BlockMask.
+WAYS = PATHS[:4]
 
 
 def is_known(shape: Shape) -> bool:
