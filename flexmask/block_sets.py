@@ -28,7 +28,7 @@ Lines: TypeAlias = tuple[Tensor, Tensor]
 LEAST_PITCH = 64
 #: Whether all of FlexAttention's CUDA kernels read the lists of full blocks with the strides of those of partial blocks.
 SHARED_STRIDES = torch.__version__ < "2.12"
-#: Queries from which on no kernel of decoding runs. These read the lists so in every version.
+#: Block rows from which on no decoding kernel runs. Those kernels share the strides in every version.
 DECODING = 128
 
 

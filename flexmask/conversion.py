@@ -52,7 +52,8 @@ def _shown(value: object) -> str:
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, type) or callable(value):
         return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', value)}"
-    return f"{type(value).__name__}" if isinstance(value, BlockMask | dict) else f"{type(value).__name__} {str(value)[:60]}"
+    kind = type(value).__name__
+    return kind if isinstance(value, BlockMask | dict) else f"{kind} {str(value)[:60]}"
 
 
 def _instead(value: Any) -> str:

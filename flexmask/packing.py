@@ -23,9 +23,9 @@ class Derived(Table):
     """A table computed from another when a mask is lowered, for each position up to the length that is needed.
 
     Args:
-        rule: what it is computed from: see :func:`flexmask.deriving.derive`.
-        source: that.
-        padding: whether ``lengths`` or ``cu_seqlens`` may leave positions at the end, which are padding then.
+        rule: how it is computed: see :func:`flexmask.deriving.derive`.
+        source: the data that it is computed from.
+        padding: whether positions beyond ``lengths`` or ``cu_seqlens`` are allowed, as padding.
     """
 
     rule: Literal["lengths", "cu_seqlens", "position_ids", "starts"]

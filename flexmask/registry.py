@@ -176,10 +176,10 @@ def _load_all() -> list[str]:
 
 def _broken(entry: EntryPoint, error: BaseException) -> str:
     package = _package(entry)
-    mend = f"`pip install -U {package}` may mend it; `pip uninstall {package}` removes it"
+    remedy = f"`pip install -U {package}` may fix it; `pip uninstall {package}` removes it"
     return (
         f"the plugin {package} cannot be loaded, so its masks are missing: its entry point {entry.name} = {entry.value} raised "
-        f"{type(error).__name__}: {error}. {mend}"
+        f"{type(error).__name__}: {error}. {remedy}"
     )
 
 

@@ -22,7 +22,7 @@ __all__ = ["Progress", "Survey", "watched"]
 
 #: Blocks that are decided at a time, which bounds the memory.
 CHUNK = 2**18
-#: Counts of single rows that are held at a time, likewise.
+#: Counts of single rows that are held at a time, which bounds the memory, too.
 COUNTS = 2**22
 #: Every such row is evaluated next, where the first and the last row do not show that a block is partial.
 STEP = 8
@@ -35,7 +35,7 @@ _PROGRESS: ContextVar[Progress | None] = ContextVar("flexmask.survey.progress", 
 
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
-    """Has each survey within tell how far it is: one of many blocks that differ takes long."""
+    """Reports to ``progress`` how far each survey inside has come: one of many blocks that differ takes long."""
     before = _PROGRESS.set(progress)
     try:
         yield

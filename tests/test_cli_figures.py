@@ -252,7 +252,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["stats"], "Missing argument 'EXPR...'"),
     (["stats", ""], "the text is empty"),
     (["stats", "causal", "casual"], "Did you mean causal?"),
-    (["stats", *["causal"] * 27], "at most 26 masks stand beside each other, got 27"),
+    (["stats", *["causal"] * 27], "at most 26 masks fit in one table, got 27"),
     (["stats", "causal", "--block-size", "0"], "'0' is neither a positive number nor two of them"),
     (["stats", "causal", "--batch", "0"], "'--batch': 0 is not in the range x>=1"),
     (["stats", "causal & (b > 2)", "--batch", "1000000000"], "16,000,000,000 queries in all sequences and heads are too many"),

@@ -280,7 +280,7 @@ def test_a_broken_plugin_is_a_warning(kind: str, tmp_path: Path) -> None:
     assert params == "('half',) 1 PluginWarning"
     assert message.startswith("the plugin a-broken cannot be loaded, so its masks are missing: its entry point family = broken")
     assert said.replace("broken defines", "a-broken defines") in message
-    assert message.endswith("`pip install -U a-broken` may mend it; `pip uninstall a-broken` removes it")
+    assert message.endswith("`pip install -U a-broken` may fix it; `pip uninstall a-broken` removes it")
 
 
 def test_a_broken_plugin_can_be_imported_again(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
     """Explain what the mask EXPR means and comes down to.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. Shown are the mask under the names that it has, its
-    definition, the conditions it comes down to and whether query and key stand apart in them, the intervals of its
+    definition, the conditions it comes down to and whether they are separable in query and key, the intervals of its
     rows, its blocks, its memory, and what attention costs with it. `flexmask stats` has the figures alone, of several
-    masks beside each other.
+    masks side by side.
 
     \b
     Examples:

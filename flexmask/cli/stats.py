@@ -1,4 +1,4 @@
-"""``flexmask stats``: how much masks show and what they cost, beside each other."""
+"""``flexmask stats``: how much masks show and what they cost, side by side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int
       flexmask stats "causal & key_padding(n)" -p n=1000 --json
     """
     if len(expressions) > len(ascii_uppercase):
-        raise Refused(f"at most {len(ascii_uppercase)} masks stand beside each other, got {len(expressions)}")
+        raise Refused(f"at most {len(ascii_uppercase)} masks fit in one table, got {len(expressions)}")
     with counting("counting"):
         masks = asked.masks(*expressions)
         lowering = asked.lowering(*masks)
