@@ -48,7 +48,9 @@ class AlignedDocuments:
             LoweringError: there are more or fewer tokens than the documents have.
         """
         if not tokens.dim() or tokens.shape[0] != self.index.numel():
-            raise LoweringError(f"the documents have {self.index.numel()} tokens, got a tensor {list(tokens.shape)}")
+            raise LoweringError(
+                f"tokens must be [{self.index.numel()}, ...], those of all documents; got a tensor {list(tokens.shape)}"
+            )
         packed = tokens.new_full((self.ids.numel(), *tokens.shape[1:]), fill)
         return packed.index_copy(0, self.index, tokens).view(*self.ids.shape, *tokens.shape[1:])
 
@@ -65,7 +67,7 @@ class AlignedDocuments:
             LoweringError: another number of sequences or positions.
         """
         if packed.shape[:2] != self.ids.shape:
-            raise LoweringError(f"the documents stand in [B, length] = {list(self.ids.shape)}, got {list(packed.shape)}")
+            raise LoweringError(f"packed must be [B, length, ...] = {[*self.ids.shape]} and more, got {list(packed.shape)}")
         return packed.flatten(0, 1).index_select(0, self.index)
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
@@ -117,10 +119,10 @@ def align_documents(
         raise LoweringError(f"there must be at least one token, got the lengths {lengths}")
     spaces = [[-(-tokens // step) * step for tokens in sequence] for sequence in sequences]
     least = max(map(sum, spaces))
-    length = least if length is None else _integer("length", length)
+    length = least if length is None else _integer(length, "length must be an integer")
     if length < least or length % step:
         raise LoweringError(
-            f"length must be a multiple of {step} from {least} on, which the documents need aligned to blocks; got {length}"
+            f"length must be a multiple of {step} and at least {least}, the space of the aligned documents; got {length}"
         )
     ids = torch.full((len(sequences), length), -1)
     positions, index = torch.zeros_like(ids), []
@@ -145,13 +147,13 @@ def _sequences(lengths: Any) -> list[list[int]]:
     if any(many) and not all(many):
         raise OperandError(f"lengths must be integers, or a list of them for each sequence, got both: {lengths!r}")
     rows = nested if any(many) else [nested]
-    return [[_integer("lengths", tokens) for tokens in row] for row in rows]
+    return [[_integer(tokens, "lengths must be integers") for tokens in row] for row in rows]
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(value: Any, wanted: str) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise OperandError(f"{name} must be integers, got {value!r}") from None
+        raise OperandError(f"{wanted}, got {value!r}") from None

@@ -216,7 +216,7 @@ class Param(Index):
         if not self.name.isidentifier() or keyword.iskeyword(self.name):
             raise ExpressionError(f"a parameter's name must be an identifier and no keyword, got {self.name!r}")
         if self.name != (normal := unicodedata.normalize("NFKC", self.name)):
-            raise ExpressionError(f"Python reads the name {self.name!r} as {normal!r}; name the parameter so")
+            raise ExpressionError(f"Python reads the name {self.name!r} as {normal!r}; name the parameter {normal!r}")
         if self.name in RESERVED:
             raise ExpressionError(f"{self.name} is the name of a symbol, mask or function; a parameter needs another name")
         Index.__post_init__(self)
@@ -353,7 +353,7 @@ def _list_shape(data: object, what: str, most: int) -> tuple[int, ...]:
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         return ()
     if not most:
-        raise ExpressionError(f"{what} has lists within lists, more than {MAX_AXES} deep; data has at most 4 axes")
+        raise ExpressionError(f"{what} has more than {MAX_AXES} lists within lists; give at most 4 axes")
     shapes = {_list_shape(item, what, most - 1) for item in data}
     if len(shapes) > 1:
         raise ExpressionError(f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length.")

@@ -1,4 +1,4 @@
-"""Bad input: each is refused with an error of the library's own, whose message names the value and the mend."""
+"""Bad input: each is refused with an error of the library's own, whose message names the value and the remedy."""
 
 import re
 from collections.abc import Callable
@@ -146,7 +146,11 @@ DATA: list[Row] = [
     ("parameter named by a number", lambda: fm.param(3), r"text, e.g. param\('ids'\), got int 3"),
     ("parameter named by nothing", lambda: fm.param(None), "text ... None"),
     ("parameter named by a mask", lambda: fm.param(fm.causal()), r"text ... causal\(\)"),
-    ("parameter with a ligature", lambda: fm.param("\ufb01lter"), "reads the name 'ﬁlter' as 'filter'"),
+    (
+        "parameter with a ligature",
+        lambda: fm.param("\ufb01lter"),
+        "reads the name 'ﬁlter' as 'filter'; name",
+    ),
     ("parameter in fullwidth letters", lambda: fm.param("ｉds"), "as 'ids'"),
     ("steps without end", lambda: fm.training_time_test(4, 10**30), "steps must be at most 1,024"),
     ("bind of a number where there is none", lambda: fm.parse("kv < n").bind(n=None), "None"),

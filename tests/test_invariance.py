@@ -93,9 +93,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": [1.5]}, fm.OperandError, "lengths must be integers, got 1.5"),
     ({"lengths": [True]}, fm.OperandError, "lengths must be integers, got True"),
     ({"lengths": [[1], 2]}, fm.OperandError, "got both"),
-    ({"length": 12}, fm.LoweringError, "a multiple of 8 from 16 on"),
-    ({"length": 20}, fm.LoweringError, "a multiple of 8 from 16 on"),
-    ({"length": 1.0}, fm.OperandError, "length must be integers"),
+    ({"length": 12}, fm.LoweringError, "a multiple of 8 and at least 16"),
+    ({"length": 20}, fm.LoweringError, "a multiple of 8 and at least 16"),
+    ({"length": 1.0}, fm.OperandError, "length must be an integer"),
     ({"block_size": 0}, fm.LoweringError, "block_size"),
 ]
 
@@ -109,9 +109,9 @@ def test_refusals(changed: dict[str, Any], kind: type[Exception], wanted: str) -
 
 def test_tensors_that_do_not_fit() -> None:
     documents = align_documents([3, 4], 8)
-    with pytest.raises(fm.LoweringError, match=r"have 7 tokens, got a tensor \[6, 2\]"):
+    with pytest.raises(fm.LoweringError, match=r"tokens must be \[7, \.\.\.\].*got a tensor \[6, 2\]"):
         documents.pack(torch.zeros(6, 2))
-    with pytest.raises(fm.LoweringError, match=r"\[B, length\] = \[1, 16\], got \[1, 15, 2\]"):
+    with pytest.raises(fm.LoweringError, match=r"\[B, length, \.\.\.\] = \[1, 16\] and more, got \[1, 15, 2\]"):
         documents.unpack(torch.zeros(1, 15, 2))
 
 
@@ -261,7 +261,7 @@ def test_of_what_is_not_finite_nothing_can_be_said() -> None:
 
 
 def test_the_sign_of_zero_is_a_bit() -> None:
-    with pytest.raises(AssertionError, match=r"18 of 18 numbers|8 of 8 numbers"):
+    with pytest.raises(AssertionError, match=r"document 0 .* 8 of 8 numbers"):
         assert_batch_invariant(
             lambda x, documents: x * 0 * (1 - 2 * (len(documents.lengths[0]) > 1)), torch.ones(9, 2), [4, 5], block_size=8
         )

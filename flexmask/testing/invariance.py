@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flexmask import devices
 from flexmask.algebra import Mask
 from flexmask.aligning import AlignedDocuments, align_documents
 from flexmask.catalogue import causal, per_document
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.testing.settings import parameters_of
 
 __all__ = ["assert_batch_invariant"]
 
@@ -67,7 +68,6 @@ def assert_batch_invariant(
     __tracebackhide__ = True
     if not isinstance(x, Tensor) or not callable(function):
         raise OperandError(f"wanted a function and a tensor, got {type(function).__name__} and {type(x).__name__}")
-    inner = causal() if mask is None else as_mask(mask)
     sizes = [tokens for tokens in align_documents(lengths).lengths[0] if tokens]
     if len(sizes) < 2 or not x.dim() or x.shape[0] != sum(sizes):
         raise LoweringError(
@@ -75,7 +75,8 @@ def assert_batch_invariant(
         )
     if gradients and not x.is_floating_point():
         raise OperandError(f"gradients=True needs floating point input, got {x.dtype}")
-    where = x.device if device is None else torch.device(device)
+    where = x.device if device is None else devices.found(device)
+    inner = causal() if mask is None else as_mask(mask, device=where)
     if device is not None and isinstance(function, nn.Module):
         function.to(where)
     call = _Call(function, inner, x.detach().to(where).split(sizes), block_size, gradients)
@@ -119,11 +120,7 @@ class _Call:
         self.block_size, self.gradients = block_size, gradients
         draw = torch.Generator().manual_seed(0)
         self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw)]
-        try:
-            taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-        except ValueError:  # functions written in C tell no signature
-            taken = {}  # type: ignore[assignment]
-        self.taken = [name for name in GIVEN if name in taken]
+        self.taken = [name for name in GIVEN if name in parameters_of(function)]
         if not self.taken:
             raise OperandError(
                 "the function must have a parameter mask or documents, so that it can know how documents are packed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,11 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
-from flexmask.testing.settings import check_size
+from flexmask.testing.settings import check_size, parameters_of
 
 __all__ = ["assert_no_leak"]
 
-MEND = "check fewer or shorter sequences"
+REMEDY = "check fewer or shorter sequences"
 
 
 def assert_no_leak(
@@ -153,7 +152,7 @@ def _check(call: Call, rule: _Rule) -> None:
     batch, q_len, length = call.inputs["x"].shape[0], call.inputs["x"].shape[1], call.inputs[rule.name].shape[1]
     if call.inputs[rule.name].shape[0] != batch:
         raise LoweringError(f"x and context must have one batch, got {batch} and {call.inputs[rule.name].shape[0]} sequences")
-    check_size((batch, q_len, length), MEND)
+    check_size((batch, q_len, length), REMEDY)
     hidden = ~rule.allowed(call)
     found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": by_change(call, rule.name, hidden)}
     leaks = found["by gradient"] | found["by change"]
@@ -184,7 +183,4 @@ def _takes_mask(function: Callable[..., Any]) -> bool:
     """Whether a function is to be given the mask: its own, where it has one, is what is checked."""
     if isinstance(function, nn.Module) and getattr(function, "mask", None) is not None:
         return False
-    try:
-        return "mask" in inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except ValueError:  # functions written in C tell no signature
-        return False
+    return "mask" in parameters_of(function)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import devices
@@ -17,7 +18,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.naming import uncalled
 from flexmask.preparation import frame_of
 
-__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "reference_cells", "setting_of"]
+__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Reference: TypeAlias = MaskLike | Tensor
@@ -70,7 +71,7 @@ class Setting:
         return create_mask(mask_mod, *self.shape, device=str(self.device))
 
 
-def check_size(shape: tuple[int, ...], mend: str) -> None:
+def check_size(shape: tuple[int, ...], remedy: str) -> None:
     """Refuses a table that is too large to be checked cell by cell.
 
     Raises:
@@ -78,7 +79,15 @@ def check_size(shape: tuple[int, ...], mend: str) -> None:
     """
     cells = torch.Size(shape).numel()
     if cells > MAX_CELLS:
-        raise LoweringError(f"{list(shape)} are {cells:,} cells; at most {MAX_CELLS:,} are checked one by one: {mend}")
+        raise LoweringError(f"{list(shape)} are {cells:,} cells; at most {MAX_CELLS:,} are checked one by one: {remedy}")
+
+
+def parameters_of(function: Callable[..., Any]) -> Collection[str]:
+    """The names of a function's or module's parameters; none for a function in C, which has no signature."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    except ValueError:
+        return ()
 
 
 def setting_of(
@@ -135,10 +144,10 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
                 f"the reference is for {list(cells.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
             )
         return cells.expand(setting.shape)
-    if not callable(reference):
-        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got {type(reference).__name__}")
-    if hint := uncalled(reference):
-        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got a function: {hint}")
+    hint = uncalled(reference)
+    if hint or not callable(reference):
+        got = f"a function: {hint}" if hint else type(reference).__name__
+        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got {got}")
     try:
         found = setting.cells(reference)
     except Exception as error:  # whatever a user's function raises is theirs to correct
