@@ -1,8 +1,13 @@
 """Dropout of attention weights by a counter-based hash: which weight is kept follows from the seed and the cell alone.
 
 The decision about a cell is the same in the forward and in the backward pass, on every backend and device, and whatever the
-blocks are in which attention is computed. Numbers are 32 bits wide and kept in 64-bit integers. Of each product only the low
-32 bits are used, which are the same where it wraps; so every implementation gives the same.
+blocks are in which attention is computed. Each row has two numbers of 32 bits, 64 together so that no two rows are alike, and
+each key has one. They are made once in a call, so that a cell costs a few operations: on the CPU dropout then takes about as
+long as the softmax, and in a GPU kernel, where the compiler writes an expression out each time that it is used, two numbers
+that are read keep the code short.
+
+The numbers of rows and keys are kept in 64-bit integers while they are made, whose products do not overflow. Cells are mixed in
+32-bit integers, of whose products the low 32 bits stay: these are the same on every processor.
 """
 
 from __future__ import annotations
@@ -14,14 +19,14 @@ from torch import Tensor
 
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
-__all__ = ["check_dropout", "dropout_cells", "kept", "seed_of"]
+__all__ = ["check_dropout", "dropout_cells", "key_numbers", "kept", "row_numbers", "seed_of"]
 
 BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
 STEP = 0x9E3779B1
 FIRST, SECOND = 0x7FEB352D, 0x45D9F3B
-#: Where the second of the two chains begins.
-OTHER = 0x85EBCA6B
+#: Where the chains begin: two of rows, and one of keys.
+STARTS = 0, 0x85EBCA6B, 0xC2B2AE35
 
 
 def _mixed(x: Any) -> Any:
@@ -31,36 +36,53 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _joined(state: Any, number: Any) -> Any:
-    return _mixed((state + (number + 1) * STEP) & BITS)
-
-
-def _row(start: int, seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> Any:
-    """One of the two states of a row, which together have 64 bits, so that no two rows are alike."""
+def _joined(start: int, seed: Tensor, *indices: Tensor) -> Tensor:
+    """A 32-bit number, in an int64, that follows from a seed and some indices."""
     state: Any = start
-    for number in (seed & BITS, (seed >> 32) & BITS, b, h, q):
-        state = _joined(state, number)
-    return state
+    for number in (seed & BITS, (seed >> 32) & BITS, *indices):
+        state = _mixed((state + (number.to(torch.int64) + 1) * STEP) & BITS)
+    found: Tensor = state
+    return found
 
 
-def kept(seed: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, p: float) -> Tensor:
-    """Whether cells keep their weight, which happens with probability ``1 - p``.
+def row_numbers(seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The two numbers of rows, ``int32`` shaped as the arguments broadcast; the second is odd.
 
     Args:
-        seed: ``int64``, without axes.
-        b: integer tensors that broadcast, or scalars; ``q`` counts the queries of the call from 0.
+        seed: ``int64``.
+        b: batch indices, an integer tensor.
         h: query heads.
-        q: queries.
-        kv: keys.
-        p: probability that a weight is dropped, 0 to 1.
-
-    Returns:
-        ``bool``, shaped as the indices broadcast.
+        q: queries, which count from 0 in each call.
     """
-    b, h, q, kv = (index.to(torch.int64) for index in (b, h, q, kv))
-    first, second = (_row(start, seed, b, h, q) for start in (0, OTHER))
-    found: Tensor = _mixed(((first + kv * STEP) & BITS) ^ second)
-    return found >= round(p * 2**32)
+    first, second = (_joined(start, seed, b, h, q) for start in STARTS[:2])
+    return first.to(torch.int32), (second | 1).to(torch.int32)
+
+
+def key_numbers(seed: Tensor, kv: Tensor) -> Tensor:
+    """The number of keys, ``int32`` shaped as the arguments broadcast.
+
+    Args:
+        seed: ``int64``.
+        kv: keys.
+    """
+    return _joined(STARTS[2], seed, kv).to(torch.int32)
+
+
+def kept(first: Tensor, second: Tensor, key: Tensor, p: float) -> Tensor:
+    """Which cells keep their weight, each with probability ``1 - p``: ``int32``, 1 for kept and 0 for dropped.
+
+    Each step maps the numbers of keys onto themselves, so that those of a row are as uniform as they are.
+
+    Args:
+        first: first number of the rows.
+        second: second number of the rows.
+        key: number of the keys.
+        p: probability that a weight is dropped, 0 to 1.
+    """
+    x = torch.bitwise_xor(key, first).mul_(second)  # in place, since memory takes most of the time on the CPU
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(SECOND)
+    lowest = round(p * 2**32) - 2**31
+    return x.ge_(lowest) if lowest < 2**31 else x.zero_()
 
 
 def dropout_cells(seed: int | Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
@@ -76,10 +98,8 @@ def dropout_cells(seed: int | Tensor, p: float, batch: int, heads: int, q_len: i
     """
     check_dropout(p)
     state = seed_of(seed, torch.device("cpu"))
-    sizes = batch, heads, q_len, kv_len
-    indices = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
-    b, h, q, kv = indices
-    return kept(state, b, h, q, kv, p)
+    b, h, q = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(q_len)[:, None]
+    return kept(*row_numbers(state, b, h, q), key_numbers(state, torch.arange(kv_len)), p).bool()
 
 
 def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:

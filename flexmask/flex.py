@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmask.algebra import Mask
-from flexmask.dropout import kept
+from flexmask.dropout import kept, key_numbers, row_numbers
 from flexmask.errors import LoweringError
 from flexmask.mask_cache import shared
 from flexmask.sdpa import ScoreMod
@@ -54,7 +54,7 @@ def flex_sdpa(
         mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), q_offset, made)
     elif mask is not None:
         _check_block_mask(mask, query, key, q_offset)
-    if query.device.type == "cpu":
+    if _inference_only(query):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
         query, key, value = query.detach(), key.detach(), value.detach()
@@ -72,19 +72,32 @@ def flex_sdpa(
 def _dropped(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, seed: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Attention with dropped scores, scaled from the sum of the weights that are left to the sum of all weights."""
+    """Attention with dropped scores, scaled from the sum of the weights that are left to the sum of all weights.
+
+    What of the decisions follows from rows and keys alone is made before the kernel, which reads it: Inductor writes out an
+    expression of a ``score_mod`` each time that it is used, so that mixing the indices there takes minutes to compile.
+    """
+    b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2]))
+    first, second = row_numbers(seed, b[:, None, None], h[:, None], q)
+    keys = key_numbers(seed, kv)
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
             score = score_mod(score, b, h, q_idx, kv_idx)
-        return torch.where(kept(seed, b, h, q_idx, kv_idx, p), score, -math.inf)
+        keep = kept(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
+        return torch.where(keep > 0, score, -math.inf)
 
-    call = _called if query.device.type != "cpu" else _uncompiled  # compiled for the CPU it cannot give the sums
+    call = _uncompiled if _inference_only(query) else _called  # without gradients, the compiled kernels give no sums
     out, left = call(query, key, value, score_mod=dropped, return_aux=AuxRequest(lse=True), **options)
     _, whole = call(query, key, value, score_mod=score_mod, return_aux=AuxRequest(lse=True), **options)
     seen = whole.lse > -math.inf
     share = torch.where(seen, left.lse - torch.where(seen, whole.lse, 0), -math.inf).exp()
     return cast(Tensor, (out * (share / (1 - p if p < 1 else 1)).unsqueeze(-1)).to(out.dtype))
+
+
+def _inference_only(tensor: Tensor) -> bool:
+    """Whether compiled FlexAttention gives neither gradients nor the sums of weights on a tensor's device."""
+    return tensor.device.type == "cpu"
 
 
 def _uncompiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

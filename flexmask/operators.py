@@ -76,7 +76,7 @@ def _block_sdpa(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Tensor:
-    return forward(query, key, value, bounds, cells, scale, Drop.of(dropout_p, seed, query))
+    return forward(query, key, value, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -92,7 +92,7 @@ def _block_sdpa_backward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(dropout_p, seed, query))
+    return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
 
 
 @_block_sdpa.register_fake
@@ -139,9 +139,10 @@ class _Saved:
         return tensors, (bounds, cells if ctx.called is None else ctx.called, ctx.scale, ctx.p, seed)
 
 
-def _rules(query: Tensor, bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None) -> tuple[Any, ...]:
+def _rules(tensors: list[Tensor], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None) -> tuple[Any, ...]:
     """The last arguments of the derivatives."""
-    return bounds, cells, scale, Drop.of(p, seed, query)
+    query, key, _ = tensors
+    return bounds, cells, scale, Drop.of(p, seed, query, key)
 
 
 class _Attention(Function):
@@ -152,7 +153,7 @@ class _Attention(Function):
         query, key, value, bounds, cells, scale, p, seed = arguments
         if cells is None or isinstance(cells, Tensor):
             return cast(Tensor, _block_sdpa(*arguments))
-        return forward(query, key, value, bounds, cells, scale, Drop.of(p, seed, query))
+        return forward(query, key, value, bounds, cells, scale, Drop.of(p, seed, query, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -169,7 +170,7 @@ class _Attention(Function):
         (*tensors, _), rest = _Saved.of(ctx)
         with outer_tangents():
             tensors = [without_tangent(tensor) for tensor in tensors]
-            return tangent(tensors, tangents[:3], *_rules(tensors[0], *rest))
+            return tangent(tensors, tangents[:3], *_rules(tensors, *rest))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
@@ -185,7 +186,7 @@ class _Gradient(Function):
         grad, query, key, value, out, bounds, cells, scale, p, seed = arguments
         if cells is None or isinstance(cells, Tensor):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
-        return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(p, seed, query))
+        return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(p, seed, query, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -195,7 +196,7 @@ class _Gradient(Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         (grad, *tensors), rest = _Saved.of(ctx)
-        rules = _rules(tensors[0], *rest)
+        rules = _rules(tensors, *rest)
         # The output is a function of the others, so it has no gradient of its own.
         return tangent(tensors, tangents, *rules), *curvature(grad, tensors, tangents, *rules), *[None] * 6
 
@@ -207,7 +208,7 @@ class _Gradient(Function):
             grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
             out = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
             linear = _Gradient.apply(to_grad, *tensors, out, *rest)  # type: ignore[no-untyped-call]
-            curved = curvature(grad, tensors, of_tensors, *_rules(tensors[0], *rest))
+            curved = curvature(grad, tensors, of_tensors, *_rules(tensors, *rest))
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod

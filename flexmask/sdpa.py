@@ -65,7 +65,7 @@ def block_sdpa(
         scale = _default_scale(query)
     seed = seed if dropout_p else None
     if score_mod is not None:
-        return modified(query, key, value, bounds, cells, score_mod, scale, Drop.of(dropout_p, seed, query))
+        return modified(query, key, value, bounds, cells, score_mod, scale, Drop.of(dropout_p, seed, query, key))
     return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, seed)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.dropout import kept
+from flexmask.dropout import kept, key_numbers, row_numbers
 from flexmask.tiles import Tile
 from flexmask.transforms import has_values, is_captured
 
@@ -26,26 +26,31 @@ class Drop:
 
     Args:
         p: the probability that a weight is dropped.
-        seed: which ones are, int64 without axes; or int64[n], one for each n-th part of the batch.
-        batch: how many batch elements a seed is for. They count from 0 for each.
+        rows: the two numbers of each row that decide which ones are (see `dropout`), int32[B, H, Q].
+        keys: the number of each key, int32[1 or B, 1, 1, KV].
     """
 
     p: float
-    seed: Tensor
-    batch: int
+    rows: tuple[Tensor, Tensor]
+    keys: Tensor
 
     @classmethod
-    def of(cls, p: float, seed: Tensor | None, query: Tensor) -> Drop | None:
-        return None if seed is None else cls(p, seed, query.size(0) // max(seed.numel(), 1))
+    def of(cls, p: float, seed: Tensor | None, query: Tensor, key: Tensor) -> Drop | None:
+        """What a seed decides, int64 without axes; or int64[n], one for each n-th part of the batch, which counts from 0."""
+        if seed is None:
+            return None
+        b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2)))
+        if seed.dim():
+            part = query.size(0) // max(seed.numel(), 1)
+            seed, b = seed[b // part], b % part
+        seed = seed.reshape(-1, 1, 1)
+        return cls(p, row_numbers(seed, b[:, None, None], h[:, None], q), key_numbers(seed, kv).unsqueeze(1))
 
     def factors(self, tile: Tile, like: Tensor) -> Tensor:
         """What the folded weights of a tile are multiplied by: 0 where dropped, else 1 / (1 - p)."""
-        b, h, q_idx, kv_idx = tile.indices(like.device)
-        seed = self.seed
-        if seed.dim():
-            seed, b = seed[b // self.batch][:, None, None, None], b % self.batch
-        keep = kept(seed, b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx, self.p)
-        folded = keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), kv_idx.numel())
+        first, second = (numbers[tile.place].unsqueeze(-1) for numbers in self.rows)
+        keep = kept(first, second, tile.cells_of(self.keys), self.p)
+        folded = keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), keep.size(3))
         return folded.to(like.dtype).mul_(1 / (1 - self.p) if self.p < 1 else 0)
 
 

@@ -66,6 +66,12 @@ class Tile:
         runs = [part[:, :, lo:hi] for lo, hi in self.runs]
         return runs[0] if len(runs) == 1 else torch.cat(runs, 2) if runs else part[:, :, :0]
 
+    def cells_of(self, tensor: Tensor) -> Tensor:
+        """[B', H', Q', KV] -> the rows and keys of the tile."""
+        part = self._part(tensor)
+        runs = [part[..., lo:hi] for lo, hi in self.runs]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, -1) if runs else part[..., :0]
+
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [b, n, t, D] to the keys of the tile in [B, H_kv, KV, D]."""
         into = total[_slice(self.elements), _slice(self.key_heads)]
@@ -89,8 +95,7 @@ class Tile:
         if cells is None:
             return seen
         if isinstance(cells, Tensor):
-            part = self._part(cells)
-            return seen & torch.cat([part[..., lo:hi] for lo, hi in self.runs], -1)
+            return seen & self.cells_of(cells)
         b, h, q_idx, kv_idx = self.indices(bounds.device)
         return seen & cells(b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
 

@@ -29,10 +29,15 @@ def joined(state: int, number: int) -> int:
 
 
 def is_kept(seed: int, p: float, b: int, h: int, row: int, column: int) -> bool:
-    states = [0, 0x85EBCA6B]
-    for number in (seed % 2**32, seed % 2**64 // 2**32, b, h, row):
-        states = [joined(state, number) for state in states]
-    return mixed((states[0] + column * 0x9E3779B1) % 2**32 ^ states[1]) >= round(p * 2**32)
+    halves = seed % 2**32, seed % 2**64 // 2**32
+    first, second, key = 0, 0x85EBCA6B, 0xC2B2AE35
+    for number in (*halves, b, h, row):
+        first, second = joined(first, number), joined(second, number)
+    for number in (*halves, column):
+        key = joined(key, number)
+    x = (key ^ first) * (second | 1) % 2**32
+    x = (x ^ (x >> 16)) * 0x45D9F3B % 2**32
+    return (x + 2**31) % 2**32 >= round(p * 2**32)
 
 
 def kept_of(seed: int, p: float, *sizes: int) -> Tensor:
@@ -42,19 +47,20 @@ def kept_of(seed: int, p: float, *sizes: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**40 + 3, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-def test_hash(seed: int, p: float) -> None:
-    assert torch.equal(dropout_cells(seed, p, 2, 3, 5, 7), kept_of(seed, p, 2, 3, 5, 7))
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 2, 67)], ids=["small", "vectorised"])
+def test_hash(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
+    assert torch.equal(dropout_cells(seed, p, *sizes), kept_of(seed, p, *sizes))
 
 
 def test_hash_takes_large_indices() -> None:
-    from flexmask.dropout import kept
+    from flexmask.dropout import kept, key_numbers, row_numbers
 
     places = [2**30 - 1, 2**20, 2**30 - 1, 2**30 - 1]
     state = torch.tensor(5)
     found = []
     for i in range(64):
         b, h, row, column = (torch.tensor(n - i, dtype=torch.int32) for n in places)
-        found.append(bool(kept(state, b, h, row, column, 0.5)))
+        found.append(bool(kept(*row_numbers(state, b, h, row), key_numbers(state, column), 0.5)))
     assert found == [is_kept(5, 0.5, *(n - i for n in places)) for i in range(64)]
     assert len(set(found)) == 2
 
