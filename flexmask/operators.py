@@ -1,7 +1,7 @@
 """Attention in tiles as torch knows it: operators for graphs, and functions that autograd and `torch.func` can transform.
 
-In a graph (`torch.compile`) the operators stand for the passes, with their gradient registered. Elsewhere the functions call
-them: those have a rule for each transform, which operators cannot have.
+In a graph (`torch.compile`) the operators stand for the passes, with their gradient registered. Elsewhere the functions do, which
+have a rule for each transform, as operators cannot have. They call the operators only where something records what is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexmask.tile_derivatives import curvature, tangent
 from flexmask.tile_passes import backward, forward, new_out
 from flexmask.tile_weights import Drop
 from flexmask.tiles import Cells
-from flexmask.transforms import outer_tangents, without_tangent
+from flexmask.transforms import is_observed, is_transformed, outer_tangents, without_tangent
 
 __all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
 
@@ -35,7 +35,9 @@ def attend_tiles(
     arguments = query, key, value, bounds, cells, scale, dropout_p, seed
     if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
         return cast(Tensor, _block_sdpa(*arguments))
-    return cast(Tensor, _Attention.apply(*arguments))  # type: ignore[no-untyped-call]
+    if _is_differentiated(query, key, value):
+        return cast(Tensor, _Attention.apply(*arguments))  # type: ignore[no-untyped-call]
+    return _Attention.forward(*arguments)
 
 
 def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
@@ -60,6 +62,11 @@ def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
     stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
     return torch.stack((torch.zeros_like(stop), stop), -1)[None, None, :, None]
+
+
+def _is_differentiated(*tensors: Tensor) -> bool:
+    """Whether autograd or a transform has a part in what is computed from tensors."""
+    return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
 
 
 # ---------------------------------------------------------------- operators
@@ -151,7 +158,7 @@ class _Attention(Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         query, key, value, bounds, cells, scale, p, seed = arguments
-        if cells is None or isinstance(cells, Tensor):
+        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast(Tensor, _block_sdpa(*arguments))
         return forward(query, key, value, bounds, cells, scale, Drop.of(p, seed, query, key))
 
@@ -163,7 +170,8 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, rest = _Saved.of(ctx)
-        return (*_Gradient.apply(grad, *tensors, *rest), *[None] * 5)  # type: ignore[no-untyped-call]
+        compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
+        return (*compute(grad, *tensors, *rest), *[None] * 5)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -184,7 +192,7 @@ class _Gradient(Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         grad, query, key, value, out, bounds, cells, scale, p, seed = arguments
-        if cells is None or isinstance(cells, Tensor):
+        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
         return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(p, seed, query, key))
 

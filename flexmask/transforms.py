@@ -5,6 +5,7 @@ torch has no public name for some of these questions; where a version lacks the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "has_values",
     "is_captured",
     "is_mapped",
+    "is_observed",
     "is_transformed",
     "is_wrapped",
     "outer_tangents",
@@ -37,6 +39,7 @@ try:
 except ImportError:  # pragma: no cover
     get_proxy_mode = None  # type: ignore[assignment]
 
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _functorch: Any = getattr(torch._C, "_functorch", None)
 
 
@@ -50,6 +53,12 @@ def is_captured() -> bool:
     if torch.compiler.is_compiling():
         return True
     return get_proxy_mode is not None and get_proxy_mode() is not None
+
+
+def is_observed(tensor: Tensor) -> bool:
+    """Whether operations on a tensor are computed by something else than its device, or recorded: tensors without values, graphs,
+    and modes such as those of selective checkpoints."""
+    return not has_values(tensor) or is_captured() or _modes() > 0
 
 
 def can_keep_tensors() -> bool:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -16,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmask as fm
 from flexmask import LoweringError, Mask, attention, h, kv, q
@@ -547,6 +550,36 @@ class TestGraphs:
         x, other = torch.randn(2, 1, 2, 6, 8)
         graph = make_fx(lambda y: attention(y, y, y, mask), tracing_mode=mode)(x)
         torch.testing.assert_close(graph(other), attention(other, other, other, mask))
+
+    def test_modes_see_one_operator(self) -> None:
+        """So that selective checkpoints can keep its output."""
+        seen: list[str] = []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        case = Case("window")
+        query, key, value = (tensor.requires_grad_() for tensor in case.inputs())
+        wanted = torch.autograd.grad(case.actual(query, key, value).sum(), (query, key, value))
+        with Recorder():  # type: ignore[no-untyped-call]
+            out = case.actual(query, key, value)
+            out.sum().backward()
+        assert [seen.count(f"flexmask.block_sdpa{end}.default") for end in ("", "_backward")] == [1, 1]
+
+        def policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+            kept = operator == torch.ops.flexmask.block_sdpa.default
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        out = checkpoint(
+            lambda x: case.actual(x, key * 1, value * 1),
+            query,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
+        )
+        for found, other in zip(torch.autograd.grad(out.sum(), (query, key, value)), wanted, strict=True):
+            torch.testing.assert_close(found, other)
 
     def test_a_plan_without_values_computes_nothing(self) -> None:
         """Were it captured in a graph, it would raise where the graph runs."""
