@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
-__all__ = ["check_dropout", "dropout_cells", "key_numbers", "kept", "row_numbers", "seed_of"]
+__all__ = ["check_dropout", "dropout_cells", "kept", "key_numbers", "row_numbers", "seed_of"]
 
 BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
