@@ -282,7 +282,7 @@ UNFIT: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "kind", "wanted"), UNFIT, ids=str)
+@pytest.mark.parametrize(("changed", "kind", "wanted"), UNFIT, ids=[wanted for _, _, wanted in UNFIT])
 def test_what_cannot_be_checked(changed: dict[str, Any], kind: type[Exception], wanted: str) -> None:
     given: dict[str, Any] = {"function": lambda x, mask: x, "x": torch.zeros(9, 2), "lengths": [4, 5], "block_size": 8} | changed
     with pytest.raises(kind, match=wanted):

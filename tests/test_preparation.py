@@ -160,7 +160,7 @@ NO_LIMIT = 2**63 - 1
         (kv > q + -(2**63), lambda q, kv: True),
         (fm.table([-NO_LIMIT] * 4)[kv] < q, lambda q, kv: True),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, fm.Mask) else None,
 )
 def test_the_largest_integer_is_no_limit(mask: fm.Mask, allowed: Callable[[int, int], bool]) -> None:
     wanted = torch.tensor([[allowed(row, key) for key in range(4)] for row in range(4)])

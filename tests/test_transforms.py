@@ -188,7 +188,11 @@ class TestDerivatives:
 
         check_same(derivatives, case)
 
-    @pytest.mark.parametrize("modes", [(jacrev, jacrev), (jacfwd, jacfwd), (jacrev, jacfwd), (jacfwd, jacrev)], ids=repr)
+    @pytest.mark.parametrize(
+        "modes",
+        [(jacrev, jacrev), (jacfwd, jacfwd), (jacrev, jacfwd), (jacfwd, jacrev)],
+        ids=lambda modes: "-".join(mode.__name__ for mode in modes),
+    )
     def test_hessian(self, name: str, variant: str, modes: tuple[Any, Any]) -> None:
         case = Case(name, variant)
         query, key, value = case.inputs()
