@@ -313,11 +313,13 @@ def _collect(node: Node, divisor: int, found: dict[Any, Feature]) -> None:
     """What the values of an expression in a block depend on, or their remainders where the divisor is not 0.
 
     From its first cell on, a sum of multiples of ``q`` and ``kv`` changes in the same way in every block. The value of a call
-    may be no integer, so that its arguments count instead.
+    may be no integer, and the dividend of a quotient may need more than 64 bits, so that what is below them counts instead.
     """
     if isinstance(node, Index) and not isinstance(node, Constant | Opaque):
         terms = [term for term, _ in Linear.of(node).terms.values()]
-        if all(isinstance(term, Symbol) or not (isinstance(term, Opaque) or term.symbols & {"q", "kv"}) for term in terms):
+        if all(
+            isinstance(term, Symbol) or not (isinstance(term, Opaque | Quotient) or term.symbols & {"q", "kv"}) for term in terms
+        ):
             found[node.key, divisor] = node, divisor
             return
     match node:
