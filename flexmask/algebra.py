@@ -93,6 +93,9 @@ class Mask(Drawable):
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors moved to a device. Literal data needs no move."""
+        from flexmask.devices import found as found_device  # what needs torch is imported when it is used
+
+        device = found_device(device)
         moved: dict[int, torch.Tensor] = {}
 
         def move(node: Node) -> Node | None:

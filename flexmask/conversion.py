@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask
+from flexmask.checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.index import Index
 from flexmask.naming import uncalled
@@ -44,16 +45,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
     if callable(mask) and not isinstance(mask, type) and not uncalled(mask):
         return trace(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])
-    raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {_shown(mask)}{_instead(mask)}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, type) or callable(value):
-        return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', value)}"
-    kind = type(value).__name__
-    return kind if isinstance(value, BlockMask | dict) else f"{kind} {str(value)[:60]}"
+    raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {kind_of(mask)}{_instead(mask)}")
 
 
 def _instead(value: Any) -> str:

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
 from flexmask.catalogue import empty
+from flexmask.checks import integer
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import block_mask
@@ -64,6 +65,7 @@ def create_block_mask(
             f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
             "install torch 2.13 or newer, or leave it out"
         )
+    B, H = (None if n is None else integer(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
     options: dict[str, Any] = {
         "separate_full_blocks": separate_full_blocks,
         "descending": dq_kv_order if compute_dq_write_order else None,
@@ -71,7 +73,7 @@ def create_block_mask(
     if not callable(mask_mod):
         mask, where = as_mask(mask_mod, "mask_mod"), device
     else:
-        where = devices.found(device or torch.accelerator.current_accelerator() or "cpu")
+        where = devices.found(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
         mask = follow(mask_mod, device=where)
         options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
     if 0 in (B, H):  # without sequences or heads every mask shows the same

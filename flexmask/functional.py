@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,10 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask, Truth
 from flexmask.analysis import analyse
+from flexmask.checks import check_function, number
 from flexmask.closures import frame_closure
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout, seed_of
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.flex import FLEX_DTYPES, flex_sdpa
 from flexmask.index import q
 from flexmask.linear import Linear
@@ -21,10 +24,11 @@ from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa, fused_sdpa
 from flexmask.separation import Span, separate
+from flexmask.tables import unfit
 from flexmask.tiles import Cells
 from flexmask.transforms import has_values, is_captured, is_transformed, outside_transforms
 
-__all__ = ["Backend", "attention", "check_backend", "choose_backend"]
+__all__ = ["Backend", "attention", "check_backend", "check_options", "choose_backend"]
 
 Backend = Literal["auto", "flex", "sdpa"]
 
@@ -32,6 +36,8 @@ Backend = Literal["auto", "flex", "sdpa"]
 Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
 Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
 
+#: What to do about tensors in the other order of axes.
+SWAPPED = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
 #: The smallest head that FlexAttention's CUDA kernels take.
 FLEX_MIN_HEAD = 16
 
@@ -89,6 +95,8 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     _check(query, key, value, enable_gqa)
+    if not torch.compiler.is_compiling():
+        check_options(score_mod, scale)
     if mask is not None and not isinstance(mask, BlockMask):
         mask = as_mask(mask, also="a BlockMask, None", device=query.device)
     check_backend(backend)
@@ -99,13 +107,36 @@ def attention(
     if backend == "sdpa" or (backend == "auto" and choose_backend(query, value, mask) == "sdpa"):
         if isinstance(mask, BlockMask):
             raise LoweringError("a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from")
-        return _sdpa(query, key, value, mask, score_mod, scale, q_offset, dropout_p, seed)
-    return flex_sdpa(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, seed)
+        run = partial(_sdpa, query, key, value, mask, score_mod, scale, q_offset, dropout_p, seed)
+    else:
+        run = partial(flex_sdpa, query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, seed)
+    if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
+        return run()
+    try:
+        return run()
+    except LoweringError as error:
+        if isinstance(mask, Mask) and _is_swapped(mask, query, key, q_offset):
+            raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED}") from error
+        raise
 
 
-def check_backend(backend: str) -> None:
+def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
+    """Whether a mask does not fit tensors ``[B, H, length, D]``, but would fit them as ``[B, length, H, D]``."""
+    return not _fits(mask, query, key, q_offset) and _fits(mask, query.transpose(1, 2), key.transpose(1, 2), q_offset)
+
+
+def _fits(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
+    batch, heads, q_len, _ = query.shape
+    try:
+        frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+    except FlexmaskError:
+        return False
+    return True
+
+
+def check_backend(backend: object) -> None:
     """Raises an ExpressionError unless ``backend`` is one."""
-    if backend not in ("auto", "flex", "sdpa"):
+    if not isinstance(backend, str) or backend not in ("auto", "flex", "sdpa"):
         raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
 
 
@@ -121,32 +152,59 @@ def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | No
     """
     if isinstance(mask, BlockMask):
         return "flex"
+    _check_tensors(query=query, value=value)
+    if not query.dim() == value.dim() == 4:
+        raise LoweringError(f"query and value must be [B, H, length, D], got {list(query.shape)} and {list(value.shape)}")
     if is_transformed(query, value) or not has_values(query):
         return "sdpa"
     able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
     return "flex" if query.device.type == "cuda" and able else "sdpa"
 
 
-def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+def check_options(score_mod: object, scale: object) -> None:
+    """Raises an OperandError unless ``score_mod`` is a function and ``scale`` a number, where they are given."""
+    if score_mod is not None:
+        check_function(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
+    if scale is not None:
+        number(scale, "scale")
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if reason := unfit(tensor):
+            raise OperandError(f"{name} must be a plain tensor, got {reason}")
+
+
+def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    _check_tensors(query=query, key=key, value=value)
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}")
+        hint = "; of [B, length, H * D] take tensor.unflatten(-1, (H, D)).transpose(1, 2)" if query.dim() == 3 else ""
+        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}{hint}")
     if len({tensor.dtype for tensor in (query, key, value)}) > 1 or not query.is_floating_point():
         raise OperandError(
             f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
         )
     if len({tensor.device for tensor in (query, key, value)}) > 1:
         raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")
-    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
-        raise LoweringError(f"batch, key length and head size must agree; got {shapes}")
-    if query.shape[1] != key.shape[1]:
-        if not enable_gqa:
-            raise LoweringError(f"query has {query.shape[1]} heads, key {key.shape[1]}; say enable_gqa=True to share key heads")
-        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-            raise LoweringError(f"the query's {query.shape[1]} heads must be a multiple of the key's {key.shape[1]}")
+    reason = _misfit(query.shape, key.shape, value.shape, enable_gqa)
+    if reason:
+        swapped = [(shape[0], shape[2], shape[1], shape[3]) for shape in (query.shape, key.shape, value.shape)]
+        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED}"
+        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {shapes}{hint}")
+
+
+def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
+    """Why shapes ``[B, H, length, D]`` do not fit each other; nothing where they do."""
+    if query[0] != key[0] or tuple(key[:3]) != tuple(value[:3]) or query[3] != key[3]:
+        return "batch, key length and head size must agree"
+    if query[1] == key[1]:
+        return ""
+    if not enable_gqa:
+        return f"query has {query[1]} heads, key {key[1]}; say enable_gqa=True to share key heads"
+    return "" if key[1] and not query[1] % key[1] else f"the query's {query[1]} heads must be a multiple of the key's {key[1]}"
 
 
 def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

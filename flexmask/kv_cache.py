@@ -8,11 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask import devices
 from flexmask.algebra import Mask, Truth
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.checks import integer, kind_of
+from flexmask.errors import LoweringError, OperandError
 from flexmask.growing import Tokens, check_window, grown
 from flexmask.index import b, kv
-from flexmask.tables import TensorTable
+from flexmask.tables import Literal, TensorTable, as_table, unfit
 
 __all__ = ["KVCache"]
 
@@ -59,10 +61,8 @@ class KVCache:
 
     def __init__(self, capacity: int | None = None, *, window: int | None = None) -> None:
         for name, number in (("capacity", capacity), ("window", window)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-                raise OperandError(f"KVCache: {name} must be an integer or None, got {number!r}")
-            if number is not None and number < 1:
-                raise ExpressionError(f"KVCache: {name} must be at least 1, got {number}")
+            if number is not None:
+                integer(number, f"KVCache: {name}")
         self.capacity, self.window = capacity, window
         self.reset()
 
@@ -197,10 +197,14 @@ class KVCache:
         if self.key is None:
             raise LoweringError("the cache is empty: there is nothing to cut")
         device, batch = self.key.device, self.key.shape[0]
-        kind = lengths.dtype if isinstance(lengths, Tensor) else torch.as_tensor(lengths).dtype
-        if kind == torch.bool or kind.is_floating_point:
-            raise OperandError(f"truncate: lengths must be integers, got {lengths!r}")
-        wanted = lengths if isinstance(lengths, int) else torch.as_tensor(lengths, device=device).long()
+        try:
+            table = as_table(lengths, "truncate: lengths")
+        except OperandError:
+            table = None
+        if table is None or table.boolean:
+            raise OperandError(f"truncate: lengths must be integers, one or a list or tensor of them, got {kind_of(lengths)}")
+        is_one = isinstance(table, Literal) and not table.size
+        wanted: int | Tensor = cast(Literal, table).tolist() if is_one else table.to_tensor().to(device, torch.int64)
         if isinstance(wanted, Tensor) and wanted.shape != (batch,):
             raise LoweringError(f"truncate: lengths must be an int or int[{batch}], got shape {list(wanted.shape)}")
         many, held = (torch.as_tensor(n, device=device).expand(batch).tolist() for n in (wanted, self.length))
@@ -225,6 +229,13 @@ class KVCache:
         """
         if self.key is None or self.value is None:
             raise LoweringError("the cache is empty: there is nothing to reorder")
+        is_index = isinstance(indices, Tensor) and indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64)
+        if not is_index or unfit(indices):
+            raise OperandError(f"reorder: indices must be an integer tensor [B], got {kind_of(indices)}")
+        if indices.device != self.key.device:
+            raise LoweringError(f"reorder: indices are on {indices.device}, the keys on {self.key.device}; move them with .to()")
+        if not devices.waits(indices) and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < len(self.key):
+            raise LoweringError(f"reorder: indices must lie between 0 and {len(self.key) - 1}, got {indices.tolist()}")
         self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
         if isinstance(self.length, Tensor):
             self.length = self.length.index_select(0, indices)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.checks import integer
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.opaque import Captured
-from flexmask.tables import TensorTable
+from flexmask.tables import TensorTable, unfit
 from flexmask.transforms import has_values, is_wrapped
 
 __all__ = ["MaskCache", "shared"]
@@ -62,8 +63,7 @@ class MaskCache:
     """
 
     def __init__(self, size: int = 32) -> None:
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise OperandError(f"MaskCache: size must be an integer, got {size!r}")
+        integer(size, "MaskCache: size", least=None)
         if size < 1:
             raise ExpressionError(f"MaskCache: size must be at least 1, got {size}; leave the cache out to keep nothing")
         self.size, self.builds, self.hits = size, 0, 0
@@ -98,6 +98,10 @@ class MaskCache:
             build: makes the result.
         """
         mask = as_mask(mask)
+        if not isinstance(q_offset, Tensor):
+            integer(q_offset, "q_offset", least=0)
+        elif reason := unfit(q_offset):
+            raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = _tensors_of(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
         if not all(_has_stamp(tensor) for tensor in tensors):
             result = build()

@@ -11,6 +11,7 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, cast
 
 from flexmask.algebra import Mask, Named, Truth
+from flexmask.checks import kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError
 from flexmask.index import Index
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
@@ -33,6 +34,8 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         DuplicateNameError: there is a mask of that name.
         ExpressionError: the name means something else in text, or cannot stand there.
     """
+    if not inspect.isroutine(define):
+        raise OperandError(f"@named is for a function that returns a mask, got {kind_of(define)}")
     signature = inspect.signature(define)
     name = define.__name__
     if name in NAMES:

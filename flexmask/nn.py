@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.checks import check_function, integer, kind_of
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.functional import Backend, attention, check_backend
+from flexmask.functional import Backend, attention, check_backend, check_options
 from flexmask.kv_cache import KVCache
 from flexmask.sdpa import ScoreMod
+from flexmask.tables import unfit
 from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
 from flexmask.weights import attention_weights
 
@@ -27,6 +30,24 @@ Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 #: The names that forward has itself, so that no parameter of a mask can be given by them.
 TAKEN = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
+#: What arguments of other attention modules are here. True means attend in a mask, and hidden in those of torch's module.
+ELSEWHERE = {
+    "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
+    "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.dense(attn_mask); of "
+    "scaled_dot_product_attention's, whose True is for visible, flexmask.dense(attn_mask); of an additive one, "
+    "flexmask.dense(attn_mask == 0)",
+    "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
+    "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
+    "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
+    "average_attn_weights": "take module.attention_weights(x, mask).mean(1)",
+    "output_attentions": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
+    "query": "it is x",
+    "key": "keys and values come from context=, or from x where that is left out",
+    "value": "keys and values come from context=, or from x where that is left out",
+    "position_ids": "it is positions=",
+    "past_key_value": "it is cache=flexmask.KVCache(capacity)",
+    "past_key_values": "it is cache=flexmask.KVCache(capacity)",
+}
 
 
 class MultiheadFlexAttention(nn.Module):
@@ -94,12 +115,21 @@ class MultiheadFlexAttention(nn.Module):
         super().__init__()
         check_backend(backend)
         check_dropout(dropout, "dropout")
+        check_options(score_mod, scale)
+        for name, flag in (("bias", bias), ("out_bias", out_bias)):
+            if not isinstance(flag, bool | int):
+                raise OperandError(f"{name} must be True or False, got {kind_of(flag)}")
+        if rope is not None:
+            check_function(rope, "rope", "(x, positions) -> x")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OperandError(f"dtype must be a torch.dtype, got {kind_of(dtype)}")
+        if device is not None:
+            devices.found(device)
         required = {"d_in": d_in, "d_out": d_out, "n_heads": n_heads}
         optional = {"n_kv_heads": n_kv_heads, "d_head": d_head, "d_context": d_context}
         given = required | {name: size for name, size in optional.items() if size is not None}
         for name, size in given.items():
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise OperandError(f"{name} must be an integer, got {size!r}")
+            integer(size, name, least=None, most=2**31)
         if min(given.values()) < 1:
             raise ExpressionError(f"sizes must be at least 1; got {', '.join(f'{name}={size}' for name, size in given.items())}")
         if d_head is None and d_out % n_heads:
@@ -126,7 +156,7 @@ class MultiheadFlexAttention(nn.Module):
         self,
         x: Tensor,
         mask: MaskLike | BlockMask | None = None,
-        *,
+        *others: Any,
         context: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
@@ -139,6 +169,7 @@ class MultiheadFlexAttention(nn.Module):
             x: ``[B, q_len, d_in]``.
             mask: what each position may see: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask.
                 None for the module's own, or everything where it has none.
+            others: nothing; what torch's module takes as ``key`` and ``value`` is the context here.
             context: ``[B, kv_len, d_context]``, where keys and values come from in cross-attention. Not read where ``cache`` has
                 its keys already.
             cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
@@ -158,6 +189,11 @@ class MultiheadFlexAttention(nn.Module):
                 another layer, or cannot give the mask's rows.
             OperandError: an argument of a wrong type or dtype.
         """
+        if others:
+            raise OperandError(
+                f"forward takes x and a mask by position, got {len(others)} more: where torch's module is called with query, key "
+                "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
+            )
         self._check(x, context, cache, positions)
         mask = self._bound(mask, parameters, x.device, bind=0 not in x.shape)
         offset = 0 if cache is None else cache.length
@@ -274,10 +310,13 @@ class MultiheadFlexAttention(nn.Module):
                 continue
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if reason := unfit(tensor):
+                raise OperandError(f"{name} must be a plain tensor, got {reason}")
             if tensor.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
-                raise LoweringError(f"{name} must be [B, length, {width}], got {list(tensor.shape)}")
+                hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""
+                raise LoweringError(f"{name} must be [B, length, {width}], got {list(tensor.shape)}{hint}")
         if context is not None and context.shape[0] != x.shape[0]:
             raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
         if cache is not None and not isinstance(cache, KVCache):
@@ -285,10 +324,11 @@ class MultiheadFlexAttention(nn.Module):
         if cache is not None:
             cache.claim(self._identity)
         if positions is not None:
-            fits = isinstance(positions, Tensor) and not (positions.is_floating_point() or positions.dtype == torch.bool)
+            fits = isinstance(positions, Tensor) and not unfit(positions)
+            fits = fits and not (positions.is_floating_point() or positions.dtype == torch.bool)
             if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
-                got = f"{positions.dtype}{list(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
-                raise LoweringError(f"positions must be int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}], got {got}")
+                wanted = f"int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}]"
+                raise LoweringError(f"positions must be {wanted}, got {kind_of(positions)}")
         holds = cache is not None and cache.holds_context
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
@@ -303,7 +343,8 @@ class MultiheadFlexAttention(nn.Module):
         missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
         if unknown:
             has = f"it has {', '.join(sorted(wanted))}" if wanted else "it has none"
-            raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}")
+            hints = "".join(f"\n  {name}: {ELSEWHERE[name]}" for name in unknown if name in ELSEWHERE)
+            raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}{hints}")
         if missing:
             calls = ", ".join(f"{name}=..." for name in missing)
             raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
@@ -378,7 +419,7 @@ def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
     if mask is None:
         return None
     if isinstance(mask, BlockMask):
-        raise OperandError("a BlockMask is for one length and batch: give it to forward, or give the Mask that it was made from")
+        raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
     found = as_mask(mask, also="None", device=device)
     if TAKEN & set(found.params):
         taken = ", ".join(sorted(TAKEN & set(found.params)))

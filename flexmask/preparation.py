@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask, PerHead
+from flexmask.checks import integer
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
@@ -23,10 +24,13 @@ from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
 from flexmask.packing import COVERING, Derived
 from flexmask.ranges import AXES, Computed, check_ranges, is_computed, reach_of
-from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable, unfit
 from flexmask.transforms import can_keep_tensors, usable
 
 __all__ = ["frame_of"]
+
+#: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
+MAX_OFFSET = 2**60
 
 
 def frame_of(
@@ -48,8 +52,8 @@ def frame_of(
     if parts.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
-    q_len = _length("q_len", q_len)
-    kv_len = q_len if kv_len is None else _length("kv_len", kv_len)
+    q_len = integer(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
+    kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
     where = _device(parts.tensors, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
@@ -115,20 +119,6 @@ def _parts(mask: Mask) -> _Parts:
     return cast(_Parts, mask.memo["parts"])
 
 
-def _length(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(cast(Any, value))
-    except TypeError:
-        raise OperandError(f"{name} must be an integer, got {value!r}") from None
-    if number < 1:
-        raise LoweringError(f"{name} must be at least 1, got {value!r}")
-    if number > MAX_LENGTH:
-        raise LoweringError(f"{name} must be at most {MAX_LENGTH}, got {number}")
-    return number
-
-
 def _device(tensors: list[TensorTable | Captured], device: torch.device | str | None, q_offset: object) -> torch.device:
     found: dict[torch.device, TensorTable | Captured | None] = {}
     for tensor in tensors:
@@ -145,9 +135,11 @@ def _device(tensors: list[TensorTable | Captured], device: torch.device | str | 
 
 def _offset(q_offset: Any) -> int | Tensor:
     if isinstance(q_offset, Tensor):
+        if reason := unfit(q_offset):
+            raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         q_offset = usable(q_offset, "q_offset")
-        unfit = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
-        if unfit or q_offset.dim() > 1 or q_offset.numel() == 0:
+        is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
+        if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
         if not devices.waits(q_offset) and int(q_offset.min()) < 0:
             raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
@@ -160,6 +152,8 @@ def _offset(q_offset: Any) -> int | Tensor:
         raise OperandError(f"q_offset must be an int or an integer tensor [B], got {q_offset!r}") from None
     if offset < 0:
         raise LoweringError(f"q_offset must not be negative, got {offset}")
+    if offset > MAX_OFFSET:
+        raise LoweringError(f"q_offset must be at most {MAX_OFFSET}, got {offset}")
     return offset
 
 
@@ -183,7 +177,7 @@ def _sizes(
     said: dict[str, dict[int, str]] = {"b": {}, "h": {}}
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if given[axis] is not None:
-            said[axis][_length(keyword, given[axis])] = f"{keyword}={given[axis]}"
+            said[axis][integer(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
         said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
     for switch in parts.switches:
@@ -290,7 +284,10 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
         return
     if "q_len" in ranged.high.symbols and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
         return  # the queries are a part of a sequence whose length nothing says
-    limit = cast(Constant, frame.settled(ranged.high)).value
+    high = frame.settled(ranged.high)
+    if not isinstance(high, Constant):
+        return  # a mask on blocks of a size that is not one number
+    limit = high.value
     if most > limit:
         is_number = isinstance(ranged.high, Constant)
         raise LoweringError(f"{ranged.what} must be at most {limit if is_number else f'{ranged.high} = {limit}'}, got {most}")

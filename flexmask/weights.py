@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask.checks import number
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
+from flexmask.functional import check_options
 from flexmask.sdpa import ScoreMod
+from flexmask.tables import unfit
 
 __all__ = ["attention_weights"]
 
@@ -41,7 +44,10 @@ def attention_weights(
         OperandError: what is not a tensor or a mask.
         LoweringError: shapes that do not fit, or weights of more than 4 GiB.
     """
+    check_options(score_mod, scale)
     for name, tensor in (("query", query), ("key", key)):
+        if isinstance(tensor, Tensor) and (reason := unfit(tensor)):
+            raise OperandError(f"{name} must be a plain tensor, got {reason}")
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             got = f"{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise OperandError(f"{name} must be a tensor [B, H, length, d_head], got {got}")
@@ -52,7 +58,7 @@ def attention_weights(
     size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
-    factor = d_head**-0.5 if scale is None else scale
+    factor = d_head**-0.5 if scale is None else number(scale, "scale")
     scores = query.to(precise) @ key.to(precise).repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
     if score_mod is not None:
         b, h, q, kv = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -428,7 +429,7 @@ REFUSED: dict[str, Row] = {
     "heads that do not divide": (attend(key=THREE, value=THREE, enable_gqa=True), LoweringError, "2 heads.*multiple.*3"),
     "backend": (attend(backend="cudnn"), fm.ExpressionError, "'auto', 'flex' or 'sdpa'.*'cudnn'"),
     "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.dense\(tensor\)"),
-    "function as mask": (attend(fm.causal), OperandError, "mask.*got function"),
+    "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
     "text that is no mask": (attend("casual"), fm.FlexmaskError, "causal"),
     "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
@@ -544,3 +545,59 @@ def test_flex_takes_more_shapes_than_the_compiler_keeps_by_default() -> None:
             query = torch.randn(1, 1, length, 16)
             expected = attention(query, query, query, "causal", backend="sdpa")
             torch.testing.assert_close(attention(query, query, query, "causal", backend="flex"), expected)
+
+
+# ---------------------------------------------------------------- tensors in another order of axes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "wanted"),
+    [
+        (((2, 9, 4, 8), (2, 7, 4, 8)), {}, "query has 9 heads, key 7"),
+        (((2, 9, 4, 8), (2, 7, 2, 8)), {"enable_gqa": True}, "the query's 9 heads must be a multiple of the key's 7"),
+        (((2, 5, 4, 8), (2, 5, 4, 8)), {"mask": fm.document([0] * 3 + [1] * 2)}, "has 5 values along q, but q_len is 4"),
+        (((2, 9, 4, 8), (2, 9, 4, 8)), {"mask": "causal & key_padding([9, 5])"}, "lengths must be at most kv_len = 4, got 9"),
+        (((2, 9, 4, 8), (2, 9, 4, 8)), {"mask": fm.per_head([fm.causal()] * 4)}, "two sizes of heads: 9 .* and 4"),
+    ],
+)
+def test_the_other_order_of_axes_is_named(shapes: Any, options: dict[str, Any], wanted: str) -> None:
+    query, key = (torch.randn(shape) for shape in shapes)
+    hint = r".* as \[B, length, H, D\]: if they are that, take tensor.transpose\(1, 2\)"
+    with pytest.raises(fm.LoweringError, match=wanted + hint):
+        fm.attention(query, key, key, **options)
+    fm.attention(query.transpose(1, 2), key.transpose(1, 2), key.transpose(1, 2), **options)
+
+
+def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 3, 7, 8)
+    for other, mask in ((key, None), (query, fm.document([0] * 5))):
+        with pytest.raises(fm.LoweringError) as caught:
+            fm.attention(query, other, other, mask)
+        assert "transpose" not in str(caught.value)
+    with pytest.raises(fm.LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
+        fm.attention(torch.randn(2, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"score_mod": 3}, "score_mod must be a function .*got int 3"),
+        ({"score_mod": lambda b, h, q, kv: q >= kv}, "score_mod must be a function .* too many positional"),
+        ({"score_mod": torch.nn.ReLU}, "score_mod must be a function .*got the class ReLU"),
+        ({"scale": "small"}, "scale must be a number, got str small"),
+        ({"scale": torch.tensor(0.5)}, r"scale must be a number, got Tensor float32\[\]; take tensor.item\(\)"),
+        ({"scale": math.nan}, "scale must be a finite number, got nan"),
+        ({"scale": True}, "scale must be a number, got bool True"),
+        ({"mask": fm.causal}, r"mask must be a Mask, its text.* a mask_mod function.*call it, causal\(\)"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options: dict[str, Any], wanted: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    for backend in ("sdpa", "flex"):
+        with pytest.raises(fm.FlexmaskError, match=wanted):
+            fm.attention(query, query, query, backend=backend, **options)
+    with pytest.raises(fm.FlexmaskError, match=wanted):
+        fm.attention_weights(query, query, **options)
+    if "mask" not in options:
+        with pytest.raises(fm.FlexmaskError, match=wanted):
+            fm.MultiheadFlexAttention(8, 8, 2, **options)

@@ -152,7 +152,7 @@ DATA: list[Row] = [
         "reads the name 'ﬁlter' as 'filter'; name",
     ),
     ("parameter in fullwidth letters", lambda: fm.param("ｉds"), "as 'ids'"),
-    ("steps without end", lambda: fm.training_time_test(4, 10**30), "steps must be at most 1,024"),
+    ("steps without end", lambda: fm.training_time_test(4, 10**30), "steps must be at most 1024"),
     ("bind of a number where there is none", lambda: fm.parse("kv < n").bind(n=None), "None"),
 ]
 

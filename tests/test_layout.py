@@ -22,7 +22,7 @@ PACKAGE = Path(flexmask.__file__).parent
 
 #: The layers from the bottom up; a module imports, at its top, only from those before its own, or beside it in a group.
 LAYERS = """\
-errors nodes laws index linear tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments
+errors checks nodes laws index linear tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments
 catalogue.local catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue.prefixes catalogue.blocks
 catalogue.vision catalogue.trees catalogue.sparse catalogue text transforms devices deriving frame rows runs pieces vectorising
 extents closures ranges preparation evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding

@@ -339,6 +339,40 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), fm.ExpressionError, "ids.*BlockMask"),
     "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), fm.LoweringError, "batch.*2.*3"),
     "missing in text": (call(None, "document(ids)"), fm.ExpressionError, r"ids=\.\.\."),
+    "mask that is not called": (call(None, fm.causal), fm.OperandError, r"the function causal: call it, causal\(\)"),
+    "is_causal": (
+        call(is_causal=True),
+        fm.ExpressionError,
+        "is_causal.*no such parameter.*is_causal: here the mask says it: mask='causal'",
+    ),
+    "attn_mask": (
+        call(attn_mask=torch.ones(5, 5).bool()),
+        fm.ExpressionError,
+        r"True is for hidden, ~flexmask.dense\(attn_mask\).*True is for visible, flexmask.dense\(attn_mask\)",
+    ),
+    "key_padding_mask": (
+        call("causal", key_padding_mask=torch.zeros(2, 5).bool()),
+        fm.ExpressionError,
+        r"its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
+    ),
+    "attention_mask": (call(attention_mask=X), fm.ExpressionError, r"its 1 is for a real token.*keep=attention_mask"),
+    "need_weights": (call(need_weights=False), fm.ExpressionError, r"module.attention_weights\(x, mask\)"),
+    "several of torch's module": (
+        call(need_weights=False, key_padding_mask=None, ids=[0]),
+        fm.ExpressionError,
+        "ids, key_padding_mask, need_weights.*\n  key_padding_mask: .*\n  need_weights: ",
+    ),
+    "query, key, value": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X, X, X),
+        fm.OperandError,
+        r"got 1 more.*module\(x, context=key\)",
+    ),
+    "one sequence": (lambda: MultiheadFlexAttention(6, 8, 2)(X[0]), fm.LoweringError, r"\[5, 6\]; .*unsqueeze\(0\)"),
+    "sparse input": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X.to_sparse()),
+        fm.OperandError,
+        r"x must be a plain tensor.*to_dense",
+    ),
     "no context": (lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X), fm.LoweringError, r"give context=.*length, 4"),
     "width of the context": (
         lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X, context=X),

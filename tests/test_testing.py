@@ -251,11 +251,11 @@ def test_equivalence_refused() -> None:
         assert_equivalent(fm.causal(), 4, reference=torch.ones(4, 4))
     with pytest.raises(OperandError, match=r"reference is for \[1, 1, 4, 5\], the mask for \[1, 1, 4, 4\]"):
         assert_equivalent(fm.causal(), 4, reference=torch.ones(4, 5, dtype=torch.bool))
-    with pytest.raises(OperandError, match="must be a Mask, a mask_mod or a boolean tensor, got int"):
+    with pytest.raises(OperandError, match="must be a Mask, its text, a mask_mod or a boolean tensor, got int"):
         assert_equivalent(fm.causal(), 4, reference=3)  # type: ignore[arg-type]
     with pytest.raises(OperandError, match=r"reference broken cannot be called.*KeyError"):
         assert_equivalent(fm.causal(), 4, reference=broken)
-    with pytest.raises(OperandError, match=r"got Tensor; flexmask.trace"):
+    with pytest.raises(OperandError, match=r"mask must be a Mask, its text or a mask_mod function, got Tensor float32\[4, 4\]"):
         assert_equivalent(torch.ones(4, 4), 4)  # type: ignore[arg-type]
     with pytest.raises(ExpressionError, match="'sdpa' and 'flex', got 'cudnn'"):
         assert_equivalent(fm.causal(), 4, backends=["cudnn"])  # type: ignore[list-item]
@@ -430,6 +430,56 @@ def test_dependence_is_what_can_be_reached() -> None:
         found = dependence([step], layers)
         wanted = [[0 <= q - kv <= 2 * layers for kv in range(6)] for q in range(6)]
         assert found.tolist() == [wanted]
+
+
+# ---------------------------------------------------------------- assert_no_leak: functions of another form
+
+CAUSAL_CELLS = fm.causal().dense(X.shape[1])[0, 0]
+
+
+class OfTorch(nn.Module):
+    """Takes torch's mask, where True is for hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.attention(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
+        return out
+
+
+def test_a_module_that_takes_another_mask_is_wrapped() -> None:
+    module = OfTorch()
+    assert_no_leak(lambda x: module(x, attn_mask=~CAUSAL_CELLS), fm.causal(), X)
+    check_fails(lambda: assert_no_leak(lambda x: module(x, attn_mask=CAUSAL_CELLS), fm.causal(), X), "pairs leak")
+    check_fails(
+        lambda: assert_no_leak(module, fm.causal(), X),
+        "pairs leak",
+        "The function takes attn_mask, which it is not given",
+        "assert_no_leak(lambda x: function(x, attn_mask=cells), mask, x)",
+        "~mask.dense(length)[0, 0] if its True is for hidden, as in torch.nn.MultiheadAttention",
+    )
+
+
+def test_a_function_that_cannot_be_called_so_is_refused() -> None:
+    def needs_it(x: Tensor, attn_mask: Tensor) -> Tensor:
+        return x
+
+    def wants_context(x: Tensor) -> Tensor:
+        return x
+
+    with pytest.raises(
+        OperandError, match=r"(?s)fails where it is called as function\(x\); wrap it.*TypeError.*takes attn_mask"
+    ) as caught:
+        assert_no_leak(needs_it, fm.causal(), X)
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(OperandError, match=r"called as function\(x, context=context\); .*TypeError"):
+        assert_no_leak(wants_context, fm.causal(), X, context=X)
+    with pytest.raises(OperandError, match=r"called as function.*mat1 and mat2"):
+        assert_no_leak(nn.Linear(3, 3), fm.causal(), X)
+    with pytest.raises(OperandError, match=r"called as function\(x\).*forward\(\) missing 2 required"):
+        assert_no_leak(nn.MultiheadAttention(8, 2), fm.causal(), X)
 
 
 # ---------------------------------------------------------------- assert_no_leak: what is wrong

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from flexmask.algebra import Mask, got
+from flexmask.checks import integer
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import Index, Symbol
 from flexmask.tables import Literal, Lookup, Param, Table, as_table, per_batch
@@ -25,13 +26,9 @@ def known(value: Any, what: str, least: int = 0, most: int | None = None) -> int
     """An integer from ``least`` to ``most`` that shapes the mask itself, so that it cannot be left open."""
     if isinstance(value, Index):
         raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, Table):
         raise OperandError(f"{what} must be an integer, got {_brief(value)}")
-    if value < least:
-        raise ExpressionError(f"{what} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise ExpressionError(f"{what} must be at most {most:,}, got {value}")
-    return value
+    return integer(value, what, least, most)
 
 
 def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:

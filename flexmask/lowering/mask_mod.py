@@ -38,7 +38,7 @@ def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -
     Raises:
         LoweringError: the interval form is asked for but the rows have too many intervals or are only bounded.
     """
-    if form not in ("auto", "interval", "expression"):
+    if not isinstance(form, str) or form not in ("auto", "interval", "expression"):
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
     if form == "expression":
         return _expression_mod(frame)

@@ -6,13 +6,22 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from flexmask.checks import kind_of
+from flexmask.errors import OperandError
+
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = ["notes", "numbered", "packed", "selection_notes", "shortened", "title_lines", "visible_text"]
+__all__ = ["check_title", "notes", "numbered", "packed", "selection_notes", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
 MAX_VALUES = 32
+
+
+def check_title(title: object) -> None:
+    """Raises an OperandError unless a title is a text, or None."""
+    if title is not None and not isinstance(title, str):
+        raise OperandError(f"title must be a text or None, got {kind_of(title)}")
 
 
 def shortened(text: str, most: int = MAX_VALUES) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
-from flexmask.frame import Frame
+from flexmask.frame import MAX_LENGTH, Frame
 from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
@@ -231,8 +231,8 @@ def _hidden_by(categories: Iterable[Category], selection: Selection) -> NDArray[
 def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if given is None:
         return None
-    pair = (given, given) if isinstance(given, int) else tuple(given)
-    if len(pair) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in pair):
+    pair = (given, given) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
+    if len(pair) != 2 or not all(type(size) is int and 0 < size <= MAX_LENGTH for size in pair):
         raise OperandError(f"block_size must be a positive integer or a pair of them (queries, keys), got {given!r}")
     return pair
 

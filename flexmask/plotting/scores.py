@@ -22,6 +22,7 @@ from flexmask.plotting.raster import Picture, Scores, picture
 from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
 from flexmask.plotting.tokens import query_labels
 from flexmask.preparation import frame_of
+from flexmask.tables import unfit
 
 __all__ = ["score_picture", "score_sheet"]
 
@@ -124,12 +125,14 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, optio
 
 
 def _check(weights: Tensor, batch: int, head: int | None) -> None:
+    if isinstance(weights, Tensor) and (reason := unfit(weights)):
+        raise OperandError(f"weights must be a plain tensor, got {reason}")
     if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.is_floating_point():
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise OperandError(f"weights must be a floating-point tensor [B, H, q_len, kv_len], got {got}")
     if not weights.numel():
         raise RenderError(f"there are no weights in {list(weights.shape)}")
-    for name, index, size in (("batch", batch, weights.shape[0]), ("head", head or 0, weights.shape[1])):
+    for name, index, size in (("batch", batch, weights.shape[0]), ("head", 0 if head is None else head, weights.shape[1])):
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
             raise RenderError(f"{name} must be an index from 0 to {size - 1}, got {index!r}")
 

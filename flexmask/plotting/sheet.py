@@ -154,15 +154,15 @@ def arranged(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> 
 
 def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
     """Indices, each once, of which there are as many as ``size`` says where something does."""
-    if given == "some":
+    if isinstance(given, str) and given == "some":
         return range(min(FEW, size or 1))
-    if given == "all":
+    if isinstance(given, str) and given == "all":
         if size is None:
             raise RenderError(f"nothing says how many there are along {name}; say which are to be drawn with {name}=")
         return range(size)
-    if isinstance(given, int):
+    if isinstance(given, int) and not isinstance(given, bool):
         return [given]
-    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+    if isinstance(given, list | tuple | range) and given and all(type(index) is int for index in given):
         return list(dict.fromkeys(given))
     raise OperandError(f'{name} must be an index, a list of them, "all" or "some", got {given!r}')
 

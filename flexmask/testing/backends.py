@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from flexmask.errors import ExpressionError
+from flexmask.checks import kind_of, number
+from flexmask.errors import ExpressionError, OperandError
 from flexmask.functional import attention
 from flexmask.testing.findings import Finding
 from flexmask.testing.settings import Setting
@@ -22,6 +23,7 @@ Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 #: GPUs multiply float32 in fewer bits, at their discretion.
 GPU_TOLERANCE = 1e-2
+EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
 #: Channels of a head; FlexAttention on CUDA takes no fewer.
 WIDTH = 16
 
@@ -49,12 +51,18 @@ def check_backends(
 
     Raises:
         ExpressionError: a backend that there is not, or a dtype without a tolerance.
+        OperandError: what is no list of them, or a tolerance that is no number.
     """
+    for name, given in (("backends", backends), ("dtypes", dtypes)):
+        if not isinstance(given, list | tuple):
+            raise OperandError(f"{name} must be a list, e.g. {name}={EXAMPLES[name]}, got {kind_of(given)}")
+    if tolerance is not None:
+        number(tolerance, "tolerance")
     for backend in backends:
         if backend not in ("flex", "sdpa"):
             raise ExpressionError(f"backends are 'sdpa' and 'flex', got {backend!r}")
         for dtype in dtypes:
-            if dtype not in TOLERANCE:
+            if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
                 raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
             if backend == "sdpa" or dtype != torch.float64:
                 yield from _check(setting, visible, backend, dtype, tolerance)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 
 __all__ = ["Call", "by_change", "by_gradient", "mixed_sequences"]
 
@@ -27,12 +27,14 @@ class Call:
         inputs: ``x``, and ``context`` in cross-attention.
         options: what else it is given by name.
         draw: where random numbers come from.
+        note: what to say where it fails or leaks, of what it takes besides; may be empty.
     """
 
     function: Callable[..., Any]
     inputs: dict[str, Tensor]
     options: dict[str, Any]
     draw: torch.Generator
+    note: str = ""
 
     def __call__(self, **changed: Tensor) -> Tensor:
         """The output ``[B, length, ...]`` with some inputs changed."""
@@ -52,10 +54,21 @@ class Call:
 
         Raises:
             ExpressionError: two calls give two outputs.
+            OperandError: it fails.
             AssertionError: the output is not finite.
         """
         with torch.no_grad():
-            first, again = self(), self()
+            try:
+                first = self()
+            except FlexmaskError:
+                raise
+            except Exception as error:  # whatever a function of the user raises
+                names = ["x", *(f"{name}={name}" for name in [*self.inputs, *self.options] if name != "x")]
+                raise OperandError(
+                    f"the function fails where it is called as function({', '.join(names)}); wrap it in one that can be called "
+                    f"so, e.g. a lambda. {type(error).__name__}: {error}{self.note}"
+                ) from error
+            again = self()
         if not first.isfinite().all():
             b, q = (~first.isfinite()).any(-1).nonzero()[0].tolist()
             raise AssertionError(f"the output is not finite in batch {b} at query {q}, so that nothing can be said of it")

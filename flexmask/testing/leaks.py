@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.checks import check_function, integer, kind_of
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.tables import unfit
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
@@ -21,6 +23,8 @@ from flexmask.testing.settings import check_size, parameters_of
 __all__ = ["assert_no_leak"]
 
 REMEDY = "check fewer or shorter sequences"
+#: Under which names other modules take a mask.
+OTHER_MASKS = {"attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
 
 
 def assert_no_leak(
@@ -44,7 +48,8 @@ def assert_no_leak(
 
     ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``; where it has a parameter
     ``mask``, that is given as well, unless it is a module with a mask of its own. Wrap it in a lambda where it wants another
-    form. Of a tuple the first item counts. Its output is ``[B, length, ...]``, and the same for the same input: put modules with
+    form, e.g. ``lambda x: module(x, attn_mask=cells)`` with ``cells = mask.dense(length)[0, 0]``, or ``~cells`` where True hides.
+    Of a tuple the first item counts. Its output is ``[B, length, ...]``, and the same for the same input: put modules with
     dropout into ``eval()``.
 
     In self-attention a position may always depend on itself, since its query is made of it. Integer tokens have no gradient:
@@ -80,7 +85,7 @@ def assert_no_leak(
         raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
     where = x.device if device is None else devices.found(device)
     masks = [as_mask(part, device=where) for part in (mask if isinstance(mask, list | tuple) else [mask])]
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1 or not masks:
+    if integer(layers, "layers", least=None) < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")
     if self_mask is not None and context is None:
         raise ExpressionError("self_mask is for a model with context=; in self-attention give the mask as mask")
@@ -89,16 +94,29 @@ def assert_no_leak(
     for part in (function, embed):
         if device is not None and isinstance(part, nn.Module):
             part.to(where)
+    draw = torch.Generator().manual_seed(integer(seed, "seed", least=0, most=2**63 - 1))
+    if context is not None and not isinstance(context, Tensor):
+        raise OperandError(f"context must be a tensor, got {kind_of(context)}")
+    if embed is not None:
+        check_function(embed, "embed", "(tokens) -> x")
+    for name, value in (("x", x), ("context", context)):
+        if value is not None and (reason := unfit(value)):
+            raise OperandError(f"{name} must be a plain tensor, got {reason}")
+        if value is not None and value.is_meta:
+            raise OperandError(f"{name} must be a tensor with values, got one on the device meta")
     inputs = {name: value.to(where) for name, value in (("x", x), ("context", context)) if value is not None}
     if embed is not None:
-        inputs["x"] = embed(inputs["x"]).detach()
+        try:
+            inputs["x"] = embed(inputs["x"]).detach()
+        except Exception as error:  # whatever a function of the user raises
+            raise OperandError(f"embed fails where it is called as embed(x): {type(error).__name__}: {error}") from error
     for name, value in inputs.items():
         if value.dim() < 2 or not value.numel() or value.dtype == torch.bool:
             raise OperandError(
                 f"{name} must be [B, length, ...] of floating point numbers or integer tokens, got {list(value.shape)}"
             )
     given = {"mask": masks if isinstance(mask, list | tuple) else masks[0]} if _takes_mask(function) else {}
-    call = Call(function, inputs, given, torch.Generator().manual_seed(seed))
+    call = Call(function, inputs, given, draw, "" if given else _own_mask(function))
     call.check()
     rules = [_Rule("x", masks, layers, heads)]
     if context is not None:
@@ -165,7 +183,7 @@ def _check(call: Call, rule: _Rule) -> None:
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
         f"{what} {kv} of {rule.name}{_guilty(call, rule, b, q, kv)}\n\n"
-        f"{drawn(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}"
+        f"{drawn(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}{call.note}"
     )
 
 
@@ -184,3 +202,16 @@ def _takes_mask(function: Callable[..., Any]) -> bool:
     if isinstance(function, nn.Module) and getattr(function, "mask", None) is not None:
         return False
     return "mask" in parameters_of(function)
+
+
+def _own_mask(function: Callable[..., Any]) -> str:
+    """Of a function that takes a mask in another form, how to give it that, for messages."""
+    name = next((name for name in parameters_of(function) if name in OTHER_MASKS), None)
+    if name is None:
+        return ""
+    return (
+        f"\n\nThe function takes {name}, which it is not given, as it is no flexmask mask. Where that is so, wrap it: "
+        f"assert_no_leak(lambda x: function(x, {name}=cells), mask, x), in which cells are mask.dense(length)[0, 0] if its True "
+        "is for visible, as in scaled_dot_product_attention, and ~mask.dense(length)[0, 0] if its True is for hidden, as in "
+        "torch.nn.MultiheadAttention and TransformerEncoderLayer"
+    )

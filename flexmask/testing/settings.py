@@ -17,6 +17,7 @@ from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.naming import uncalled
 from flexmask.preparation import frame_of
+from flexmask.tables import unfit
 
 __all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
 
@@ -110,6 +111,8 @@ def setting_of(
     where = devices.found(device)
     mask = as_mask(mask, device=where).to(where)
     if isinstance(q_offset, Tensor):
+        if q_offset.is_meta or unfit(q_offset):
+            raise OperandError("q_offset must be an int or a plain tensor with values, on a device that has memory")
         q_offset = q_offset.to(where)
     frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, where)
     said = [(frame.full_batch, frame.heads if heads is None else heads)]
@@ -161,6 +164,8 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
 
 def _four(reference: Tensor) -> Tensor:
     """A table of 2, 3 or 4 axes as ``bool[B, H, q_len, kv_len]``."""
+    if reason := unfit(reference):
+        raise OperandError(f"a reference must be a plain tensor, got {reason}")
     if reference.dtype != torch.bool or not 2 <= reference.dim() <= 4:
         raise OperandError(
             "a reference tensor must be bool[q_len, kv_len], bool[B, q_len, kv_len] or bool[B, H, q_len, kv_len], "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from matplotlib.figure import Figure
 
-from flexmask.plotting.caption import notes, packed, title_lines, visible_text
+from flexmask.plotting.caption import check_title, notes, packed, title_lines, visible_text
 from flexmask.plotting.mpl.drawing import draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
@@ -73,6 +73,7 @@ def save_sheet(shown: Sheet, path: str | Path, *, title: str | None = None, dpi:
 
 def draw_sheet(shown: Sheet, *, title: str | None = None) -> Figure:
     """Draws a sheet on a new figure."""
+    check_title(title)
     with style():
         return _drawn(shown, title)
 

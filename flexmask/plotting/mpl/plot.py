@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
 
-from flexmask.plotting.caption import notes, packed, title_lines
+from flexmask.checks import kind_of
+from flexmask.errors import OperandError
+from flexmask.plotting.caption import check_title, notes, packed, title_lines
 from flexmask.plotting.endings import ending_of
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
@@ -129,6 +131,9 @@ def _figure(ax: Axes) -> Figure:
 
 def draw(shown: Picture, *, ax: Axes | None = None, title: str | None = None) -> Axes:
     """Draws a picture on given axes, or on those of a new figure."""
+    check_title(title)
+    if ax is not None and not isinstance(ax, Axes):
+        raise OperandError(f"ax must be the Axes of a figure of matplotlib, got {kind_of(ax)}")
     if ax is None:
         with style():
             return _drawn(shown, _new_axes(shown, title), title, TEXT_WIDTH)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Unpack
 from rich.console import Console
 from rich.text import Text
 
+from flexmask.checks import kind_of
+from flexmask.errors import OperandError
 from flexmask.plotting.caption import notes, packed, title_lines, visible_text
 from flexmask.plotting.options import Options
 from flexmask.plotting.raster import Picture, picture
@@ -38,7 +40,9 @@ def show(
     mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, console: Console | None = None, **options: Unpack[Options]
 ) -> None:
     """Draws a mask in the terminal: see :meth:`flexmask.Mask.show`."""
-    console = console or Console()
+    console = Console() if console is None else console
+    if not isinstance(console, Console):
+        raise OperandError(f"console must be a rich.console.Console, got {kind_of(console)}")
     asked: Options = {"max_blocks": (MAX_LINES, console.width), **options}
     show_picture(picture(mask, q_len, kv_len, **asked), console=console)
 
