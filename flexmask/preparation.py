@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
-from flexmask.algebra import Mask, PerHead
+from flexmask.algebra import Mask, Named, PerHead
 from flexmask.checks import integer
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
@@ -189,7 +189,7 @@ def _sizes(
                     count = _enough(lookup, size, said[index.name])
                     said[index.name].setdefault(count, lookup.brief())
                 else:
-                    _check_axis(lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
+                    _check_axis(mask, lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
     sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(said[axis]) > 1:
@@ -216,17 +216,26 @@ def _enough(lookup: Lookup, size: int, said: dict[int, str]) -> int:
     return smaller[0] if _has_spare(lookup) and smaller else size
 
 
-def _check_axis(lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
+def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
     length = needed[name]
     spare = _has_spare(lookup)
     if name == "kv" and (size < cast(int, length) if spare else size != length):
-        raise LoweringError(f"{lookup.brief()} has {size} values along kv, but kv_len is {length}")
+        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
     if name == "q" and not (moved or spare) and size not in (length, needed["kv"]):
-        raise LoweringError(f"{lookup.brief()} has {size} values along q, but q_len is {length}; give q_offset for later queries")
+        hint = "; give q_offset for later queries" if size > cast(int, length) else ""
+        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
-            f"{lookup.brief()} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
+            f"{_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
         )
+
+
+def _owner(lookup: Lookup, mask: Mask) -> str:
+    """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
+    for named in mask.walk():
+        if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
+            return named.brief()
+    return lookup.brief()
 
 
 def _tensor(table: Table | Param, frame: Frame) -> Tensor:
