@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -206,35 +208,51 @@ def test_an_interrupt_says_so(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- progress
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
-def test_a_sign_of_life_on_a_terminal(tmp_path: Path) -> None:
+def on_terminal(ran: list[str], cwd: Path) -> tuple[int, bytes, str]:
+    """Runs a command whose standard error is a terminal; gives its exit code, its output, and what the terminal showed.
+
+    The terminal is read while the command runs: it holds a few thousand bytes, and a command that writes more would block.
+    """
     import pty
 
-    (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=1.5))
     terminal, stderr = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # on Linux the end of a terminal is an error
+            while part := os.read(terminal, 4096):
+                shown.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        done = subprocess.run(ran, stdout=subprocess.PIPE, stderr=stderr, cwd=cwd, env=environment(TERM="xterm", COLUMNS="80"))
+    finally:
+        os.close(stderr)
+        reader.join()
+        os.close(terminal)
+    return done.returncode, done.stdout, shown.decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
+def test_a_sign_of_life_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=1.5))
     ran = [sys.executable, "-m", "flexmask", "check", "slow_masks:mask", "--seq-len", "4"]
-    done = subprocess.run(ran, stdout=subprocess.PIPE, stderr=stderr, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="80"))
-    os.close(stderr)
-    assert done.returncode == 0
-    assert "preparing" in os.read(terminal, 100_000).decode()
-    os.close(terminal)
-    assert b"\x1b" not in done.stdout
+    code, out, shown = on_terminal(ran, tmp_path)
+    assert code == 0
+    assert "preparing" in shown
+    assert b"\x1b" not in out
     piped = subprocess.run(ran, capture_output=True, cwd=tmp_path, env=environment())
-    assert (piped.stdout, piped.stderr) == (done.stdout, b"")
+    assert (piped.stdout, piped.stderr) == (out, b"")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 def test_how_far_counting_is(tmp_path: Path) -> None:
     """A mask of many blocks, all of which differ: the share that is done on a terminal, nothing elsewhere."""
-    import pty
-
-    terminal, stderr = pty.openpty()
     options = ["random_cells(0.5)", "--seq-len", "4096", "--block-size", "16", "--json"]
     ran = [sys.executable, "-m", "flexmask", "stats", *options]
-    done = subprocess.run(ran, stdout=subprocess.PIPE, stderr=stderr, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="80"))
-    os.close(stderr)
-    assert "% of the blocks" in os.read(terminal, 100_000).decode()
-    os.close(terminal)
-    assert 0.4 < json.loads(done.stdout)["visible_fraction"] < 0.6
+    _, out, shown = on_terminal(ran, tmp_path)
+    assert "% of the blocks" in shown
+    assert 0.4 < json.loads(out)["visible_fraction"] < 0.6
     piped = subprocess.run(ran, capture_output=True, cwd=tmp_path, env=environment())
-    assert (piped.stdout, piped.stderr) == (done.stdout, b"")
+    assert (piped.stdout, piped.stderr) == (out, b"")
