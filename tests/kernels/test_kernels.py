@@ -1,0 +1,271 @@
+"""Every kind of mask and call in FlexAttention's CUDA kernels, against a softmax in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+import flexmask as fm
+from flexmask import block_sets
+from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
+from tests.test_dropout import kept_of
+
+pytestmark = pytest.mark.kernels
+
+if torch.version.cuda is None:
+    pytest.skip("the kernels for CUDA are written by a CUDA build of torch only", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels are tested by themselves: pytest -m kernels tests/kernels", allow_module_level=True)
+
+from tests.kernels import virtual_gpu  # noqa: E402 - imports Triton
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+FORWARD, BACKWARD = "fused_flex_attention", "fused_flex_attention_backward"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> Iterator[Any]:
+    """A virtual GPU on which FlexAttention runs."""
+    from torch._inductor.utils import fresh_cache
+
+    with pytest.MonkeyPatch.context() as patch, fresh_cache():
+        yield virtual_gpu.install(patch)
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch.compiler.reset()
+    virtual_gpu.launched.clear()
+
+
+def visible(case: Case) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The visible cells, bool[2, H, Q, KV], and the indices as a score_mod has them."""
+    kv_len = case.kv_len or case.q_len
+    b, h, q, kv = torch.meshgrid(*map(torch.arange, (2, case.heads[0], case.q_len, kv_len)), indexing="ij")
+    offset = case.q_offset[b] if isinstance(case.q_offset, Tensor) else case.q_offset
+    return case.shown(b, h, q + offset, kv).expand(b.shape), (b, h, q, kv)
+
+
+def reference(case: Case, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, with a softmax in float64 that is written out."""
+    shown, indices = visible(case)
+    group = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), *(part.double().repeat_interleave(group, 1) for part in (key, value))
+    scores = query @ key.mT * case.call.get("scale", query.shape[-1] ** -0.5)
+    if "score_mod" in case.call:
+        scores = case.call["score_mod"](scores, *indices)
+    highest = scores.detach().masked_fill(~shown, -1e9).amax(-1, keepdim=True)
+    weights = (scores - highest).masked_fill(~shown, -math.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    sees = total > 0
+    weights = weights / total.where(sees, 1)
+    if p := case.call.get("dropout_p"):
+        weights = weights * kept_of(11, p, *shown.shape) / (1 - p)
+    return weights @ value, (total.where(sees, 1).log() + highest).where(sees, -math.inf).squeeze(-1)
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32, change: Callable[[BlockMask], None] | None = None) -> None:
+    """Asserts that the kernels give what the softmax does, for a mask that may be changed before."""
+    tensors, mask = inputs(case, dtype), block_mask(case)
+    if change is not None:
+        change(mask)
+    found, (wanted, _) = attended(case, tensors, mask), reference(case, *tensors)
+    assert any(FORWARD in name for name in virtual_gpu.launched)
+    assert found.dtype == dtype
+    pairs = [(found, wanted)]
+    if case.training:
+        upstream = torch.randn(found.shape).to(dtype)
+        losses = (found * upstream).sum(), (wanted * upstream).sum()
+        pairs += zip(*(torch.autograd.grad(loss, tensors) for loss in losses), strict=True)
+        assert any(BACKWARD in name for name in virtual_gpu.launched)
+    for one, other in pairs:
+        scale = max(1.0, float(other.detach().abs().max()))
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=TOLERANCE[dtype] * scale)
+    hidden = ~visible(case)[0].any(-1)
+    for rows in pairs[0][0], *(pair[0] for pair in pairs[1:2]):
+        assert not rows[hidden].any(), "a row without a key gives exactly 0, and gradient 0"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["documents", "two intervals", "not separable", "grouped heads", "dropout", "decoding"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], dtype)
+
+
+def test_log_sum_exp(backend: Any) -> None:
+    """Attention over parts of the keys is put together from it, so it has a gradient too."""
+    case = CASES["a sequence that is empty"]
+    query, key, value = inputs(case, torch.float32)
+    compiled: Any = torch.compile(flex_attention, backend=backend, fullgraph=True)
+    found, aux = compiled(query, key, value, block_mask=block_mask(case), return_aux=AuxRequest(lse=True))
+    wanted, lse = reference(case, query, key, value)
+    sees = lse > -math.inf
+    assert (aux.lse[~sees] == -math.inf).all()
+    torch.testing.assert_close(aux.lse[sees].double(), lse[sees], rtol=1e-6, atol=1e-6)
+    losses = found.sum() + aux.lse[sees].sum(), wanted.sum() + lse[sees].sum()
+    grads = (torch.autograd.grad(loss, (query, key, value)) for loss in losses)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def graphs() -> int:
+    """How many graphs dynamo made since it was reset."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def test_one_kernel_for_masks_of_a_length() -> None:
+    before = graphs()
+    for name in ("causal", "documents", "full", "empty", "prefix", "a sequence that is empty"):
+        check(CASES[name])
+    assert graphs() - before == 1
+
+
+def test_one_kernel_for_all_lengths_from_the_second_on() -> None:
+    before = graphs()
+    for length in (256, 330, 440):
+        check(Case(fm.causal() & (fm.kv >= 30), lambda b, h, q, kv: (kv <= q) & (kv >= 30), length))
+    assert graphs() - before == 2
+
+
+def test_heads_of_torch_s_create_block_mask() -> None:
+    """Its BlockMasks have lists for each head, also where all heads see the same."""
+    first = torch.tensor([0, 200])
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv >= first[b])
+
+    case = Case(fm.trace(mask_mod), mask_mod, 384, heads=(4, 2))
+    made = fm.create_block_mask(mask_mod, 2, 4, 384, 384, device="cpu")
+    tensors = inputs(case, torch.float32)
+    found, (wanted, _) = attended(case, tensors, made), reference(case, *tensors)
+    losses = found.square().sum(), wanted.square().sum()
+    pairs = [(found, wanted), *zip(*(torch.autograd.grad(loss, tensors) for loss in losses), strict=True)]
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_in_one_graph(backend: Any) -> None:
+    torch.manual_seed(0)
+    layer = fm.MultiheadFlexAttention(64, 64, n_heads=2, n_kv_heads=1, backend="flex")
+    plain = fm.MultiheadFlexAttention(64, 64, n_heads=2, n_kv_heads=1, backend="sdpa")
+    plain.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(2, 256, 64, requires_grad=True)
+    before = graphs()
+    for mask in (fm.causal(), fm.causal() & fm.document(lengths=[[100, 156], [30, 226]])):
+        found, wanted = compiled(x, mask.block_mask(256, batch=2, heads=2)), plain(x, mask)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        losses = (found.square().sum(), layer), (wanted.square().sum(), plain)
+        grads = (torch.autograd.grad(loss, [x, *module.parameters()]) for loss, module in losses)
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert graphs() - before == 1
+
+
+# ---------------------------------------------------------------- the check can fail
+
+
+def shifted(mask: BlockMask) -> None:
+    """Each row sees one key more."""
+    ends = dict(zip(mask.mask_mod.__code__.co_freevars, mask.mask_mod.__closure__ or (), strict=True))
+    ends["hi"].cell_contents.add_(1)
+
+
+def without_a_block(kind: str) -> Callable[[BlockMask], None]:
+    def change(mask: BlockMask) -> None:
+        number = getattr(mask, f"{kind}_num_blocks")[1, 0]
+        number[number.argmax()] -= 1
+
+    return change
+
+
+def other_block(kind: str) -> Callable[[BlockMask], None]:
+    def change(mask: BlockMask) -> None:
+        number, indices = getattr(mask, f"{kind}_num_blocks")[0, 0], getattr(mask, f"{kind}_indices")[0, 0]
+        indices[number.argmax(), 0] ^= 1
+
+    return change
+
+
+def full_instead_of_partial(mask: BlockMask) -> None:
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    number, indices = mask.kv_num_blocks.clone(), mask.kv_indices.clone()
+    mask.kv_num_blocks.copy_(mask.full_kv_num_blocks)
+    mask.kv_indices.copy_(mask.full_kv_indices)
+    mask.full_kv_num_blocks.copy_(number)
+    mask.full_kv_indices.copy_(indices)
+
+
+MUTANTS = {
+    "bounds": shifted,
+    "full for partial": full_instead_of_partial,
+    **{f"{kind} block missing": without_a_block(kind) for kind in ("kv", "full_kv", "q", "full_q")},
+    **{f"{kind} block elsewhere": other_block(kind) for kind in ("kv", "full_kv", "full_q")},
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str) -> None:
+    with pytest.raises(AssertionError, match=r"close|exactly 0"):
+        check(Case(fm.causal(), CASES["causal"].shown, 384), change=MUTANTS[name])
+
+
+@pytest.mark.parametrize("kind", ["kv", "full_kv", "q", "full_q"])
+def test_memory_of_others_is_not_touched(kind: str) -> None:
+    def far(mask: BlockMask) -> None:
+        getattr(mask, f"{kind}_indices").fill_(2**16)
+
+    with pytest.raises(Exception, match="leaves the memory of its arguments"):
+        check(CASES["causal"], change=far)
+
+
+@pytest.mark.parametrize("name", ["packed lists, read off a range", "decoding, packed lists"])
+def test_strides_of_full_blocks_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists with strides of their own are right where `block_sets` gives them, and wrong where it does not."""
+    decoding = name.startswith("decoding")
+    monkeypatch.setattr(block_sets, "DECODING", 0)
+    wrong = decoding or block_sets.SHARED_STRIDES
+    monkeypatch.setattr(block_sets, "SHARED_STRIDES", False)
+    with pytest.raises(Exception, match=r"close|leaves the memory") if wrong else nullcontext():
+        check(CASES[name])
+
+
+# ---------------------------------------------------------------- machine code
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+def test_kernels_are_built(gpu: str) -> None:
+    """In a process of its own, since Triton decides where it is imported whether it interprets kernels."""
+    command = [sys.executable, "-m", "tests.kernels.build", gpu, *BUILT]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    architecture = {"A100": 80, "H100": 90}[gpu]
+    found = json.loads(done.stdout)
+    assert found.keys() == set(BUILT)
+    for name, kernels in found.items():
+        assert any(FORWARD in kernel["name"] for kernel in kernels), name
+        assert any(BACKWARD in kernel["name"] for kernel in kernels) == CASES[name].training, name
+        for kernel in kernels:
+            assert kernel["architecture"] == architecture
+            assert kernel["shared"] <= kernel["available"], kernel
