@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 from flexmask.drawable import Drawable
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
-from flexmask.nodes import Node, key_of
+from flexmask.nodes import Node, key_of, within_depth
 from flexmask.opaque import Captured
 from flexmask.packing import Derived, document_ids, document_starts
 from flexmask.tables import Lookup, Param, TensorTable, as_table, is_tensor
@@ -54,7 +54,7 @@ class Mask(Drawable):
         _refuse("^", other)
 
     def __invert__(self) -> Mask:
-        return Not.make(self)
+        return within_depth(Not.make(self))
 
     def __bool__(self) -> NoReturn:
         raise OperandError(
@@ -78,7 +78,7 @@ class Mask(Drawable):
             raise ExpressionError(
                 f"the mask {self.brief()} has no parameter {', '.join(unknown)}; it has {', '.join(self.params) or 'none'}"
             )
-        return cast(Mask, self.replace(lambda node: _bound(node, values)))
+        return within_depth(cast(Mask, self.replace(lambda node: _bound(node, values))))
 
     def expand(self) -> Mask:
         """The same mask with every named mask replaced by its definition."""
@@ -89,7 +89,7 @@ class Mask(Drawable):
     def substitute(self, **symbols: Index | int) -> Mask:
         """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""
         to = {name: as_index(value) for name, value in symbols.items()}
-        return cast(Mask, self.expand().replace(lambda node: to.get(getattr(node, "name", ""))))
+        return within_depth(cast(Mask, self.expand().replace(lambda node: to.get(getattr(node, "name", "")))))
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors moved to a device. Literal data needs no move."""
@@ -112,7 +112,7 @@ class Mask(Drawable):
 def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         _refuse(sign, right)
-    return kind.make((left, right))
+    return within_depth(kind.make((left, right)))
 
 
 def got(value: object) -> str:
@@ -400,4 +400,4 @@ def where(condition: Mask, a: Any, b: Any) -> Any:
         raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
     if isinstance(a, Mask):
         return (condition & a) | (~condition & b)
-    return Choice.make(condition, as_index(a), as_index(b))
+    return within_depth(Choice.make(condition, as_index(a), as_index(b)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask import devices
-from flexmask.closures import MaskClosure
+from flexmask.closures import Closure
 from flexmask.evaluation import hoisted_closure
 from flexmask.frame import Frame
 from flexmask.rows import Rows
@@ -107,7 +107,7 @@ class BlockCells:
         self.height, self.width = min(q_size, frame.q_len), min(kv_size, frame.kv_len)
 
     @cached_property
-    def _closure(self) -> MaskClosure:
+    def _closure(self) -> Closure:
         return hoisted_closure(self.frame)
 
     def of(self, entries: Entries, rows: Tensor | None = None) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -1,7 +1,8 @@
-"""The expression form: an expression as nested plain closures of ``(b, h, q_idx, kv_idx)``.
+"""The expression form: an expression as a plain closure of ``(b, h, q_idx, kv_idx)``, one step after another.
 
-The closures capture nothing but numbers, tensors and each other, so that a compiler has no Python object to guard on. They
-take scalars, as FlexAttention passes them, or index tensors that broadcast. Kernels count positions in 32 bits; an operation
+The steps are not calls inside each other, of which a compiler takes few. They capture nothing but numbers, tensors and plain
+functions, so that it has no other object to guard on. They take scalars, as FlexAttention passes them, or index tensors that
+broadcast. Kernels count positions in 32 bits; an operation
 whose operands or result may need more has its operands converted to 64.
 """
 
@@ -10,8 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,17 +25,7 @@ from flexmask.opaque import Captured, Opaque
 from flexmask.tables import Lookup
 from flexmask.vectorising import vectorised
 
-__all__ = [
-    "ARITHMETIC",
-    "COMPARISON",
-    "Column",
-    "frame_closure",
-    "greater",
-    "index_closure",
-    "lesser",
-    "mask_closure",
-    "opaque_call",
-]
+__all__ = ["ARITHMETIC", "COMPARISON", "Closure", "Column", "closure_of", "frame_closure", "greater", "lesser", "opaque_call"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -54,8 +44,16 @@ class Column(Index):
         return ("Column", id(self.values), self.axis)
 
 
-IndexClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-MaskClosure = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Widened(Index):
+    """An operand that an operation needs in 64 bits."""
+
+    operand: Index
+
+
+Closure: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+#: What is computed, and the places of what it is computed of: the four arguments stand first, then the results of the steps.
+Step: TypeAlias = tuple[Callable[..., Any], tuple[int, ...]]
 
 
 def lesser(x: Any, y: Any) -> Any:
@@ -75,125 +73,163 @@ def greater(x: Any, y: Any) -> Any:
 #: As :data:`flexmask.index.FOLD`, for tensors and integers alike.
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {**FOLD, "minimum": lesser, "maximum": greater}
 COMPARISON: dict[str, Callable[[Any, Any], Any]] = {**FOLD_COMPARE}
+JOINED: dict[type, Callable[[Any, Any], Any]] = {And: operator.and_, Or: operator.or_, Xor: operator.xor}
 
 
-def frame_closure(frame: Frame) -> MaskClosure:
+def frame_closure(frame: Frame) -> Closure:
     """The closure of the mask of a frame."""
-    return mask_closure(frame.settled(frame.mask), frame)
+    return closure_of(frame.settled(frame.mask), frame)
 
 
-def index_closure(node: Index, frame: Frame) -> IndexClosure:
-    """The closure of an index expression with settled lengths; it gives an integer tensor, or the int of a constant."""
-    match node:
-        case Constant(value):
-            return lambda b, h, q, kv: value
-        case Symbol():
-            return _symbol(node.name, frame)
-        case Arithmetic(sign, left, right):
-            return _binary(ARITHMETIC[sign], *_operands(frame, [left, right], node))
-        case Absolute(operand):
-            (inner,) = _operands(frame, [operand], node)
-            return lambda b, h, q, kv: abs(inner(b, h, q, kv))
-        case Choice(condition, then, otherwise):
-            chosen = mask_closure(condition, frame)
-            yes, no = _operands(frame, [then, otherwise])
-            return lambda b, h, q, kv: torch.where(chosen(b, h, q, kv), yes(b, h, q, kv), no(b, h, q, kv))
-        case Lookup(table, indices):
-            return _lookup(frame.tables[table.key], [index_closure(index, frame) for index in indices])
-        case Opaque():
-            return _opaque(node, frame)
-        case Column():
-            return _column(node)
-    raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+def closure_of(node: Index | Mask, frame: Frame) -> Closure:
+    """The closure of an expression with settled lengths and expanded names.
+
+    Of an index expression it gives an integer tensor, or the int of a constant, of a mask a boolean tensor.
+    """
+    program = _Program(frame)
+    program.add(node)
+    return _closure(tuple(program.steps), program.places[node.key])
 
 
-def mask_closure(node: Mask, frame: Frame) -> MaskClosure:
-    """The closure of a mask with settled lengths and expanded names; it gives a boolean tensor."""
-    match node:
-        case Truth(True):
-            return lambda b, h, q, kv: b.new_ones((), dtype=torch.bool)
-        case Truth(False):
-            return lambda b, h, q, kv: b.new_zeros((), dtype=torch.bool)
-        case Compare("!=", Lookup(table, indices), Constant(0)) if frame.tables[table.key].dtype == torch.bool:
-            return _gathered(frame.tables[table.key], [index_closure(index, frame) for index in indices])
-        case Compare(sign, left, right):
-            return _binary(COMPARISON[sign], *_operands(frame, [left, right]))
-        case And(operands):
-            return reduce(lambda f, g: _binary(operator.and_, f, g), (mask_closure(o, frame) for o in operands))
-        case Or(operands):
-            return reduce(lambda f, g: _binary(operator.or_, f, g), (mask_closure(o, frame) for o in operands))
-        case Xor(operands):
-            return reduce(lambda f, g: _binary(operator.xor, f, g), (mask_closure(o, frame) for o in operands))
-        case Not(operand):
-            inner = mask_closure(operand, frame)
-            return lambda b, h, q, kv: ~inner(b, h, q, kv)
-        case PerHead(masks):
-            return mask_closure(Or.make(tuple((Symbol("h") == head) & mask for head, mask in enumerate(masks))), frame)
-    raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+def _closure(steps: tuple[Step, ...], result: int) -> Closure:
+    """Runs steps, each with what it computes, the places of what it takes, and the places of what no later step takes."""
+    last = {place: number for number, (_, places) in enumerate(steps) for place in places}
+    freed = [[place for place in set(places) if last[place] == number] for number, (_, places) in enumerate(steps)]
+    every = tuple((*step, tuple(place for place in done if place != result)) for step, done in zip(steps, freed, strict=True))
+
+    def program(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+        values: list[Any] = [b, h, q, kv]
+        for compute, places, done in every:
+            values.append(compute(*[values[place] for place in places]))
+            for place in done:
+                values[place] = None
+        return values[result]
+
+    return program
 
 
-def _operands(frame: Frame, operands: list[Index], *result: Index) -> list[IndexClosure]:
-    """The closures of the operands of an operation, in 64 bits where one of them or the result may need more than 32."""
-    closures = [index_closure(operand, frame) for operand in operands]
-    if all(fits(extent(index, frame, Read.NOTHING), 32) for index in (*operands, *result)):
-        return closures
-    ready = Constant | Lookup | Opaque | Column  # integers of 64 bits already
-    return [f if isinstance(node, ready) else _widened(f) for node, f in zip(operands, closures, strict=True)]
+class _Program:
+    """The steps of an expression: what is computed once a step, however often it stands there, operands before operations."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.steps: list[Step] = []
+        self.places: dict[Any, int] = {name: place for place, name in enumerate(("b", "h", "q", "kv"))}
+
+    def add(self, node: Index | Mask) -> None:
+        """Adds the steps of an expression. What is still to be done stands on a list, as Python's stack is short."""
+        pending: list[Any] = [node]
+        while pending:
+            match pending.pop():
+                case (key, compute, operands):
+                    if key not in self.places:
+                        self.places[key] = len(self.steps) + 4
+                        self.steps.append((compute, tuple(self.places[operand] for operand in operands)))
+                case node if node.key not in self.places:
+                    pending += reversed(self.tasks(node))
+
+    def tasks(self, node: Index | Mask) -> list[Any]:
+        """What has to be done for a node in turn: nodes to add, and steps as (key, what it computes, keys of operands)."""
+        match node:
+            case And(operands) | Or(operands) | Xor(operands):  # one after another, so that few values are held at a time
+                done: list[Any] = [operands[0]]
+                key: Any = operands[0].key
+                for count, operand in enumerate(operands[1:], 2):
+                    joined = node.key if count == len(operands) else object()  # which no other step can have
+                    done += [operand, (joined, JOINED[type(node)], (key, operand.key))]
+                    key = joined
+                return done
+            case PerHead(masks):
+                each = Or.make(tuple(And.make((Symbol("h") == head, mask)) for head, mask in enumerate(masks)))
+                return [each, (node.key, _same, (each.key,))]
+        compute, parts = self.step(node)
+        keys = tuple(part if isinstance(part, str) else part.key for part in parts)
+        return [*(part for part in parts if not isinstance(part, str)), (node.key, compute, keys)]
+
+    def step(self, node: Index | Mask) -> tuple[Callable[..., Any], list[Any]]:
+        """What is computed for a node, and of what: nodes, or names of the arguments."""
+        frame = self.frame
+        match node:
+            case Constant(value):
+                return lambda: value, []
+            case Symbol("kv"):
+                return _same, ["kv"]
+            case Symbol("b" | "h" as name):  # an axis of size 1 may stand for more: it is read at 0
+                return (_same if (frame.batch if name == "b" else frame.heads) > 1 else lambda place: place * 0), [name]
+            case Symbol():
+                return _query(frame.q_offset)
+            case Widened(operand):
+                return lambda values: values.to(torch.int64), [operand]
+            case Arithmetic(sign, left, right):
+                return ARITHMETIC[sign], self.operands([left, right], node)
+            case Absolute(operand):
+                return abs, self.operands([operand], node)
+            case Choice(condition, then, otherwise):
+                return torch.where, [condition, *self.operands([then, otherwise])]
+            case Lookup(table, indices):
+                return _lookup(frame.tables[table.key], len(indices)), list(indices)
+            case Opaque():
+                call, varying = opaque_call(node, frame)
+                return lambda *values: vectorised(call, *values), list(varying)
+            case Column():
+                return _column(node), ["b", "h", node.axis]
+            case Truth(value):
+                return (_ones if value else _zeros), ["b"]
+            case Compare("!=", Lookup(table, indices), Constant(0)) if frame.tables[table.key].dtype == torch.bool:
+                return _gathered(frame.tables[table.key], len(indices)), list(indices)
+            case Compare(sign, left, right):
+                return COMPARISON[sign], self.operands([left, right])
+            case Not(operand):
+                return operator.invert, [operand]
+        raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+
+    def operands(self, operands: list[Index], *result: Index) -> list[Index]:
+        """The operands of an operation, in 64 bits where one of them or the result may need more than 32."""
+        if all(fits(extent(index, self.frame, Read.NOTHING), 32) for index in (*operands, *result)):
+            return operands
+        ready = Constant | Lookup | Opaque | Column  # integers of 64 bits already
+        return [operand if isinstance(operand, ready) else Widened(operand) for operand in operands]
 
 
-def _widened(closure: IndexClosure) -> IndexClosure:
-    return lambda b, h, q, kv: closure(b, h, q, kv).to(torch.int64)
+def _same(value: Any) -> Any:
+    return value
 
 
-def _symbol(name: str, frame: Frame) -> IndexClosure:
-    match name:
-        case "b":  # an axis of size 1 may stand for more: it is read at 0
-            return (lambda b, h, q, kv: b) if frame.batch > 1 else (lambda b, h, q, kv: b * 0)
-        case "h":
-            return (lambda b, h, q, kv: h) if frame.heads > 1 else (lambda b, h, q, kv: h * 0)
-        case "kv":
-            return lambda b, h, q, kv: kv
-    return _query(frame.q_offset)
+def _ones(like: Tensor) -> Tensor:
+    return like.new_ones((), dtype=torch.bool)
 
 
-def _query(offset: int | Tensor) -> IndexClosure:
+def _zeros(like: Tensor) -> Tensor:
+    return like.new_zeros((), dtype=torch.bool)
+
+
+def _query(offset: int | Tensor) -> tuple[Callable[..., Any], list[Any]]:
     if isinstance(offset, Tensor):
         of_sequence = offset
-        return (lambda b, h, q, kv: q + of_sequence[b]) if offset.numel() > 1 else lambda b, h, q, kv: q + of_sequence[0]
-    if offset:
-        return lambda b, h, q, kv: q + offset
-    return lambda b, h, q, kv: q
+        return (lambda b, q: q + of_sequence[b]) if offset.numel() > 1 else lambda b, q: q + of_sequence[0], ["b", "q"]
+    return (lambda q: q + offset) if offset else _same, ["q"]
 
 
-def _binary(operation: Callable[[Any, Any], Any], left: IndexClosure, right: IndexClosure) -> IndexClosure:
-    return lambda b, h, q, kv: operation(left(b, h, q, kv), right(b, h, q, kv))
-
-
-def _column(node: Column) -> IndexClosure:
-    values, along_q = node.values, node.axis == "q"
+def _column(node: Column) -> Callable[..., Any]:
+    values = node.values
     if values.shape[:2] == (1, 1):
         line = values.flatten()
-        return (lambda b, h, q, kv: line[q]) if along_q else lambda b, h, q, kv: line[kv]
+        return lambda b, h, position: line[position]
     b_step, h_step = int(values.shape[0] > 1), int(values.shape[1] > 1)
-    return lambda b, h, q, kv: values[b * b_step, h * h_step, q if along_q else kv]
+    return lambda b, h, position: values[b * b_step, h * h_step, position]
 
 
-def _lookup(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
+def _lookup(data: Tensor, axes: int) -> Callable[..., Any]:
+    found = _gathered(data, axes)
     if data.dtype == torch.bool:  # truth values count as 0 and 1
-        truth = _gathered(data, indices)
-        return lambda b, h, q, kv: truth(b, h, q, kv).to(torch.int64)
-    return _gathered(data, indices)
+        return lambda *at: found(*at).to(torch.int64)
+    return found
 
 
-def _gathered(data: Tensor, indices: list[IndexClosure]) -> IndexClosure:
-    match indices:
-        case []:
-            return lambda b, h, q, kv: data
-        case [first]:
-            return lambda b, h, q, kv: data[first(b, h, q, kv)]
-        case [first, second]:
-            return lambda b, h, q, kv: data[first(b, h, q, kv), second(b, h, q, kv)]
-    return lambda b, h, q, kv: data[tuple(index(b, h, q, kv) for index in indices)]
+def _gathered(data: Tensor, axes: int) -> Callable[..., Any]:
+    if not axes:
+        return lambda: data
+    return (lambda at: data[at]) if axes == 1 else lambda *at: data[at]
 
 
 def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[Index | Mask]]:
@@ -231,9 +267,3 @@ def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[In
 
     called.__name__ = getattr(node.function, "__name__", type(node.function).__name__)
     return called, list(varying.values())
-
-
-def _opaque(node: Opaque, frame: Frame) -> IndexClosure:
-    call, varying = opaque_call(node, frame)
-    closures = [mask_closure(value, frame) if isinstance(value, Mask) else index_closure(value, frame) for value in varying]
-    return lambda b, h, q, kv: vectorised(call, *[closure(b, h, q, kv) for closure in closures])

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask
+from flexmask.algebra import And, Mask, Not
 from flexmask.analysis import analyse
 from flexmask.block_sets import known_blocks
 from flexmask.blocks import BlockCells, Entries
@@ -96,7 +96,7 @@ def difference(
             found.append(_in_rows(bounds[place].lower - bounds[1 - place].lower, shape))
             continue
         sizes = (batch or (shape[0] if shape[0] > 1 else None), heads or (shape[1] if shape[1] > 1 else None))
-        found.append(_shown(frame_of(own - its, q_len, kv_len, *sizes, q_offset, frames[0].device), shape))
+        found.append(_shown(frame_of(And.make((own, Not.make(its))), q_len, kv_len, *sizes, q_offset, frames[0].device), shape))
     (only_self, first_self), (only_other, first_other) = found
     cells = shape[0] * shape[1] * q_len * frames[0].kv_len
     return Difference(cells, only_self, only_other, first_self, first_other)

@@ -293,7 +293,7 @@ def joined(kinds: list[Tensor]) -> Tensor:
 def _by_head(node: Node) -> Node | None:
     if not isinstance(node, PerHead):
         return None
-    return Or.make(tuple((h == head) & cast(Mask, mask.replace(_by_head)) for head, mask in enumerate(node.masks)))
+    return Or.make(tuple(And.make((h == head, mask.replace(_by_head))) for head, mask in enumerate(node.masks)))
 
 
 def _features_of(mask: Mask) -> list[Feature]:

@@ -16,10 +16,9 @@ from flexmask.algebra import Compare, Mask
 from flexmask.closures import (
     ARITHMETIC,
     COMPARISON,
+    Closure,
     Column,
-    MaskClosure,
-    index_closure,
-    mask_closure,
+    closure_of,
     opaque_call,
 )
 from flexmask.extents import INT64, Extent, Read, extent, fits
@@ -82,7 +81,7 @@ class Evaluation:
             case Opaque():
                 call, varying = opaque_call(node, self.frame)
                 return vectorised(call, *map(self.values, varying))
-        closure = mask_closure(node, self.frame) if isinstance(node, Mask) else index_closure(node, self.frame)
+        closure = closure_of(node, self.frame)
         position = self.frame.index(self.axis).view(1, 1, -1)
         b, h = self.frame.index("b").view(-1, 1, 1), self.frame.index("h").view(1, -1, 1)
         return closure(b, h, position, position)
@@ -264,7 +263,7 @@ def _ends(values: Any) -> Extent:
     return int(least), int(most)
 
 
-def hoisted_closure(frame: Frame) -> MaskClosure:
+def hoisted_closure(frame: Frame) -> Closure:
     """The closure of the mask of a frame, what depends on the query or on the key alone worked out beforehand."""
     along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
 
@@ -284,7 +283,7 @@ def hoisted_closure(frame: Frame) -> MaskClosure:
         shape = (*values.shape[:2], frame.q_len if axis == "q" else frame.kv_len)
         return Column(values.expand(shape), axis)
 
-    return mask_closure(cast(Mask, frame.settled(frame.mask).replace(hoisted)), frame)
+    return closure_of(cast(Mask, frame.settled(frame.mask).replace(hoisted)), frame)
 
 
 def _integer(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.nodes import Node
+from flexmask.nodes import Node, within_depth
 
 if TYPE_CHECKING:
     from flexmask.algebra import Mask
@@ -108,7 +108,7 @@ class Index(Node):
         return self
 
     def __abs__(self) -> Index:
-        return Absolute.make(self)
+        return within_depth(Absolute.make(self))
 
     def __lt__(self, other: Index | int) -> Mask:
         return _compare("<", self, other)
@@ -186,7 +186,7 @@ def _constant(value: int) -> Constant:
 
 
 def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
-    return Arithmetic.make(sign, as_index(left), as_index(right))
+    return within_depth(Arithmetic.make(sign, as_index(left), as_index(right)))
 
 
 def _compare(sign: str, left: object, right: object) -> Mask:
@@ -196,7 +196,7 @@ def _compare(sign: str, left: object, right: object) -> Mask:
         raise OperandError(
             f"{left!s} {sign} {right!s} compares an index with a mask. Write comparisons in parentheses and join them with &."
         )
-    return Compare.make(sign, as_index(left), as_index(right))
+    return within_depth(Compare.make(sign, as_index(left), as_index(right)))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

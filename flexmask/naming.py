@@ -14,6 +14,7 @@ from flexmask.algebra import Mask, Named, Truth
 from flexmask.checks import kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError
 from flexmask.index import Index
+from flexmask.nodes import within_depth
 from flexmask.tables import RESERVED, Param, Table, as_table, is_tensor, write_data
 
 __all__ = ["NAMES", "misfit", "named", "nearest", "signature_of", "uncalled", "withdraw", "write_arguments"]
@@ -58,7 +59,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         if isinstance(body, Truth):
             return body
         changed = tuple((k, v) for k, v in arguments.items() if not _is_default(v, signature.parameters[k].default))
-        return Named(name, changed, body, build)
+        return within_depth(Named(name, changed, body, build))
 
     NAMES[name] = build
     RESERVED.add(name)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
-__all__ = ["Node", "key_of"]
+from flexmask.errors import ExpressionError
+
+__all__ = ["MAX_DEPTH", "Node", "key_of", "within_depth"]
+
+#: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
+#: for each of them, next to what the caller needs of it.
+MAX_DEPTH = 100
+
+N = TypeVar("N", bound="Node")
 
 
 @cache
@@ -27,6 +35,20 @@ def key_of(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(key_of, value))
     return value
+
+
+def within_depth(node: N) -> N:
+    """The node itself.
+
+    Raises:
+        ExpressionError: it has more operations inside each other than can be worked with.
+    """
+    if node.depth > MAX_DEPTH:
+        raise ExpressionError(
+            f"the expression has {node.depth} operations inside each other; at most {MAX_DEPTH} are possible. Join masks by one "
+            "operator (a | b | c counts once, however many there are), add numbers up in groups, or look them up in a table"
+        )
+    return node
 
 
 def _nodes(values: tuple[Any, ...]) -> list[Node]:
@@ -54,16 +76,19 @@ class Node:
     Attributes:
         key: nested tuples of plain values, equal exactly where two nodes are the same expression.
         symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
+        depth: how many operations are inside each other, 1 for a node with none below.
         memo: what later layers worked out about this node; no part of its identity.
     """
 
     key: tuple[Any, ...] = field(init=False, repr=False)
     symbols: frozenset[str] = field(init=False, repr=False)
+    depth: int = field(init=False, repr=False)
     memo: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self._make_key())
         object.__setattr__(self, "symbols", self._make_symbols())
+        object.__setattr__(self, "depth", 1 + max((child.depth for child in self.children()), default=0))
         object.__setattr__(self, "memo", {})
 
     def _values(self) -> tuple[Any, ...]:
@@ -124,32 +149,41 @@ class Node:
     def walk(self) -> list[Node]:
         """Every node below this one and itself, each object once, inner ones before those around them."""
         found: dict[int, Node] = {}
-
-        def visit(node: Node) -> None:
-            if id(node) not in found:
-                for child in node.children():
-                    visit(child)
+        pending: list[tuple[Node, Iterator[Node]]] = [(self, iter(self.children()))]
+        while pending:
+            node, below = pending[-1]
+            child = next((child for child in below if id(child) not in found), None)
+            if child is None:
                 found[id(node)] = node
-
-        visit(self)
+                pending.pop()
+            else:
+                pending.append((child, iter(child.children())))
         return list(found.values())
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
         """Rebuilds the expression: where ``function`` gives a node, it stands for the one that was asked about."""
         made: dict[int, Node] = {}
+        pending: list[tuple[Node, Iterator[Node]]] = []
 
-        def rebuilt(node: Node) -> Node:
-            if id(node) not in made:
-                replaced = function(node)
-                made[id(node)] = below(node) if replaced is None else replaced
-            return made[id(node)]
+        def enter(node: Node) -> None:
+            replaced = function(node)
+            if replaced is None:
+                pending.append((node, iter(node.children())))
+            else:
+                made[id(node)] = replaced
 
-        def below(node: Node) -> Node:
-            values = node._values()
-            changed = _map(values, rebuilt)
-            return node if _same_items(values, changed) else cast(Node, type(node).make(*changed))
-
-        return rebuilt(self)
+        enter(self)
+        while pending:
+            node, below = pending[-1]
+            child = next((child for child in below if id(child) not in made), None)
+            if child is None:
+                values = node._values()
+                changed = _map(values, lambda child: made[id(child)])
+                made[id(node)] = node if _same_items(values, changed) else cast(Node, type(node).make(*changed))
+                pending.pop()
+            else:
+                enter(child)
+        return made[id(self)]
 
     def __copy__(self) -> Self:
         return self

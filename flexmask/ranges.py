@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask import devices, laws
-from flexmask.closures import index_closure
+from flexmask.closures import closure_of
 from flexmask.errors import LoweringError
 from flexmask.extents import INT64, Extent, Read, combined_extent, extent, fits
 from flexmask.frame import MAX_LENGTH, Frame
@@ -153,7 +153,7 @@ def reach_of(index: Index, frame: Frame) -> int | None:
 def _evaluated(index: Index, frame: Frame) -> Tensor:
     axis = "kv" if "kv" in index.symbols else "q"
     position = frame.index(axis).view(1, 1, -1)
-    values = index_closure(frame.settled(index), frame)(
+    values = closure_of(frame.settled(index), frame)(
         frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position
     )
     return torch.as_tensor(values)

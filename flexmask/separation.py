@@ -45,6 +45,10 @@ def is_separable(mask: Mask) -> TypeGuard[Compare]:
     return "kv" in left and "q" not in left and "q" in right and "kv" not in right
 
 
+#: Of more piecewise values than these a comparison is not solved: each may double the number of conditions.
+MAX_BRANCHES = 8
+EXTREMES = {"minimum", "maximum"}
+
 #: What becomes of ``form <= 0`` or ``form == 0``.
 Finish: TypeAlias = Callable[[Linear, str], Mask]
 
@@ -69,6 +73,8 @@ def _leaf(node: Any) -> Mask | None:
 
 def _separated(node: Compare) -> Mask:
     """A comparison solved for the key where it can be, else as it is where its sides are one of the key and one of the query."""
+    if _branches(node) > MAX_BRANCHES:
+        return node
     form = Linear.of(node.left) + -Linear.of(node.right)
     if _pieces(form) is None and _single(form) is None:
         for sign, left, right in ((node.sign, node.left, node.right), (SWAPPED[node.sign], node.right, node.left)):
@@ -84,7 +90,18 @@ def linear(node: Compare, finish: Finish) -> Mask:
         node: the comparison.
         finish: the mask of ``form <= 0`` or ``form == 0``, given the form and its sign.
     """
+    if _branches(node) > MAX_BRANCHES:
+        return node
     return _linear(Linear.of(node.left) + -Linear.of(node.right), node.sign, finish)
+
+
+def _branches(mask: Compare) -> int:
+    """How many of the values that are piecewise in the key index are inside each other or added up."""
+    counts: dict[int, int] = {}
+    for node in mask.walk():
+        own = "kv" in node.symbols and (isinstance(node, Absolute | Choice) or getattr(node, "sign", "") in EXTREMES)
+        counts[id(node)] = own + sum(counts[id(child)] for child in node.children())
+    return counts[id(mask)]
 
 
 def _linear(difference: Linear, sign: str, finish: Finish) -> Mask:

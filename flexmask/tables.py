@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
-from flexmask.nodes import Node
+from flexmask.nodes import Node, within_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class Table(Node):
         raise OperandError(f"{self} has no values until a mask is lowered")
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
-        return Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,))))
+        return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -222,7 +222,7 @@ class Param(Index):
         Index.__post_init__(self)
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
-        return Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,))))
+        return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
 
     def write(self, bare: bool) -> tuple[str, int]:
         return (self.name if bare else f"param({self.name!r})"), PRECEDENCE["atom"]

@@ -15,6 +15,7 @@ from flexmask.catalogue import __all__ as _built_in
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.index import Index, Symbol, maximum, minimum
 from flexmask.naming import NAMES, misfit, nearest, signature_of
+from flexmask.nodes import MAX_DEPTH
 from flexmask.packing import document_ids, document_starts
 from flexmask.tables import Literal, Param, Table, param, table
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_mask", "parse"]
 
-#: The longest text, in characters, and the deepest nesting that is read.
+#: The longest text, in characters, and the deepest nesting that is read: that of an expression, and of what data adds to it.
 MAX_LENGTH = 1_000_000
-MAX_DEPTH = 100
+MAX_NESTING = MAX_DEPTH + 10
 
 assert set(_built_in) <= set(NAMES)
 SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
@@ -153,8 +154,8 @@ def _check_nesting(line: str) -> None:
     depth = 0
     for column, character in enumerate(line):
         depth += (character in "([") - (character in ")]")
-        if depth > MAX_DEPTH:
-            raise TextError(f"brackets are nested more than {MAX_DEPTH} deep", line[: column + 1], column)
+        if depth > MAX_NESTING:
+            raise TextError(f"brackets are nested more than {MAX_NESTING} deep", line[: column + 1], column)
 
 
 class _Reader:
@@ -182,8 +183,8 @@ class _Reader:
 
     def value(self, node: ast.expr) -> Any:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(node, f"the expression is nested more than {MAX_DEPTH} deep")
+        if self.depth > MAX_NESTING:
+            self.fail(node, f"the expression is nested more than {MAX_NESTING} deep")
         try:
             return self.read(node)
         except (TextError, DuplicateNameError):
@@ -236,9 +237,7 @@ class _Reader:
         while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in BINARY:
             links.append(links[-1].left)
         value = self.operand_of(links[-1].left, links[-1].op)
-        for count, link in enumerate(reversed(links)):
-            if count >= MAX_DEPTH and isinstance(value, Index):
-                self.fail(link, f"more than {MAX_DEPTH} operations in a row")
+        for link in reversed(links):
             value = BINARY[type(link.op)](value, self.operand_of(link.right, link.op))
         return value
 

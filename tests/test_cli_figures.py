@@ -266,7 +266,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["diff", "causal", "full", "--device", "abacus"], "there is no device 'abacus'"),
     (["diff", "document([[0], [1]])", "document([[0], [1], [1]])"], "two sizes of batch: 2 and 3"),
     (["diff", "causal", "os:getcwd"], "wanted a function of (b, h, q_idx, kv_idx)"),
-    (["diff", "causal", "(" * 50_000], "brackets are nested more than 100 deep"),
+    (["diff", "causal", "(" * 50_000], "brackets are nested more than 110 deep"),
     (["diff", "causal", " | ".join(["(kv == q)"] * 20_000)], "too long or too deeply nested"),
     (["explain", "causal", "--heads", "-1"], "'--heads': -1 is not in the range x>=1"),
 ]

@@ -45,7 +45,7 @@ def cells_of(frame: Frame) -> Cells:
     b, h, q, kv = frame.grid()
 
     def cells(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:
-        found = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
+        found: Tensor = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
         return found.expand(frame.batch, frame.heads, q_stop - q_start, kv_stop - kv_start)
 
     return cells

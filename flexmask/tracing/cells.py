@@ -18,6 +18,7 @@ from flexmask.errors import FlexmaskError
 from flexmask.extents import Extent, combined_extent
 from flexmask.frame import MAX_LENGTH
 from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
+from flexmask.nodes import within_depth
 from flexmask.opaque import Captured, Opaque
 from flexmask.tables import Lookup, TensorTable
 
@@ -272,7 +273,7 @@ class Cells:
         """The stand-in for a call, shaped like an example of its result."""
         if example.numel() > MAX_CELLS:
             raise Untraceable("a call gives too many values")
-        node = Opaque(function, tuple(map(self.node, arguments)), keywords, tuple(example.shape))
+        node = within_depth(Opaque(function, tuple(map(self.node, arguments)), keywords, tuple(example.shape)))
         places = torch.ones(example.shape).nonzero().tolist()
         cells: list[Cell] = [node if not place else Opaque(_element, (node, *place)) for place in places]
         if example.dtype == torch.bool:
