@@ -6,11 +6,14 @@ import inspect
 import math
 import numbers
 import operator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 
-__all__ = ["check_function", "integer", "kind_of", "number"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_function", "integer", "kind_of", "number", "unfit"]
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
@@ -92,3 +95,17 @@ def check_function(value: Any, what: str, form: str) -> None:
         raise OperandError(f"{wanted}: {error}") from None
     except ValueError:
         pass  # functions written in C tell no signature
+
+
+def unfit(tensor: Tensor) -> str:
+    """What a tensor is that is no plain one, and what to do about it; nothing for a plain tensor."""
+    import torch
+
+    if tensor.is_nested:
+        return (
+            "a nested tensor: pad it, torch.nested.to_padded_tensor(tensor, 0), or pack its values and describe the documents "
+            "by cu_seqlens=tensor.offsets()"
+        )
+    if tensor.layout != torch.strided:
+        return f"one of layout {tensor.layout}: make it dense, tensor.to_dense()"
+    return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.algebra import Mask, Truth
 from flexmask.analysis import analyse
-from flexmask.checks import check_function, number
+from flexmask.checks import check_function, number, unfit
 from flexmask.closures import frame_closure
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout, seed_of
@@ -24,7 +24,6 @@ from flexmask.mask_cache import shared
 from flexmask.preparation import frame_of
 from flexmask.sdpa import ScoreMod, block_sdpa, fused_sdpa
 from flexmask.separation import Span, separate
-from flexmask.tables import unfit
 from flexmask.tiles import Cells
 from flexmask.transforms import has_values, is_captured, is_transformed, outside_transforms
 

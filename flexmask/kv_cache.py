@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask, Truth
-from flexmask.checks import integer, kind_of
+from flexmask.checks import integer, kind_of, unfit
 from flexmask.errors import LoweringError, OperandError
 from flexmask.growing import Tokens, check_window, grown
 from flexmask.index import b, kv
-from flexmask.tables import Literal, TensorTable, as_table, unfit
+from flexmask.tables import Literal, TensorTable, as_table
 
 __all__ = ["KVCache"]
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask
-from flexmask.checks import integer
+from flexmask.checks import integer, unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.opaque import Captured
-from flexmask.tables import TensorTable, unfit
+from flexmask.tables import TensorTable
 from flexmask.transforms import has_values, is_wrapped
 
 __all__ = ["MaskCache", "shared"]

@@ -12,15 +12,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import devices
 from flexmask.algebra import Mask
-from flexmask.checks import check_function, integer, kind_of
+from flexmask.checks import check_function, integer, kind_of, unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.dropout import check_dropout
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.functional import Backend, attention, check_backend, check_options
 from flexmask.kv_cache import KVCache
 from flexmask.sdpa import ScoreMod
-from flexmask.tables import unfit
-from flexmask.torch_weights import as_torch, sizes_of_torch, weights_of_torch
+from flexmask.torch_weights import ELSEWHERE, as_torch, sizes_of_torch, weights_of_torch
 from flexmask.weights import attention_weights
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
@@ -30,24 +29,6 @@ Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 #: The names that forward has itself, so that no parameter of a mask can be given by them.
 TAKEN = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
-#: What arguments of other attention modules are here. True means attend in a mask, and hidden in those of torch's module.
-ELSEWHERE = {
-    "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
-    "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.dense(attn_mask); of "
-    "scaled_dot_product_attention's, whose True is for visible, flexmask.dense(attn_mask); of an additive one, "
-    "flexmask.dense(attn_mask == 0)",
-    "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
-    "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
-    "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
-    "average_attn_weights": "take module.attention_weights(x, mask).mean(1)",
-    "output_attentions": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
-    "query": "it is x",
-    "key": "keys and values come from context=, or from x where that is left out",
-    "value": "keys and values come from context=, or from x where that is left out",
-    "position_ids": "it is positions=",
-    "past_key_value": "it is cache=flexmask.KVCache(capacity)",
-    "past_key_values": "it is cache=flexmask.KVCache(capacity)",
-}
 
 
 class MultiheadFlexAttention(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmask import devices
 from flexmask.algebra import Mask, Named, PerHead
-from flexmask.checks import integer
+from flexmask.checks import integer, unfit
 from flexmask.deriving import check_covers, derive
 from flexmask.errors import LoweringError, OperandError
 from flexmask.frame import MAX_LENGTH, Frame
@@ -24,7 +24,7 @@ from flexmask.nodes import Node
 from flexmask.opaque import Captured, Opaque
 from flexmask.packing import COVERING, Derived
 from flexmask.ranges import AXES, Computed, check_ranges, is_computed, reach_of
-from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable, unfit
+from flexmask.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.transforms import can_keep_tensors, usable
 
 __all__ = ["frame_of"]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from flexmask.checks import unfit
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
 from flexmask.nodes import Node, within_depth
@@ -45,7 +46,6 @@ __all__ = [
     "ranged",
     "table",
     "truths",
-    "unfit",
 ]
 
 
@@ -278,20 +278,6 @@ def table(data: Data) -> Table:
         ExpressionError: lists of uneven lengths, or no values at all.
     """
     return as_table(data, "table")
-
-
-def unfit(tensor: Tensor) -> str:
-    """What a tensor is that is no plain one, and what to do about it; nothing for a plain tensor."""
-    import torch
-
-    if tensor.is_nested:
-        return (
-            "a nested tensor: pad it, torch.nested.to_padded_tensor(tensor, 0), or pack its values and describe the documents "
-            "by cu_seqlens=tensor.offsets()"
-        )
-    if tensor.layout != torch.strided:
-        return f"one of layout {tensor.layout}: make it dense, tensor.to_dense()"
-    return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
 
 
 def as_table(data: object, what: str) -> Table:

@@ -1,4 +1,4 @@
-"""The sizes and weights of ``torch.nn.MultiheadAttention``, there and back."""
+"""The sizes and weights of ``torch.nn.MultiheadAttention``, there and back, and what its arguments are here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ from torch import Tensor, nn
 
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["as_torch", "sizes_of_torch", "weights_of_torch"]
+__all__ = ["ELSEWHERE", "as_torch", "sizes_of_torch", "weights_of_torch"]
+
+#: What arguments of other attention modules are here. True means attend in a mask, and hidden in those of torch's module.
+ELSEWHERE = {
+    "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
+    "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.dense(attn_mask); of "
+    "scaled_dot_product_attention's, whose True is for visible, flexmask.dense(attn_mask); of an additive one, "
+    "flexmask.dense(attn_mask == 0)",
+    "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
+    "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
+    "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
+    "average_attn_weights": "take module.attention_weights(x, mask).mean(1)",
+    "output_attentions": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
+    "query": "it is x",
+    "key": "keys and values come from context=, or from x where that is left out",
+    "value": "keys and values come from context=, or from x where that is left out",
+    "position_ids": "it is positions=",
+    "past_key_value": "it is cache=flexmask.KVCache(capacity)",
+    "past_key_values": "it is cache=flexmask.KVCache(capacity)",
+}
 
 
 def sizes_of_torch(module: nn.MultiheadAttention) -> dict[str, Any]:

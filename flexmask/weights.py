@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.checks import number
+from flexmask.checks import number, unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.functional import check_options
 from flexmask.sdpa import ScoreMod
-from flexmask.tables import unfit
 
 __all__ = ["attention_weights"]
 

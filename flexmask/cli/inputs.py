@@ -12,6 +12,7 @@ import click
 
 from flexmask.cli.completion import complete_expression
 from flexmask.cli.messages import Refused
+from flexmask.cli.output import aside
 from flexmask.cli.values import BlockSize, Parameter
 
 if TYPE_CHECKING:
@@ -162,8 +163,9 @@ def _length_options(command: Command) -> Command:
 
 
 def read_mask(expression: str, parameters: Parameters) -> Mask:
-    """The mask of one text: see :func:`read_masks`."""
-    return read_masks([expression], parameters)[0]
+    """The mask of one text: see :func:`read_masks`. What a module of the user prints is no part of the answer."""
+    with aside():
+        return read_masks([expression], parameters)[0]
 
 
 def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:

@@ -66,8 +66,7 @@ def render(
       flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.html
       flexmask render "causal & key_padding(lengths=4)" --tokens "The cat sat down <pad>"
     """
-    with working("reading the mask"):
-        mask = read_mask(expression, parameters)
+    mask = read_mask(expression, parameters)
     if seq_len is None:
         keys = tokens if kv_tokens is None else kv_tokens
         kv_len = len(keys) if keys is not None and kv_len is None else kv_len

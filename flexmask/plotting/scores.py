@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmask.algebra import Mask, Truth
 from flexmask.catalogue import dense
+from flexmask.checks import unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.frame import Frame
@@ -22,7 +23,6 @@ from flexmask.plotting.raster import Picture, Scores, picture
 from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
 from flexmask.plotting.tokens import query_labels
 from flexmask.preparation import frame_of
-from flexmask.tables import unfit
 
 __all__ = ["score_picture", "score_sheet"]
 

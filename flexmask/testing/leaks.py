@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from flexmask import devices
 from flexmask.algebra import Mask
-from flexmask.checks import check_function, integer, kind_of
+from flexmask.checks import check_function, integer, kind_of, unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.tables import unfit
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs

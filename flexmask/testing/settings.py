@@ -13,11 +13,11 @@ from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import devices
 from flexmask.algebra import Mask
+from flexmask.checks import unfit
 from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.naming import uncalled
 from flexmask.preparation import frame_of
-from flexmask.tables import unfit
 
 __all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
 
