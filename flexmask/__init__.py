@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flexmask import masks
-from flexmask.algebra import Mask, where
 from flexmask.catalogue import (
     bidirectional_spans,
     block_causal,
@@ -67,28 +66,29 @@ from flexmask.errors import (
     TextError,
     TraceError,
 )
-from flexmask.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
-from flexmask.naming import named
-from flexmask.packing import document_ids, document_starts
-from flexmask.tables import Table, param, table
-from flexmask.text import parse
+from flexmask.expr.index import Index, b, h, kv, kv_len, maximum, minimum, q, q_len
+from flexmask.expr.mask import Mask, where
+from flexmask.expr.packing import document_ids, document_starts
+from flexmask.expr.tables import Table, param, table
+from flexmask.parser import parse
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.aligning import AlignedDocuments, align_documents
-    from flexmask.analysis import RowBounds
-    from flexmask.comparing import Difference
-    from flexmask.drop_in import create_block_mask
-    from flexmask.explaining import Explanation, explain
-    from flexmask.functional import attention, choose_backend
-    from flexmask.kv_cache import KVCache
-    from flexmask.lowering.stats import Stats
-    from flexmask.mask_cache import MaskCache
-    from flexmask.nn import MultiheadFlexAttention
+    from flexmask.backends.api import attention, choose_backend
+    from flexmask.backends.cache import MaskCache
+    from flexmask.backends.weights import attention_weights
+    from flexmask.intervals.bounds import RowBounds
+    from flexmask.intervals.rows import Rows
+    from flexmask.lowering.align import AlignedDocuments, align_documents
+    from flexmask.nn.kv_cache import KVCache
+    from flexmask.nn.multihead import MultiheadFlexAttention
     from flexmask.plotting.mpl.panels import plot_score_panels
     from flexmask.plotting.mpl.plot import plot_scores
-    from flexmask.rows import Rows
+    from flexmask.report.compare import Difference
+    from flexmask.report.explain import Explanation, explain
+    from flexmask.report.stats import Stats
+    from flexmask.tracing.drop_in import create_block_mask
     from flexmask.tracing.trace import trace
-    from flexmask.weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -185,21 +185,21 @@ __all__ = [
 ]
 
 _HEAVY = {
-    "AlignedDocuments": "flexmask.aligning",
-    "MultiheadFlexAttention": "flexmask.nn",
-    "Difference": "flexmask.comparing",
-    "Explanation": "flexmask.explaining",
-    "KVCache": "flexmask.kv_cache",
-    "MaskCache": "flexmask.mask_cache",
-    "RowBounds": "flexmask.analysis",
-    "Rows": "flexmask.rows",
-    "Stats": "flexmask.lowering.stats",
-    "align_documents": "flexmask.aligning",
-    "attention": "flexmask.functional",
-    "attention_weights": "flexmask.weights",
-    "choose_backend": "flexmask.functional",
-    "create_block_mask": "flexmask.drop_in",
-    "explain": "flexmask.explaining",
+    "AlignedDocuments": "flexmask.lowering.align",
+    "MultiheadFlexAttention": "flexmask.nn.multihead",
+    "Difference": "flexmask.report.compare",
+    "Explanation": "flexmask.report.explain",
+    "KVCache": "flexmask.nn.kv_cache",
+    "MaskCache": "flexmask.backends.cache",
+    "RowBounds": "flexmask.intervals.bounds",
+    "Rows": "flexmask.intervals.rows",
+    "Stats": "flexmask.report.stats",
+    "align_documents": "flexmask.lowering.align",
+    "attention": "flexmask.backends.api",
+    "attention_weights": "flexmask.backends.weights",
+    "choose_backend": "flexmask.backends.api",
+    "create_block_mask": "flexmask.tracing.drop_in",
+    "explain": "flexmask.report.explain",
     "plot_score_panels": "flexmask.plotting.mpl.panels",
     "plot_scores": "flexmask.plotting.mpl.plot",
     "trace": "flexmask.tracing.trace",

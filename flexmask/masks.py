@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flexmask import registry
-from flexmask.naming import nearest
+from flexmask._checks import nearest
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 
 def __getattr__(name: str) -> Callable[..., Mask]:

@@ -12,22 +12,30 @@ families of flexmask are registered in the same way. Nothing is imported before 
 
 from __future__ import annotations
 
+import inspect
+import numbers
+import reprlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask.errors import DuplicateNameError, PluginWarning
-from flexmask.naming import NAMES, withdraw
+from flexmask._checks import kind_of, nearest
+from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
+from flexmask.expr.index import Index
+from flexmask.expr.mask import Mask, Named, Truth
+from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.node import within_depth
+from flexmask.expr.tables import RESERVED, Table, as_table, is_tensor
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-    from flexmask.algebra import Mask
+__all__ = ["GROUP", "Origin", "find", "load", "misfit", "named", "names", "origin", "package_of", "withdraw"]
 
-__all__ = ["GROUP", "Origin", "find", "load", "names", "origin", "package_of"]
+P = ParamSpec("P")
 
 #: The entry-point group of modules that define named masks.
 GROUP = "flexmask.masks"
@@ -68,6 +76,77 @@ class _Loader:
 
 
 _loader = _Loader()
+
+
+def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
+    """Makes a function that returns a mask a named mask.
+
+    The result prints as the function's name with the arguments that differ from their defaults, can be called in text, and
+    is defined anew when one of its parameters is bound. Arguments that hold data arrive as tables, lists of masks as tuples.
+
+    Raises:
+        DuplicateNameError: there is a mask of that name.
+        ExpressionError: the name means something else in text, or cannot stand there.
+    """
+    if not inspect.isroutine(define):
+        raise OperandError(f"@named is for a function that returns a mask, got {kind_of(define)}")
+    signature = inspect.signature(define)
+    name = define.__name__
+    if name in NAMES:
+        raise DuplicateNameError(name, package_of(NAMES[name].__module__), package_of(define.__module__))
+    if name in RESERVED:
+        raise ExpressionError(f"{name} is the name of a symbol or function; a named mask needs another name")
+    if not name.isidentifier() or name.startswith("_"):
+        raise ExpressionError(f"a named mask's name must be an identifier without a leading underscore, got {name!r}")
+
+    @wraps(define)
+    def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OperandError(misfit(define, error, args, kwargs)) from None
+        arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
+        body = cast(Callable[..., Mask], define)(**arguments)
+        if isinstance(body, Truth):
+            return body
+        changed = tuple((k, v) for k, v in arguments.items() if not _is_default(v, signature.parameters[k].default))
+        return within_depth(Named(name, changed, body, build))
+
+    NAMES[name] = build
+    RESERVED.add(name)
+    return build
+
+
+def withdraw(names: Iterable[str]) -> None:
+    """Takes names back, so that text no longer knows them."""
+    for name in list(names):
+        NAMES.pop(name, None)
+        RESERVED.discard(name)
+
+
+def misfit(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why arguments do not fit a function, and how they are written.
+
+    Args:
+        function: what is called.
+        error: what binding the arguments raised.
+        args: the arguments that are given by position.
+        kwargs: those that are given by name.
+    """
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
+    unnamed = args[sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()) :]
+    if 0 < len(unnamed) <= len(by_name):
+        given = [f"{key}={reprlib.repr(value)}" for key, value in zip(by_name, unnamed, strict=False)]
+        if len(given) == 1:
+            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
+        else:
+            written = f"{name}({', '.join([*given, *(f'{key}={reprlib.repr(value)}' for key, value in kwargs.items())])})"
+        verb = "is" if len(by_name) == 1 else "are"
+        return f"{name}: {', '.join(by_name)} {verb} given by name only: write {written}"
+    wrong = next((word for word in kwargs if word not in parameters), "")
+    hint = nearest(wrong, parameters) if wrong else ""
+    return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
 
 
 def find(name: str) -> Callable[..., Mask] | None:
@@ -220,3 +299,21 @@ def _shared(one: str, other: str) -> int:
             break
         count += 1
     return count
+
+
+def _argument(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, Mask | Index | Table | str | int):
+        return value
+    if isinstance(value, numbers.Integral):  # NumPy's integers are arrays as well
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, list | tuple) and any(isinstance(item, Mask) or callable(item) for item in value):
+        return tuple(value)
+    if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):
+        return as_table(value, what)
+    return value
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and not isinstance(value, Index) and bool(value == default)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import LoweringError, Mask, MultiheadFlexAttention, OperandError, attention, h, kv, q
-from flexmask.functional import choose_backend
+from flexmask.backends.api import choose_backend
 from tests import oracle
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

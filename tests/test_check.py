@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexmask.cli import main
-from flexmask.rows import Rows
+from flexmask.intervals.rows import Rows
 from tests.test_cli import run
 from tests.test_layout import loaded_after
 

@@ -54,7 +54,7 @@ class Callable:
     def __call__(self, b, h, q_idx, kv_idx):
         return q_idx >= kv_idx
 
-class Broken(flexmask.algebra.Truth):
+class Broken(flexmask.expr.mask.Truth):
     """A mask with a defect of its own."""
 
     def expand(self):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask import LoweringError, Mask, OperandError, survey
-from flexmask.comparing import Cell
+from flexmask import LoweringError, Mask, OperandError
+from flexmask.blocks import survey
+from flexmask.report.compare import Cell
 from tests.strategies import Case, Shape, mask_cases, shapes
 from tests.test_lowerings import LargestTensor
 

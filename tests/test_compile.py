@@ -138,7 +138,7 @@ def test_query_key_and_value_that_share_memory(given: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.flex.MAX_KERNELS", 1)
+    monkeypatch.setattr("flexmask.backends.flex.MAX_KERNELS", 1)
     torch.compiler.reset()
     with torch.no_grad():
         short, longer = torch.randn(1, 1, 16, 16), torch.randn(1, 1, 32, 16)

@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import testing
-from flexmask.conversion import as_mask
 from flexmask.plotting.raster import picture
 from flexmask.plotting.sheet import sheet
+from flexmask.tracing.as_mask import as_mask
 
 Use = Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import ExpressionError, Mask, TextError, h, kv, q
-from flexmask.nodes import MAX_DEPTH
+from flexmask.expr.node import MAX_DEPTH
 from tests.test_drop_in import check_lists
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask import ExpressionError, LoweringError, Mask, OperandError, attention, kv, q
-from flexmask.dropout import dropout_cells
+from flexmask.backends.dropout import dropout_cells
 
 # ---------------------------------------------------------------- the hash, written anew
 
@@ -53,7 +53,7 @@ def test_hash(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_hash_takes_large_indices() -> None:
-    from flexmask.dropout import kept, key_numbers, row_numbers
+    from flexmask.backends.dropout import kept, key_numbers, row_numbers
 
     places = [2**30 - 1, 2**20, 2**30 - 1, 2**30 - 1]
     state = torch.tensor(5)
@@ -243,7 +243,7 @@ def test_one_graph_for_all_seeds() -> None:
 
     tensors = detached(inputs(torch.float32))
     bounds = fm.causal().rows(LENGTH).lower.bounds
-    from flexmask.sdpa import block_sdpa
+    from flexmask.backends.tiled_sdpa import block_sdpa
 
     torch.compiler.reset()
     counters.clear()

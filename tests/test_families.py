@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import flexmask as fm
 from flexmask import Mask
-from flexmask.tables import Literal
+from flexmask.expr.tables import Literal
 from tests import oracle
 from tests.strategies import Case, Shape
 from tests.test_catalogue import FORMS, SHAPES, Convert, assert_means, draw

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.algebra import Named, Truth
 from flexmask.catalogue import __all__ as named_masks
+from flexmask.expr.mask import Named, Truth
 
 SOURCE = Path(__file__).parent.parent / "gallery" / "gallery.toml"
 ENTRIES: list[dict[str, Any]] = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["mask"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmask as fm
-from flexmask import FlexmaskError, Mask, devices
+from flexmask import FlexmaskError, Mask, _sync
 from tests import oracle
 
 EXAMPLES = int(os.environ.get("FLEXMASK_GREAT_NUMBERS", "250"))
@@ -307,7 +307,7 @@ class Report:
         if not overflows and seed % 3 == 0:
             self.outcomes["with unread data"] += 1
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(devices, "waits", lambda tensor: True)
+                patch.setattr(_sync, "needs_sync", lambda tensor: True)
                 found += [f"with unread data: {name}" for name in differences(built(tree), setting, wanted, draw.random)]
         if not overflows and seed % 16 == 0:
             self.outcomes["attended"] += 1
@@ -372,7 +372,7 @@ def test_no_limit(mask: Mask, allowed: Any, unread: bool, monkeypatch: pytest.Mo
             mask.stats(8)
         return
     if unread:
-        monkeypatch.setattr(devices, "waits", lambda tensor: True)
+        monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
     cells = [[[[bool(allowed(head, row, key)) for key in range(8)] for row in range(8)] for head in range(2)]]
     assert differences(mask, setting, torch.tensor(cells), random.Random(0)) == []
 

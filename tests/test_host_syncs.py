@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
-from flexmask import Mask, devices, registry
+from flexmask import Mask, _sync, registry
 
 #: Operators whose results have a size, or are a number, that only the device knows.
 READING = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero", "unique_consecutive", "unique_dim"}
@@ -144,7 +144,7 @@ def reads(mask: Mask, length: int) -> int:
     """How often a lowering reads from a device, as it does where the CPU counts as one."""
     watch = Watch()
     with watch, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "waits", lambda tensor: True)
+        patch.setattr(_sync, "needs_sync", lambda tensor: True)
         mask.block_mask(length)
     return watch.reads
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import AlignedDocuments, Mask, align_documents
-from flexmask.conversion import as_mask
 from flexmask.testing import assert_batch_invariant
+from flexmask.tracing.as_mask import as_mask
 
 # ---------------------------------------------------------------- documents aligned to blocks
 

@@ -20,8 +20,8 @@ from torch._dynamo.utils import counters
 
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
-from flexmask.comparing import difference
-from flexmask.growing import Tokens, _lookback, check_window
+from flexmask.nn.growing import Tokens, _lookback, check_window
+from flexmask.report.compare import difference
 from tests import oracle
 from tests.strategies import Case as DrawnCase
 from tests.strategies import Shape, mask_cases
@@ -639,7 +639,7 @@ def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pyt
         compared.append(args)
         return difference(*args)
 
-    monkeypatch.setattr("flexmask.growing.difference", counted)
+    monkeypatch.setattr("flexmask.nn.growing.difference", counted)
     for name, times in (
         ("window, its keys only", 0),
         ("documents in a window, its keys only", 0),

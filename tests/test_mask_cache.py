@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import flexmask as fm
-from flexmask import KVCache, MaskCache, MultiheadFlexAttention, functional
-from flexmask.analysis import analyse
-from flexmask.mask_cache import _ACTIVE
+from flexmask import KVCache, MaskCache, MultiheadFlexAttention
+from flexmask.backends import api as functional
+from flexmask.backends.cache import _ACTIVE
+from flexmask.intervals.bounds import analyse
 
 LAYERS, S = 4, 12
 
@@ -39,7 +40,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         frames.append(frame)
         return analyse(frame)
 
-    monkeypatch.setattr("flexmask.functional.analyse", counted)
+    monkeypatch.setattr("flexmask.backends.api.analyse", counted)
     return frames
 
 
@@ -255,7 +256,7 @@ def test_sizes_that_are_refused(size: Any, kind: type[Exception]) -> None:
 
 def test_offsets_of_other_strides_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, where values are not looked at."""
-    monkeypatch.setattr("flexmask.mask_cache.devices.waits", lambda tensor: True)
+    monkeypatch.setattr("flexmask.backends.cache._sync.needs_sync", lambda tensor: True)
     offsets, cache = torch.tensor([[0, 3], [7, 9]]), fm.MaskCache()
     for offset in (offsets[0], offsets[:, 0]):
         cache.get(fm.causal(), (), offset, object)

@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import testing
-from flexmask.naming import NAMES, withdraw
-from flexmask.registry import package_of
+from flexmask.expr.names import NAMES
+from flexmask.registry import package_of, withdraw
 
 # Any, since the tests misuse them on purpose
 f: Any = fm

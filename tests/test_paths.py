@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
-from flexmask import analysis, block_sets, devices, runs
-from flexmask.runs import ValueRuns, rising_runs
+from flexmask import _sync
+from flexmask.blocks import sparse as block_sets
+from flexmask.intervals import bounds as analysis
+from flexmask.intervals import runs
+from flexmask.intervals.runs import ValueRuns, rising_runs
 from tests.strategies import Case, Shape, shaped_masks
 from tests.test_lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
 
@@ -36,21 +39,21 @@ def path(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "grid, all ranked" | "grid, few picked":
-                patch.setattr(lowering, "MAX_GRID", devices.Limit(2**30, 2**30))
-                patch.setattr("flexmask.block_grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(2**30, 2**30))
+                patch.setattr("flexmask.blocks.grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
             case "sets with room":
-                patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
             case "packed sets" | "packed sets, shared strides":
-                patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
-                patch.setattr(lowering, "MAX_ROOM", devices.Limit(0, 0))
-                patch.setattr("flexmask.block_sets.LEAST_PITCH", 1)
-                patch.setattr("flexmask.block_sets.SHARED_STRIDES", name != "packed sets")
-                patch.setattr("flexmask.block_sets.DECODING", 0)
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+                patch.setattr(lowering, "MAX_ROOM", _sync.PerDevice(0, 0))
+                patch.setattr("flexmask.blocks.sparse.LEAST_PITCH", 1)
+                patch.setattr("flexmask.blocks.sparse.SHARED_STRIDES", name != "packed sets")
+                patch.setattr("flexmask.blocks.sparse.DECODING", 0)
             case "without waiting":
-                patch.setattr(devices, "waits", lambda tensor: True)
+                patch.setattr(_sync, "needs_sync", lambda tensor: True)
             case "without waiting, cell by cell":
-                patch.setattr(devices, "waits", lambda tensor: True)
-                patch.setattr("flexmask.block_grid.FEW_CELLS", 0)
+                patch.setattr(_sync, "needs_sync", lambda tensor: True)
+                patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
             case "runs of queries":
                 patch.setattr(runs, "MANY", 1)
                 patch.setattr(analysis, "DECODING", 1)
@@ -331,7 +334,7 @@ def test_full_blocks_have_the_strides_of_partial_ones(mask: fm.Mask) -> None:
 def test_few_queries_share_strides_in_every_version(mask: fm.Mask) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MAX_GRID", "MAX_ROOM"):
-            patch.setattr(lowering, name, devices.Limit(0, 0))
+            patch.setattr(lowering, name, _sync.PerDevice(0, 0))
         found = mask.block_mask(100, 1024, block_size=(16, 32), q_offset=924)
     assert found.full_kv_indices is not None
     assert found.kv_indices.stride() == found.full_kv_indices.stride()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask.pieces import MAX_ENTRIES, MAX_FOUND, Pieces, direction
-from flexmask.rows import Rows
+from flexmask.intervals.pieces import MAX_ENTRIES, MAX_FOUND, Pieces, direction
+from flexmask.intervals.rows import Rows
 from tests.strategies import Case, Shape
 from tests.test_lowerings import check_block_mask, check_mask_mod, check_rows, check_stats
 
@@ -156,7 +156,7 @@ def test_blocks_decided_by_ranges(text: str, block_size: Any) -> None:
 
 
 def test_more_intervals_than_are_listed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.pieces.CHUNK", 2**10)
+    monkeypatch.setattr("flexmask.intervals.pieces.CHUNK", 2**10)
     mask = fm.causal() & (fm.kv % 3 <= fm.q % 3)
     bounds = mask.rows(300)
     assert not bounds.exact

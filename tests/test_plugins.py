@@ -24,8 +24,8 @@ from click.testing import CliRunner, Result
 
 import flexmask as fm
 from flexmask.cli import main
-from flexmask.naming import NAMES, named
-from flexmask.registry import GROUP, origin
+from flexmask.expr.names import NAMES
+from flexmask.registry import GROUP, named, origin
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "plugins" / "README.md").read_text()

@@ -13,11 +13,11 @@ import torch
 
 import flexmask as fm
 from flexmask import LoweringError, attention, b, kv, q
-from flexmask.analysis import analyse
-from flexmask.conversion import as_mask
-from flexmask.packing import document_ids
-from flexmask.preparation import frame_of
-from flexmask.tables import Literal, along
+from flexmask.expr.packing import document_ids
+from flexmask.expr.tables import Literal, along
+from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bounds import analyse
+from flexmask.tracing.as_mask import as_mask
 from tests import oracle
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 import flexmask as fm
-from flexmask.recognition import PATTERNS
+from flexmask.tracing.recognize import PATTERNS
 
 SIZE = 12
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, -1, -1, -1], [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]])

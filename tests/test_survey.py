@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
-from flexmask import Mask, blocks, devices, h, kv, q, survey
-from flexmask.blocks import BlockCells
+from flexmask import Mask, _sync, h, kv, q
+from flexmask.blocks import entries as blocks
+from flexmask.blocks import survey
+from flexmask.blocks.entries import BlockCells
 from tests.strategies import Case, Shape, combined, constant, index_cases, mask_cases, shapes, symbols
 from tests.test_drop_in import check_lists
 from tests.test_lowerings import check_block_mask, check_stats
@@ -29,8 +31,8 @@ from tests.test_paths import lowering
 def small_steps() -> Iterator[None]:
     """Sets of blocks, few blocks, rows and cells at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
-        patch.setattr(blocks, "CHUNK", devices.Limit(7, 7))
+        patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+        patch.setattr(blocks, "CHUNK", _sync.PerDevice(7, 7))
         patch.setattr(survey, "CHUNK", 5)
         patch.setattr(survey, "COUNTS", 9)
         patch.setattr(survey, "STEP", 3)
@@ -143,9 +145,9 @@ def test_lists_are_those_of_torch(name: str, block_size: Any, stepwise: bool) ->
     wanted = create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
     with pytest.MonkeyPatch.context() as patch:
         if stepwise:
-            patch.setattr(lowering, "MAX_GRID", devices.Limit(0, 0))
+            patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
             patch.setattr(survey, "CHUNK", 50)
-            patch.setattr(blocks, "CHUNK", devices.Limit(1000, 1000))
+            patch.setattr(blocks, "CHUNK", _sync.PerDevice(1000, 1000))
         found = fm.create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
     check_lists(found, wanted)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import ExpressionError, LoweringError, Mask, MultiheadFlexAttention, OperandError
-from flexmask.rows import Rows
+from flexmask.intervals.rows import Rows
 from flexmask.testing import assert_equivalent, assert_no_leak, assert_subset
 from flexmask.testing.equivalence import agreement
 from flexmask.testing.reach import dependence
@@ -190,12 +190,16 @@ def doubled(function: Any) -> Any:
 
 TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "dense": ("flexmask.lowering.dense.frame_closure", one_less, "dense, against the reference"),
-    "rows": ("flexmask.rows.Rows.holds", lambda f: lambda self, kv: f(self, kv) & (kv != 1), "rows, against the reference"),
+    "rows": (
+        "flexmask.intervals.rows.Rows.holds",
+        lambda f: lambda self, kv: f(self, kv) & (kv != 1),
+        "rows, against the reference",
+    ),
     "expression": ("flexmask.lowering.mask_mod._expression_mod", one_less, "mask_mod (expression), against"),
     "interval": ("flexmask.lowering.mask_mod._interval_mod", one_less, "mask_mod (interval), against"),
-    "lists": ("flexmask.block_grid.BlockGrid.lists", doubled, "BlockMask (kv_indices), against"),
+    "lists": ("flexmask.blocks.grid.BlockGrid.lists", doubled, "BlockMask (kv_indices), against"),
     "stats": (
-        "flexmask.lowering.stats.stats",
+        "flexmask.report.stats.stats",
         lambda f: lambda *a: replace(f(*a), visible=7),
         "stats, against the reference: visible 7, not 78",
     ),

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flexmask as fm
 from flexmask import LoweringError, Mask, attention, h, kv, q
-from flexmask.dropout import dropout_cells
+from flexmask.backends.dropout import dropout_cells
 from tests import oracle
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -587,8 +587,8 @@ class TestGraphs:
 
     def test_a_plan_without_values_computes_nothing(self) -> None:
         """Were it captured in a graph, it would raise where the graph runs."""
-        from flexmask.functional import _plan
-        from flexmask.sdpa import block_sdpa
+        from flexmask.backends.api import _plan
+        from flexmask.backends.tiled_sdpa import block_sdpa
 
         plan = _plan(fm.document(lengths=[2, 4]), (1, 1, 6, 6, torch.device("cpu"), True), 0, shapes_only=True)
         assert not isinstance(plan, str)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from flexmask.algebra import Mask, got
-from flexmask.checks import integer
+from flexmask._checks import integer
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, Symbol
-from flexmask.tables import Literal, Lookup, Param, Table, as_table, per_batch
+from flexmask.expr.index import Index, Symbol
+from flexmask.expr.mask import Mask, got
+from flexmask.expr.tables import Literal, Lookup, Param, Table, as_table, per_batch
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["known", "known_each", "lookup", "mask_of", "per_sequence", "whole"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexmask.algebra import Mask
 from flexmask.catalogue.arguments import mask_of, per_sequence, whole
 from flexmask.catalogue.local import local
-from flexmask.index import Index, kv, q
-from flexmask.naming import named
+from flexmask.expr.index import Index, kv, q
+from flexmask.expr.mask import Mask
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_chunk"]
 

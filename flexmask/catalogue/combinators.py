@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flexmask.algebra import Mask, PerHead, got
 from flexmask.catalogue.arguments import lookup, mask_of, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
-from flexmask.naming import named
+from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
+from flexmask.expr.mask import Mask, PerHead, got
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["coarse", "dense", "paged", "per_head", "reorder", "shift", "transpose"]
 

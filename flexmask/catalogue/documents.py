@@ -5,18 +5,18 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, cast
 
-from flexmask import tables
-from flexmask.algebra import Mask
 from flexmask.catalogue.arguments import mask_of
 from flexmask.catalogue.local import local
 from flexmask.errors import ExpressionError
-from flexmask.index import Index, kv, maximum, q
-from flexmask.naming import named
-from flexmask.packing import document_ids, document_starts
-from flexmask.tables import Param, along, as_table
+from flexmask.expr import tables
+from flexmask.expr.index import Index, kv, maximum, q
+from flexmask.expr.mask import Mask
+from flexmask.expr.packing import document_ids, document_starts
+from flexmask.expr.tables import Param, along, as_table
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data, Table
+    from flexmask.expr.tables import Data, Table
 
 __all__ = ["cross_document", "document", "per_document"]
 

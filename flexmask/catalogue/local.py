@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from flexmask.algebra import Compare, Mask
 from flexmask.errors import OperandError
-from flexmask.index import Arithmetic, Index, kv, q
-from flexmask.nodes import Node
-from flexmask.tables import Lookup
+from flexmask.expr.index import Arithmetic, Index, kv, q
+from flexmask.expr.mask import Compare, Mask
+from flexmask.expr.node import Node
+from flexmask.expr.tables import Lookup
 
 __all__ = ["local"]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from flexmask.algebra import Mask
+from flexmask._checks import nearest
 from flexmask.errors import ExpressionError
-from flexmask.index import Index, Symbol, kv, kv_len, q, q_len
-from flexmask.naming import named, nearest
-from flexmask.tables import Param, along, per_batch, truths
+from flexmask.expr.index import Index, Symbol, kv, kv_len, q, q_len
+from flexmask.expr.mask import Mask
+from flexmask.expr.tables import Param, along, per_batch, truths
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["cross_length", "key_padding", "query_padding"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexmask.algebra import And, Mask, Truth
 from flexmask.catalogue.arguments import lookup, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, as_index, b, h, kv, q
-from flexmask.naming import named
-from flexmask.tables import Param, as_table
+from flexmask.expr.index import Index, as_index, b, h, kv, q
+from flexmask.expr.mask import And, Mask, Truth
+from flexmask.expr.tables import Param, as_table
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["eviction", "qk_sparse", "random_cells"]
 

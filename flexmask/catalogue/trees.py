@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from flexmask.algebra import Mask, Or
 from flexmask.catalogue.arguments import known, lookup, per_sequence, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, b, kv, maximum, minimum, q
-from flexmask.naming import named
-from flexmask.tables import Literal, Param, along, as_table
+from flexmask.expr.index import Index, b, kv, maximum, minimum, q
+from flexmask.expr.mask import Mask, Or
+from flexmask.expr.tables import Literal, Param, along, as_table
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data, Table
+    from flexmask.expr.tables import Data, Table
 
 __all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
 

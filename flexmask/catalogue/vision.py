@@ -5,15 +5,15 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
-from flexmask.algebra import And, Mask, Or
 from flexmask.catalogue.arguments import known, known_each, lookup, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, b, h, kv, maximum, minimum, q
-from flexmask.naming import named
-from flexmask.tables import Param, as_table
+from flexmask.expr.index import Index, b, h, kv, maximum, minimum, q
+from flexmask.expr.mask import And, Mask, Or
+from flexmask.expr.tables import Param, as_table
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["image_cross", "neighborhood", "sliding_tile", "svg_spatial", "svg_temporal", "tile_topk"]
 

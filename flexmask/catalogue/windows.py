@@ -5,14 +5,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from flexmask.algebra import Mask, Truth
+from flexmask._checks import nearest
 from flexmask.catalogue.arguments import lookup, whole
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.index import Index, b, kv, kv_len, q, q_len
-from flexmask.naming import named, nearest
+from flexmask.expr.index import Index, b, kv, kv_len, q, q_len
+from flexmask.expr.mask import Mask, Truth
+from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["causal", "dilated_window", "empty", "full", "global_window", "sink_window", "sliding_window"]
 

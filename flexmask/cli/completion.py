@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from flexmask import registry
 from flexmask.cli.output import aside
 from flexmask.errors import FlexmaskError
-from flexmask.naming import NAMES, signature_of
+from flexmask.expr.names import NAMES, signature_of
 
 if TYPE_CHECKING:
     import click

@@ -14,9 +14,9 @@ from flexmask.cli.output import Cell, print_json, print_table, say
 from flexmask.cli.progress import counting, working
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
     from flexmask.cli.inputs import Lowering
-    from flexmask.comparing import Difference
+    from flexmask.expr.mask import Mask
+    from flexmask.report.compare import Difference
 
 __all__ = ["diff"]
 

@@ -34,7 +34,7 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
     """
     with counting("explaining the mask"):
         (mask,) = asked.masks(expression)
-        from flexmask.explaining import explain as explained
+        from flexmask.report.explain import explain as explained
 
         found = explained(mask, **asked.lowering(mask), block_size=block_size)
     if as_json:

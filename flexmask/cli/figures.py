@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexmask.lowering.stats import Stats
+    from flexmask.report.stats import Stats
 
 __all__ = ["figures", "in_words"]
 
@@ -19,7 +19,7 @@ def figures(stats: Stats) -> dict[str, object]:
 
 def in_words(stats: Stats) -> list[tuple[str, str]]:
     """The figures as pairs of a label and a text."""
-    from flexmask.explaining import memory_text
+    from flexmask.report.explain import memory_text
 
     return [
         ("cells", f"{stats.cells:,}"),

@@ -16,7 +16,7 @@ from flexmask.cli.output import aside
 from flexmask.cli.values import BlockSize, Parameter
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 __all__ = [
     "Asked",
@@ -71,9 +71,9 @@ class Asked:
 
     def masks(self, *texts: str) -> list[Mask]:
         """The masks of some texts, as for :func:`read_masks`, their data on the device."""
-        from flexmask import devices
+        from flexmask import _sync
 
-        where = devices.found(self.device)
+        where = _sync.resolve_device(self.device)
         return [mask.to(where) for mask in read_masks(texts, self.parameters)]
 
     def lowering(self, *masks: Mask) -> Lowering:
@@ -201,7 +201,7 @@ def _referred(reference: str) -> Mask:
 
 def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
     if mask is None:
-        from flexmask.text import parse
+        from flexmask.parser import parse
 
         bound = parse(text, **values)
     else:
@@ -227,7 +227,7 @@ def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | N
         if q_len is not None or kv_len is not None:
             raise click.UsageError("give --seq-len, or --q-len and --kv-len, not both")
         q_len = kv_len = seq_len
-    from flexmask.lengths import lengths_of as lengths
+    from flexmask.report.lengths import lengths_of as lengths
 
     mask, *others = masks if isinstance(masks, Sequence) else [masks]
     found = lengths(mask, q_len, kv_len, *others)

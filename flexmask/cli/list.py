@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from flexmask import registry
+from flexmask._checks import nearest
 from flexmask.cli.completion import complete_name
 from flexmask.cli.inputs import json_option
 from flexmask.cli.messages import Refused
 from flexmask.cli.output import Cell, Row, aside, heading, print_json, print_table, say
-from flexmask.naming import NAMES, nearest, signature_of
+from flexmask.expr.names import NAMES, signature_of
 
 __all__ = ["list_masks"]
 

@@ -43,7 +43,7 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
 def counting(doing: str) -> Iterator[None]:
     """As :func:`working`, with the share of the blocks that are done where cells have to be counted."""
     with working(doing) as say:
-        from flexmask.survey import watched
+        from flexmask.blocks.survey import watched
 
         with watched(lambda share: say(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):
             yield

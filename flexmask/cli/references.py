@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from flexmask.algebra import Mask
+from flexmask._checks import nearest
 from flexmask.cli.messages import Refused
 from flexmask.errors import FlexmaskError
-from flexmask.naming import nearest
+from flexmask.expr.mask import Mask
 
 __all__ = ["referred", "referred_mask"]
 
@@ -21,7 +21,7 @@ def referred_mask(reference: str) -> Mask:
         FlexmaskError: it is neither a mask, a text nor a ``mask_mod``.
     """
     found = referred(reference)
-    from flexmask.conversion import as_mask
+    from flexmask.tracing.as_mask import as_mask
 
     try:
         return as_mask(found, reference)

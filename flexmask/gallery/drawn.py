@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from flexmask.errors import FlexmaskError, RenderError
 from flexmask.gallery.entry import Entry
-from flexmask.lowering.stats import Stats
 from flexmask.plotting.html.view import block_size_for
 from flexmask.plotting.sheet import Sheet, sheet
+from flexmask.report.stats import Stats
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 __all__ = ["Drawn", "drawn"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from flexmask._checks import nearest
 from flexmask.errors import RenderError
-from flexmask.naming import nearest
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 __all__ = ["Entry", "Index", "Parameter", "entry_of", "slug_of"]
 
@@ -69,7 +69,7 @@ class Entry:
 
     def mask(self) -> Mask:
         """The mask, with its data."""
-        from flexmask.text import parse
+        from flexmask.parser import parse
 
         return parse(self.text, **self.params)
 

@@ -6,9 +6,9 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from flexmask._checks import nearest
 from flexmask.errors import RenderError
 from flexmask.gallery.entry import Entry, entry_of
-from flexmask.naming import nearest
 
 __all__ = ["chosen", "own_source", "read"]
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import devices
-from flexmask.analysis import analyse
-from flexmask.block_grid import block_grid
-from flexmask.block_sets import block_sets
+from flexmask import _sync
+from flexmask.blocks.grid import block_grid
+from flexmask.blocks.sparse import block_sets
 from flexmask.errors import LoweringError, OperandError
-from flexmask.frame import MAX_LENGTH, Frame
+from flexmask.intervals.bounds import analyse
+from flexmask.intervals.context import MAX_LENGTH, Frame
 from flexmask.lowering.listed import block_mask_type
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 from flexmask.lowering.write_order import write_orders
@@ -23,10 +23,10 @@ __all__ = ["block_mask", "sizes_of"]
 
 #: Blocks of a mask up to which each list of its BlockMask has room for all of them, on the CPU and elsewhere. Then the lists'
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
-MAX_ROOM = devices.Limit(cpu=2**20, elsewhere=2**22)
+MAX_ROOM = _sync.PerDevice(cpu=2**20, elsewhere=2**22)
 #: Blocks up to which a grid of them is better than sets: on the CPU while it is faster; elsewhere wherever there is room, since
 #: the sizes of a grid depend on no data, so that there is no host sync.
-MAX_GRID = devices.Limit(cpu=2**16, elsewhere=2**22)
+MAX_GRID = _sync.PerDevice(cpu=2**16, elsewhere=2**22)
 
 
 def block_mask(
@@ -40,7 +40,7 @@ def block_mask(
     batch: int | None = None,
     heads: int | None = None,
 ) -> BlockMask:
-    """The mask of a frame as a BlockMask: see :meth:`flexmask.algebra.Mask.block_mask`.
+    """The mask of a frame as a BlockMask: see :meth:`flexmask.expr.mask.Mask.block_mask`.
 
     Args:
         frame: the frame of the lowering.

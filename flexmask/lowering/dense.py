@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmask.closures import frame_closure
 from flexmask.errors import LoweringError
-from flexmask.frame import Frame
+from flexmask.intervals.closures import frame_closure
+from flexmask.intervals.context import Frame
 
 __all__ = ["Cells", "cells_of", "dense"]
 
@@ -23,7 +23,7 @@ Cells = Callable[[int, int, int, int], Tensor]
 
 
 def dense(frame: Frame) -> Tensor:
-    """The mask of a frame as a tensor: see :meth:`flexmask.algebra.Mask.dense`."""
+    """The mask of a frame as a tensor: see :meth:`flexmask.expr.mask.Mask.dense`."""
     shape = (frame.batch, frame.heads, frame.q_len, frame.kv_len)
     size = torch.Size(shape).numel()
     if size > MAX_BYTES:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import register_pytree_node
 
-from flexmask.blocks import Listed
+from flexmask.blocks.entries import Listed
 from flexmask.lowering.write_order import write_orders
 
 __all__ = ["ListedBlockMask", "block_mask_type"]

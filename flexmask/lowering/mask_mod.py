@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flexmask.analysis import RowBounds, analyse
-from flexmask.closures import frame_closure
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.frame import Frame
-from flexmask.rows import Rows
+from flexmask.intervals.bounds import RowBounds, analyse
+from flexmask.intervals.closures import frame_closure
+from flexmask.intervals.context import Frame
+from flexmask.intervals.rows import Rows
 
 __all__ = ["Form", "MAX_INTERVALS", "MaskMod", "form_of", "mask_mod"]
 
@@ -28,7 +28,7 @@ MAX_INTERVALS = INTERVALS[-1]
 
 
 def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
-    """The mask of a frame as a closure: see :meth:`flexmask.algebra.Mask.mask_mod`.
+    """The mask of a frame as a closure: see :meth:`flexmask.expr.mask.Mask.mask_mod`.
 
     Args:
         frame: the frame of the lowering.

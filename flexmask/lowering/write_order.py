@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.blocks import Entries, Listed
+from flexmask.blocks.entries import Entries, Listed
 
 __all__ = ["write_orders"]
 

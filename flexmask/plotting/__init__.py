@@ -1,1 +1,5 @@
-"""Pictures of masks: what is drawn, as arrays, and how it is drawn, in ``figure``, ``terminal`` and ``html``."""
+"""Pictures of masks.
+
+Takes a mask and lengths; gives a raster of categories (what each pixel shows), drawn with matplotlib (``mpl``), as text
+(``terminal``) or as an interactive page (``html``).
+"""

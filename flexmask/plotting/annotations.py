@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.algebra import And, Compare, Mask, Named, Or, PerHead
-from flexmask.evaluation import Evaluation
-from flexmask.frame import Frame
-from flexmask.index import Index
-from flexmask.nodes import Node
-from flexmask.tables import Lookup
+from flexmask.expr.index import Index
+from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
+from flexmask.expr.node import Node
+from flexmask.expr.tables import Lookup
+from flexmask.intervals.context import Frame
+from flexmask.intervals.evaluation import Evaluation
 
 __all__ = ["Band", "PADDING", "bands_of"]
 

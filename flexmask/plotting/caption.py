@@ -6,7 +6,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from flexmask.checks import kind_of
+from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, TypeAlias
 
-from flexmask.algebra import Mask, Truth
+from flexmask.expr.mask import Mask, Truth
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.terms import terms
 

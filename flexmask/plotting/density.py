@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexmask.analysis import RowBounds
-from flexmask.closures import frame_closure
-from flexmask.frame import Frame
-from flexmask.rows import Rows
+from flexmask.intervals.bounds import RowBounds
+from flexmask.intervals.closures import frame_closure
+from flexmask.intervals.context import Frame
+from flexmask.intervals.rows import Rows
 
 __all__ = ["Counts", "MaskSlice", "SAMPLES", "count_intervals"]
 

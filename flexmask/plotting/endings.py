@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexmask.checks import kind_of
+from flexmask._checks import kind_of
 from flexmask.errors import OperandError, RenderError
 
 __all__ = ["ENDINGS", "ending_of"]

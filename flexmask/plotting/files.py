@@ -12,7 +12,7 @@ from flexmask.plotting.raster import Picture
 from flexmask.plotting.sheet import Indices, chosen
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 __all__ = ["save"]
 

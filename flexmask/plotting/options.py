@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from flexmask.checks import integer
-from flexmask.lengths import lengths_of
+from flexmask._checks import integer
 from flexmask.plotting.tokens import Tokens, labels_of, split
+from flexmask.report.lengths import lengths_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.algebra import Mask
-    from flexmask.conversion import MaskLike
+    from flexmask.expr.mask import Mask
+    from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["Contents", "Labelling", "Options", "key_labels", "lengths_with"]
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
-from flexmask.frame import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Frame
 from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
@@ -20,6 +19,7 @@ from flexmask.plotting.density import Counts, MaskSlice
 from flexmask.plotting.options import key_labels, lengths_with
 from flexmask.plotting.selection import Selection, select
 from flexmask.plotting.tokens import Tokens, query_labels
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 if TYPE_CHECKING:
     from torch import Tensor

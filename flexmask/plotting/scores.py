@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexmask.algebra import Mask, Truth
+from flexmask._checks import unfit
 from flexmask.catalogue import dense
-from flexmask.checks import unfit
-from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import OperandError, RenderError
-from flexmask.frame import Frame
+from flexmask.expr.mask import Mask, Truth
+from flexmask.intervals.bind import frame_of
+from flexmask.intervals.context import Frame
 from flexmask.lowering.dense import dense as mask_cells
 from flexmask.plotting.annotations import bands_of
 from flexmask.plotting.caption import shortened
@@ -22,7 +22,7 @@ from flexmask.plotting.options import Labelling, key_labels
 from flexmask.plotting.raster import Picture, Scores, picture
 from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
 from flexmask.plotting.tokens import query_labels
-from flexmask.preparation import frame_of
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["score_picture", "score_sheet"]
 

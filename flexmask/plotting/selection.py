@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexmask.algebra import Mask, PerHead
-from flexmask.analysis import analyse
 from flexmask.errors import OperandError, RenderError
-from flexmask.frame import Frame
-from flexmask.index import Symbol
+from flexmask.expr.index import Symbol
+from flexmask.expr.mask import Mask, PerHead
+from flexmask.expr.tables import Lookup, Table, TensorTable
+from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bounds import analyse
+from flexmask.intervals.context import Frame
 from flexmask.plotting.density import MaskSlice
-from flexmask.preparation import frame_of
-from flexmask.tables import Lookup, Table, TensorTable
 
 if TYPE_CHECKING:
     from torch import Tensor

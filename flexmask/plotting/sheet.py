@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 
-from flexmask.conversion import as_mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.caption import selection_notes, shortened
 from flexmask.plotting.categories import MAX_TERMS
@@ -16,9 +15,10 @@ from flexmask.plotting.options import Contents, Options, lengths_with
 from flexmask.plotting.raster import Picture, picture
 from flexmask.plotting.selection import select
 from flexmask.plotting.terms import terms
+from flexmask.tracing.as_mask import as_mask
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
     from flexmask.plotting.categories import Category
 
 __all__ = ["Indices", "Sheet", "arranged", "chosen", "panel_indices", "sheet", "term_sheet"]

@@ -12,7 +12,7 @@ from functools import reduce
 from itertools import product
 from math import prod
 
-from flexmask.algebra import And, Mask, Named, Not, Or, PerHead
+from flexmask.expr.mask import And, Mask, Named, Not, Or, PerHead
 
 __all__ = ["terms"]
 

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from flexmask.checks import kind_of, number
+from flexmask._checks import kind_of, number
+from flexmask.backends.api import attention
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.functional import attention
 from flexmask.testing.findings import Finding
 from flexmask.testing.settings import Setting
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexmask.conversion import MaskLike, as_mask
+from flexmask.intervals.bind import frame_of
 from flexmask.lowering.dense import cells_of
-from flexmask.preparation import frame_of
 from flexmask.testing.backends import Backend, check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
 from flexmask.testing.lowerings import check_lowerings
 from flexmask.testing.settings import Reference, Setting, reference_cells, setting_of
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["agreement", "assert_equivalent", "assert_subset"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexmask import devices
-from flexmask.algebra import Mask
-from flexmask.aligning import AlignedDocuments, align_documents
+from flexmask import _sync
 from flexmask.catalogue import causal, per_document
-from flexmask.conversion import MaskLike, as_mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
+from flexmask.lowering.align import AlignedDocuments, align_documents
 from flexmask.testing.settings import parameters_of
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["assert_batch_invariant"]
 
@@ -75,7 +75,7 @@ def assert_batch_invariant(
         )
     if gradients and not x.is_floating_point():
         raise OperandError(f"gradients=True needs floating point input, got {x.dtype}")
-    where = x.device if device is None else devices.found(device)
+    where = x.device if device is None else _sync.resolve_device(device)
     inner = causal() if mask is None else as_mask(mask, device=where)
     if device is not None and isinstance(function, nn.Module):
         function.to(where)

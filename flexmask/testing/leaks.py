@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexmask import devices
-from flexmask.algebra import Mask
-from flexmask.checks import check_function, integer, kind_of, unfit
-from flexmask.conversion import MaskLike, as_mask
+from flexmask import _sync
+from flexmask._checks import check_function, integer, kind_of, unfit
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
 from flexmask.testing.findings import drawn
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
 from flexmask.testing.settings import check_size, parameters_of
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["assert_no_leak"]
 
@@ -82,7 +82,7 @@ def assert_no_leak(
     if not isinstance(x, Tensor) or not callable(function) or mask is None:
         kinds = f"{type(function).__name__}, {type(mask).__name__} and {type(x).__name__}"
         raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
-    where = x.device if device is None else devices.found(device)
+    where = x.device if device is None else _sync.resolve_device(device)
     masks = [as_mask(part, device=where) for part in (mask if isinstance(mask, list | tuple) else [mask])]
     if integer(layers, "layers", least=None) < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")

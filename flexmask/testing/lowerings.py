@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexmask.analysis import RowBounds
+from flexmask.intervals.bounds import RowBounds
+from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.lowering.mask_mod import form_of
-from flexmask.rows import Rows
 from flexmask.testing.findings import Finding, compared_cells, compared_figures
 from flexmask.testing.settings import Setting
 

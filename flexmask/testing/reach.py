@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexmask.algebra import And, Mask, Named
+from flexmask.expr.mask import And, Mask, Named
 
 __all__ = ["dependence", "terms", "visible_pairs"]
 

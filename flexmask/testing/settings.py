@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from flexmask import devices
-from flexmask.algebra import Mask
-from flexmask.checks import unfit
-from flexmask.conversion import MaskLike, as_mask
+from flexmask import _sync
+from flexmask._checks import unfit
 from flexmask.errors import LoweringError, OperandError
-from flexmask.naming import uncalled
-from flexmask.preparation import frame_of
+from flexmask.expr.mask import Mask
+from flexmask.expr.names import uncalled
+from flexmask.intervals.bind import frame_of
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
 
@@ -108,7 +108,7 @@ def setting_of(
         LoweringError: the mask cannot be lowered so, or there are too many cells to check each.
         OperandError: ``mask`` or ``reference`` is of a wrong type.
     """
-    where = devices.found(device)
+    where = _sync.resolve_device(device)
     mask = as_mask(mask, device=where).to(where)
     if isinstance(q_offset, Tensor):
         if q_offset.is_meta or unfit(q_offset):

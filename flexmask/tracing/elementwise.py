@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask, Truth, where
-from flexmask.index import Constant, Index, maximum, minimum
-from flexmask.tracing.cells import INTEGERS, MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
+from flexmask.expr.index import Constant, Index, maximum, minimum
+from flexmask.expr.mask import Mask, Truth, where
+from flexmask.tracing.proxies import INTEGERS, MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
 from flexmask.tracing.rules import RULES, Rule, each, holds_traced, rule
 
 __all__: list[str] = []

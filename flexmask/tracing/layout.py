@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexmask.algebra import Mask, where
-from flexmask.index import Constant, Index, maximum, minimum
-from flexmask.tracing.cells import MAX_CELLS, Beyond, Cell, Cells, Source, Traced, number, truth
+from flexmask.expr.index import Constant, Index, maximum, minimum
+from flexmask.expr.mask import Mask, where
+from flexmask.tracing.proxies import MAX_CELLS, Beyond, Cell, Cells, Source, Traced, number, truth
 from flexmask.tracing.rules import RULES, Rule, holds_traced, mapped, rule, together
 
 __all__: list[str] = []

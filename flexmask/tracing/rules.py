@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexmask.tracing.cells import Cell, Cells, Traced
+from flexmask.tracing.proxies import Cell, Cells, Traced
 
 __all__ = ["METADATA", "RANDOM", "READS", "RULES", "Rule", "each", "holds_traced", "mapped", "rule", "together"]
 

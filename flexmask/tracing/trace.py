@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flexmask import devices
-from flexmask.algebra import Mask
+from flexmask import _sync
 from flexmask.errors import OperandError, TraceError
-from flexmask.index import b, h, kv, q
-from flexmask.naming import uncalled
-from flexmask.opaque import Opaque
-from flexmask.recognition import recognise
+from flexmask.expr.index import b, h, kv, q
+from flexmask.expr.mask import Mask
+from flexmask.expr.names import uncalled
+from flexmask.expr.opaque import Opaque
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
-from flexmask.tracing.cells import Beyond, Cells, Traced, Untraceable, truth
+from flexmask.tracing.proxies import Beyond, Cells, Traced, Untraceable, truth
+from flexmask.tracing.recognize import recognise
 from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, holds_traced, mapped
 
 __all__ = ["follow", "trace"]
@@ -61,7 +61,7 @@ def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.devi
     if isinstance(mask_mod, Mask):
         return mask_mod
     _check_function(mask_mod)
-    cells = Cells(devices.found(device))
+    cells = Cells(_sync.resolve_device(device))
     try:
         with _Tracing(cells, strict):
             found = mask_mod(*(cells.symbol(name) for name in ("b", "h", "q", "kv")))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 import flexmask as fm
-from flexmask import block_sets
+from flexmask.blocks import sparse as block_sets
 from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
 from tests.test_dropout import kept_of
 

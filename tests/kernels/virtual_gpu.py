@@ -48,8 +48,8 @@ from torch.utils import _triton as triton_state
 from torch.utils._pytree import tree_map
 from triton.runtime import interpreter
 
-import flexmask.devices
-import flexmask.flex
+import flexmask._sync
+import flexmask.backends.flex
 
 __all__ = ["A100", "H100", "H100_SLICE", "INTERPRETED", "OutOfBoundsError", "Resources", "install", "launched", "resources"]
 
@@ -314,5 +314,5 @@ def install(patch: pytest.MonkeyPatch, gpu: SimpleNamespace = H100_SLICE) -> Cal
     patch.setattr(flex, "_validate_device", lambda query, key, value: None)
     patch.setattr(flexmask.flex, "_inference_only", lambda tensor: False)
     patch.setattr(flexmask.flex, "_compiled", lambda device: compiled)
-    patch.setattr(flexmask.devices, "waits", lambda tensor: True)
+    patch.setattr(flexmask._sync, "needs_sync", lambda tensor: True)
     return backend

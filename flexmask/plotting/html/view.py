@@ -16,7 +16,7 @@ from flexmask.plotting.raster import Picture
 from flexmask.plotting.sheet import Indices, Sheet, sheet
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
 
 __all__ = ["block_size_for", "html", "notebook_html", "view_of"]
 

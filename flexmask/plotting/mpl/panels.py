@@ -21,7 +21,7 @@ from flexmask.plotting.sheet import Indices, Sheet
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.conversion import MaskLike
+    from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["draw_sheet", "plot_score_panels", "save_sheet"]
 

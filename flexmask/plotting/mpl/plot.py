@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
 
-from flexmask.checks import kind_of
+from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.plotting.caption import check_title, notes, packed, title_lines
 from flexmask.plotting.endings import ending_of
@@ -33,7 +33,7 @@ from flexmask.plotting.scores import score_picture
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmask.conversion import MaskLike
+    from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["DPI", "draw", "fit", "new_figure", "plot_scores", "save", "style", "write"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 from rich.console import Console
 from rich.text import Text
 
-from flexmask.checks import kind_of
+from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.plotting.caption import notes, packed, title_lines, visible_text
 from flexmask.plotting.options import Options
@@ -25,7 +25,7 @@ from flexmask.plotting.terminal.cells import blocks_fit, cells_fit, cells_width,
 from flexmask.plotting.terminal.signs import FAINT
 
 if TYPE_CHECKING:
-    from flexmask.algebra import Mask
+    from flexmask.expr.mask import Mask
     from flexmask.plotting.sheet import Sheet
 
 __all__ = ["show", "show_picture", "show_sheet"]

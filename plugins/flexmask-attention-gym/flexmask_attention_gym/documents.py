@@ -8,7 +8,7 @@ from flexmask import ExpressionError, Index, Mask, named
 from flexmask_attention_gym.generators import MaskMod, generated, inner, offsets, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["gym_batchify", "gym_causal_document", "gym_document", "gym_prefix_lm", "gym_shared_prefix"]
 

@@ -8,7 +8,7 @@ from flexmask import ExpressionError, Index, named
 from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = ["gym_block_diffusion", "gym_jetspec_training", "gym_jetspec_tree"]
 

@@ -8,7 +8,7 @@ from flexmask import ExpressionError, Index, named
 from flexmask_attention_gym.generators import MaskMod, each_axis, generated, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.tables import Data
+    from flexmask.expr.tables import Data
 
 __all__ = [
     "gym_flamingo",

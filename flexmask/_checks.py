@@ -1,0 +1,119 @@
+"""Checks of single arguments, whose messages say what was given and what is wanted."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from flexmask.errors import ExpressionError, FlexmaskError, OperandError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_function", "integer", "kind_of", "number", "unfit"]
+
+#: Characters of a value that a message shows.
+MAX_TEXT = 60
+
+
+def kind_of(value: Any) -> str:
+    """What was given, for a message: its kind, and as much of it as helps."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "dtype") and hasattr(value, "layout"):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"nested Tensor of {dtype}" if value.is_nested else f"{type(value).__name__} {dtype}{list(value.shape)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    text = str(value)
+    if "\n" in text:
+        return type(value).__name__
+    return f"{type(value).__name__} {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}"
+
+
+def integer(
+    value: object, what: str, least: int | None = 1, most: int | None = None, kind: type[FlexmaskError] = ExpressionError
+) -> int:
+    """An integer of any library as Python's own.
+
+    Args:
+        value: what was given.
+        what: its name, for messages.
+        least: the least that it may be.
+        most: the greatest.
+        kind: the error of a number that is too small or too large.
+
+    Raises:
+        OperandError: it is no integer.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(cast(Any, value))
+    except (TypeError, ValueError, RuntimeError):
+        raise OperandError(f"{what} must be an integer, got {value!r}") from None
+    if least is not None and number < least:
+        raise kind(f"{what} must be at least {least}, got {value!r}")
+    if most is not None and number > most:
+        raise kind(f"{what} must be at most {most}, got {number}")
+    return number
+
+
+def number(value: object, what: str) -> float:
+    """A real number as Python's own.
+
+    Raises:
+        OperandError: it is none.
+        ExpressionError: it is not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = "; take tensor.item()" if hasattr(value, "item") else ""
+        raise OperandError(f"{what} must be a number, got {kind_of(value)}{hint}")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ExpressionError(f"{what} must be a finite number, got {str(value)[:MAX_TEXT]}")
+    return found
+
+
+def check_function(value: Any, what: str, form: str) -> None:
+    """Raises an OperandError unless ``value`` can be called with as many arguments as ``form`` has, e.g. ``(x, y) -> z``."""
+    wanted = f"{what} must be a function {form}, got {kind_of(value)}"
+    if not callable(value) or isinstance(value, type):
+        raise OperandError(wanted)
+    arguments = [part for part in form[1 : form.index(")")].split(",") if part]
+    try:
+        inspect.signature(getattr(value, "forward", value)).bind(*arguments)
+    except TypeError as error:
+        raise OperandError(f"{wanted}: {error}") from None
+    except ValueError:
+        pass  # functions written in C tell no signature
+
+
+def unfit(tensor: Tensor) -> str:
+    """What a tensor is that is no plain one, and what to do about it; nothing for a plain tensor."""
+    import torch
+
+    if tensor.is_nested:
+        return (
+            "a nested tensor: pad it, torch.nested.to_padded_tensor(tensor, 0), or pack its values and describe the documents "
+            "by cu_seqlens=tensor.offsets()"
+        )
+    if tensor.layout != torch.strided:
+        return f"one of layout {tensor.layout}: make it dense, tensor.to_dense()"
+    return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word nearest to ``word`` as a hint for a message, or nothing where none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

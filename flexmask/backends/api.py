@@ -1,0 +1,277 @@
+"""Attention under any mask, on the backend that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._checks import check_function, number, unfit
+from flexmask._transforms import has_values, is_captured, is_transformed, outside_transforms
+from flexmask.backends.cache import shared
+from flexmask.backends.dropout import check_dropout, seed_of
+from flexmask.backends.flex import FLEX_DTYPES, flex_sdpa
+from flexmask.backends.tile import Cells
+from flexmask.backends.tiled_sdpa import ScoreMod, block_sdpa, fused_sdpa
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+from flexmask.expr.index import q
+from flexmask.expr.linear import Linear
+from flexmask.expr.mask import Mask, Truth
+from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bounds import analyse
+from flexmask.intervals.closures import frame_closure
+from flexmask.intervals.solve import Span, separate
+from flexmask.tracing.as_mask import MaskLike, as_mask
+
+__all__ = ["Backend", "attention", "check_backend", "check_options", "choose_backend"]
+
+Backend = Literal["auto", "flex", "sdpa"]
+
+#: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
+Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
+Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
+
+#: What to do about tensors in the other order of axes.
+SWAPPED = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
+#: The smallest head that FlexAttention's CUDA kernels take.
+FLEX_MIN_HEAD = 16
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskLike | BlockMask | None = None,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``softmax(scale * query @ key.T, where the mask is True) @ value``; 0 for a query that sees no key.
+
+    Args:
+        query: ``[B, H, q_len, D]``.
+        key: ``[B, H_kv, kv_len, D]``.
+        value: ``[B, H_kv, kv_len, D_v]``.
+        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a BlockMask (``flex`` only), or None for no mask.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores.
+        scale: factor of the scores; ``1 / sqrt(D)`` by default.
+        enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
+        q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask.
+        dropout_p: probability that a weight is dropped, after the softmax; the others grow by ``1 / (1 - dropout_p)``. There is
+            no training mode here: give 0 to evaluate.
+        dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see
+            :func:`flexmask.backends.dropout.dropout_cells`); by default torch's generator draws one.
+        backend: ``"flex"`` is compiled FlexAttention over the mask's BlockMask (no gradients on the CPU). ``"sdpa"`` goes
+            through ``scaled_dot_product_attention`` in blocks of queries, each against the keys that it can see, with
+            gradients on every device. ``"auto"``: see :func:`choose_backend`.
+
+    On ``sdpa`` there are derivatives of any order, in forward and reverse mode, and the transforms of ``torch.func``; beyond the
+    first one in reverse mode they are simple rather than fast. ``vmap`` maps over query, key and value, not over the data of a
+    mask. Tensors on the ``meta`` device and under ``FakeTensorMode`` give an output without values. ``flex`` has the first
+    derivative in reverse mode, on CUDA.
+
+    NaN and inf in keys or values reach the rows that attend to them. On ``sdpa`` on the CPU they reach no other row, forward and
+    in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. There, on ``sdpa`` on other
+    devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
+
+    Returns:
+        ``[B, H, q_len, D_v]``, of the query's dtype. Without sequences, heads, queries, keys or channels it is 0 or empty,
+        whatever the mask.
+
+    Raises:
+        OperandError: arguments of a wrong type or dtype.
+        LoweringError: shapes that do not fit, a mask that contradicts them, or a backend that cannot do this.
+
+    Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
+    """
+    _check(query, key, value, enable_gqa)
+    if not torch.compiler.is_compiling():
+        check_options(score_mod, scale)
+    if mask is not None and not isinstance(mask, BlockMask):
+        mask = as_mask(mask, also="a BlockMask, None", device=query.device)
+    check_backend(backend)
+    check_dropout(dropout_p)
+    if 0 in query.shape or 0 in value.shape:
+        return _nothing(query, key, value)
+    seed = seed_of(dropout_seed, query.device) if dropout_p else None
+    if backend == "sdpa" or (backend == "auto" and choose_backend(query, value, mask) == "sdpa"):
+        if isinstance(mask, BlockMask):
+            raise LoweringError("a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from")
+        run = partial(_sdpa, query, key, value, mask, score_mod, scale, q_offset, dropout_p, seed)
+    else:
+        run = partial(flex_sdpa, query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, seed)
+    if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
+        return run()
+    try:
+        return run()
+    except LoweringError as error:
+        if isinstance(mask, Mask) and _is_swapped(mask, query, key, q_offset):
+            raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED}") from error
+        raise
+
+
+def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
+    """Whether a mask does not fit tensors ``[B, H, length, D]``, but would fit them as ``[B, length, H, D]``."""
+    return not _fits(mask, query, key, q_offset) and _fits(mask, query.transpose(1, 2), key.transpose(1, 2), q_offset)
+
+
+def _fits(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
+    batch, heads, q_len, _ = query.shape
+    try:
+        frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+    except FlexmaskError:
+        return False
+    return True
+
+
+def check_backend(backend: object) -> None:
+    """Raises an ExpressionError unless ``backend`` is one."""
+    if not isinstance(backend, str) or backend not in ("auto", "flex", "sdpa"):
+        raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
+
+
+def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | None = None) -> Literal["flex", "sdpa"]:
+    """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``.
+
+    Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values it is ``sdpa``.
+
+    Args:
+        query: ``[B, H, q_len, D]``.
+        value: ``[B, H_kv, kv_len, D_v]``.
+        mask: the mask, as for :func:`attention`.
+    """
+    if isinstance(mask, BlockMask):
+        return "flex"
+    _check_tensors(query=query, value=value)
+    if not query.dim() == value.dim() == 4:
+        raise LoweringError(f"query and value must be [B, H, length, D], got {list(query.shape)} and {list(value.shape)}")
+    if is_transformed(query, value) or not has_values(query):
+        return "sdpa"
+    able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
+    return "flex" if query.device.type == "cuda" and able else "sdpa"
+
+
+def check_options(score_mod: object, scale: object) -> None:
+    """Raises an OperandError unless ``score_mod`` is a function and ``scale`` a number, where they are given."""
+    if score_mod is not None:
+        check_function(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
+    if scale is not None:
+        number(scale, "scale")
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if reason := unfit(tensor):
+            raise OperandError(f"{name} must be a plain tensor, got {reason}")
+
+
+def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    _check_tensors(query=query, key=key, value=value)
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        hint = "; of [B, length, H * D] take tensor.unflatten(-1, (H, D)).transpose(1, 2)" if query.dim() == 3 else ""
+        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}{hint}")
+    if len({tensor.dtype for tensor in (query, key, value)}) > 1 or not query.is_floating_point():
+        raise OperandError(
+            f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
+    if len({tensor.device for tensor in (query, key, value)}) > 1:
+        raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")
+    reason = _misfit(query.shape, key.shape, value.shape, enable_gqa)
+    if reason:
+        swapped = [(shape[0], shape[2], shape[1], shape[3]) for shape in (query.shape, key.shape, value.shape)]
+        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED}"
+        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {shapes}{hint}")
+
+
+def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
+    """Why shapes ``[B, H, length, D]`` do not fit each other; nothing where they do."""
+    if query[0] != key[0] or tuple(key[:3]) != tuple(value[:3]) or query[3] != key[3]:
+        return "batch, key length and head size must agree"
+    if query[1] == key[1]:
+        return ""
+    if not enable_gqa:
+        return f"query has {query[1]} heads, key {key[1]}; say enable_gqa=True to share key heads"
+    return "" if key[1] and not query[1] % key[1] else f"the query's {query[1]} heads must be a multiple of the key's {key[1]}"
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output where there are no sequences, heads, queries, keys or channels: 0, with gradients that are 0."""
+    anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    return query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    score_mod: ScoreMod | None,
+    scale: float | None,
+    q_offset: int | Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    mask = mask if mask is not None else Truth(True)
+    # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
+    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
+    plain = score_mod is None and seed is None and fusible
+    setting = (*query.shape[:3], key.shape[2], query.device, plain)
+    if is_captured():
+        plan = _plan_in_graph(mask, setting, q_offset)
+    elif has_values(query):
+        with outside_transforms():
+            plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
+    else:
+        plan = _plan(mask, setting, q_offset, shapes_only=True)
+    if isinstance(plan, str):
+        return fused_sdpa(query, key, value, is_causal=plan == "causal", scale=scale)
+    bounds, cells = plan
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    return block_sdpa(query, key, value, bounds, cells=cells, **options)
+
+
+def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
+    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them.
+
+    With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
+    """
+    batch, heads, q_len, kv_len, device, plain = setting
+    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    if plain:
+        settled = frame.settled(frame.mask)
+        if settled == Truth(True):
+            return "whole"
+        if _is_fused_causal(settled, q_offset):
+            return "causal"
+    if shapes_only:
+        return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
+    rows = analyse(frame)
+    return rows.upper.bounds, None if rows.exact else frame_closure(frame)
+
+
+def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
+    """The plan where operations become part of a graph that runs later."""
+    try:
+        return _plan(mask, setting, q_offset)
+    except RuntimeError as error:  # what torch raises where a value is read
+        raise LoweringError(
+            f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
+            "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
+        ) from error
+
+
+def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
+    """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
+    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())

@@ -1,0 +1,140 @@
+"""The backend of compiled FlexAttention: a BlockMask, one kernel for all masks of a kind, and dropout of its weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexmask._transforms import has_values, is_captured, is_transformed
+from flexmask.backends.cache import shared
+from flexmask.backends.dropout import kept, key_numbers, row_numbers
+from flexmask.backends.tiled_sdpa import ScoreMod
+from flexmask.errors import LoweringError
+from flexmask.expr.mask import Mask
+
+__all__ = ["FLEX_DTYPES", "flex_sdpa"]
+
+FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+#: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
+MAX_KERNELS = 256
+#: Whether torch's compiled CPU kernel refuses a query, key and value that share memory, as views of one projection may.
+ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
+
+
+def flex_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | BlockMask | None,
+    score_mod: ScoreMod | None,
+    scale: float | None,
+    enable_gqa: bool,
+    q_offset: int | Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """Attention through FlexAttention: arguments as for :func:`flexmask.attention`, the seed as a tensor on the device."""
+    if is_transformed(query, key, value) or not (has_values(query) or is_captured()):
+        raise LoweringError(
+            "FlexAttention takes no transforms of torch.func, no forward-mode derivatives, and no tensors without values (meta, "
+            "FakeTensorMode); give a Mask with backend='sdpa'"
+        )
+    if query.dtype not in FLEX_DTYPES:
+        raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
+    batch, heads, q_len, _ = query.shape
+    if isinstance(mask, Mask):
+        made = partial(mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+        mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), q_offset, made)
+    elif mask is not None:
+        _check_block_mask(mask, query, key, q_offset)
+    if _inference_only(query):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+            raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
+        query, key, value = query.detach(), key.detach(), value.detach()
+        # Of some views of a projection torch's CPU kernels read other numbers, or do not build.
+        if torch.compiler.is_compiling():
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            if ONE_BUFFER_REFUSED:
+                key, value = key * 1, value * 1  # Inductor removes a clone, but not this
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
+    if seed is None:
+        return cast(Tensor, _called(query, key, value, score_mod=score_mod, **options))
+    return _dropped(query, key, value, score_mod, dropout_p, seed, options)
+
+
+def _dropped(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, seed: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention with dropped scores, scaled from the sum of the weights that are left to the sum of all weights.
+
+    What of the decisions follows from rows and keys alone is made before the kernel, which reads it: Inductor writes out an
+    expression of a ``score_mod`` each time that it is used, so that mixing the indices there takes minutes to compile.
+    """
+    b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2]))
+    first, second = row_numbers(seed, b[:, None, None], h[:, None], q)
+    keys = key_numbers(seed, kv)
+
+    def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if score_mod is not None:
+            score = score_mod(score, b, h, q_idx, kv_idx)
+        keep = kept(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
+        return torch.where(keep > 0, score, -math.inf)
+
+    call = _uncompiled if _inference_only(query) else _called  # without gradients, the compiled kernels give no sums
+    out, left = call(query, key, value, score_mod=dropped, return_aux=AuxRequest(lse=True), **options)
+    _, whole = call(query, key, value, score_mod=score_mod, return_aux=AuxRequest(lse=True), **options)
+    seen = whole.lse > -math.inf
+    share = torch.where(seen, left.lse - torch.where(seen, whole.lse, 0), -math.inf).exp()
+    return cast(Tensor, (out * (share / (1 - p if p < 1 else 1)).unsqueeze(-1)).to(out.dtype))
+
+
+def _inference_only(tensor: Tensor) -> bool:
+    """Whether compiled FlexAttention gives neither gradients nor the sums of weights on a tensor's device."""
+    return tensor.device.type == "cpu"
+
+
+def _uncompiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        return flex_attention(query, key, value, **options)
+
+
+def _called(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return flex_attention(query, key, value, **options)
+    with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
+        try:
+            return _compiled(query.device.type)(query, key, value, **options)
+        except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may lack it
+            raise LoweringError(
+                f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
+                "backend='sdpa', or forget the kernels with torch.compiler.reset()"
+            ) from None
+
+
+def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
+    """A BlockMask that does not fit would read beyond its tensors."""
+    if isinstance(q_offset, Tensor) or q_offset:
+        raise LoweringError("a BlockMask knows its queries' positions; give q_offset to mask.block_mask() instead")
+    wanted = (*query.shape[:2], query.shape[2], key.shape[2])
+    fits = [given in (1, size) for given, size in zip(mask.shape[:-2], wanted[:2], strict=False)]
+    if len(mask.shape) != 4 or not all(fits) or tuple(mask.seq_lengths) != wanted[2:]:
+        raise LoweringError(
+            f"the BlockMask is for [B, H, q_len, kv_len] = {list(mask.shape)}, but there are {list(wanted)} "
+            "(B and H may be 1 in the BlockMask)"
+        )
+    if mask.kv_indices.device != query.device:
+        raise LoweringError(f"the BlockMask is on {mask.kv_indices.device}, the query on {query.device}; move it with .to()")
+
+
+@cache
+def _compiled(device: str) -> Callable[..., Any]:
+    # On the CPU a mask that captures tensors does not build once shapes turn dynamic, so each shape compiles its own kernel.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)

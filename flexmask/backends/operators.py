@@ -1,0 +1,297 @@
+"""Attention in tiles as torch knows it: operators for graphs, and functions that autograd and `torch.func` can transform.
+
+In a graph (`torch.compile`) the operators stand for the passes, with their gradient registered. Elsewhere the functions do, which
+have a rule for each transform, as operators cannot have. They call the operators only where something records what is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
+from flexmask.backends.tile import Cells
+from flexmask.backends.tile_derivatives import curvature, tangent
+from flexmask.backends.tile_passes import backward, forward, new_out
+from flexmask.backends.tile_weights import Drop
+
+__all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
+
+
+def attend_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    cells: Cells,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """The output, [B, H, Q, Dv]. Arguments as for `block_sdpa`; the seed may be int64[n], one for each n-th part of the batch."""
+    arguments = query, key, value, bounds, cells, scale, dropout_p, seed
+    if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
+        return cast(Tensor, _block_sdpa(*arguments))
+    if _is_differentiated(query, key, value):
+        return cast(Tensor, _Attention.apply(*arguments))  # type: ignore[no-untyped-call]
+    return _Attention.forward(*arguments)
+
+
+def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """The output of torch's fused kernel, whose gradient is computed in tiles where it is to be differentiated again.
+
+    The kernels have no second derivative. With ``create_graph=True`` their gradient is therefore not asked for.
+
+    Args:
+        out: what the kernel gives for the others.
+        query: [B, H, Q, D].
+        key: [B, H_kv, KV, D].
+        value: [B, H_kv, KV, Dv].
+        is_causal: whether a row sees no later key.
+        scale: factor of the scores.
+    """
+    return cast(Tensor, _Fused.apply(out, query, key, value, is_causal, scale))  # type: ignore[no-untyped-call]
+
+
+def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    """The keys of each row where it sees all, or no later one: int32[1, 1, 1 or Q, 1, 2]."""
+    kv_len = key.size(2)
+    stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
+    stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
+    return torch.stack((torch.zeros_like(stop), stop), -1)[None, None, :, None]
+
+
+def _is_differentiated(*tensors: Tensor) -> bool:
+    """Whether autograd or a transform has a part in what is computed from tensors."""
+    return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
+
+
+# ---------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("flexmask::block_sdpa", mutates_args=())
+def _block_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    cells: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    return forward(query, key, value, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
+
+
+@torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
+def _block_sdpa_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    bounds: Tensor,
+    cells: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
+
+
+@_block_sdpa.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return new_out(query, value)
+
+
+@_block_sdpa_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, seed = inputs
+    ctx.save_for_backward(query, key, value, output, bounds, cells, seed)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, seed = ctx.saved_tensors
+    return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, seed), *[None] * 5)
+
+
+_block_sdpa.register_autograd(_differentiate, setup_context=_keep)
+
+
+# ---------------------------------------------------------------- functions
+
+
+class _Saved:
+    """What both functions keep for their derivatives: tensors as torch wants them kept, and the rest."""
+
+    @staticmethod
+    def keep(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Any) -> None:
+        ctx.scale, ctx.p = scale, p
+        ctx.called = None if cells is None or isinstance(cells, Tensor) else cells
+        kept = *tensors, bounds, (cells if ctx.called is None else None), seed
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def of(ctx: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """The tensors, and the arguments from ``bounds`` on."""
+        *tensors, bounds, cells, seed = ctx.saved_tensors
+        return tensors, (bounds, cells if ctx.called is None else ctx.called, ctx.scale, ctx.p, seed)
+
+
+def _rules(tensors: list[Tensor], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None) -> tuple[Any, ...]:
+    """The last arguments of the derivatives."""
+    query, key, _ = tensors
+    return bounds, cells, scale, Drop.of(p, seed, query, key)
+
+
+class _Attention(Function):
+    """Attention in tiles."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        query, key, value, bounds, cells, scale, p, seed = arguments
+        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
+            return cast(Tensor, _block_sdpa(*arguments))
+        return forward(query, key, value, bounds, cells, scale, Drop.of(p, seed, query, key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value, *rest = inputs
+        _Saved.keep(ctx, (query, key, value, output), *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, rest = _Saved.of(ctx)
+        compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
+        return (*compute(grad, *tensors, *rest), *[None] * 5)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (*tensors, _), rest = _Saved.of(ctx)
+        with outer_tangents():
+            tensors = [without_tangent(tensor) for tensor in tensors]
+            return tangent(tensors, tangents[:3], *_rules(tensors, *rest))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        out = _Attention.apply(*_folded(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
+        return _parted(out, info.batch_size), 0
+
+
+class _Gradient(Function):
+    """The gradient of attention in tiles by query, key and value, as a function of the output's gradient and of these."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grad, query, key, value, out, bounds, cells, scale, p, seed = arguments
+        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
+            return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
+        return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(p, seed, query, key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        grad, query, key, value, _, *rest = inputs
+        _Saved.keep(ctx, (grad, query, key, value), *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        (grad, *tensors), rest = _Saved.of(ctx)
+        rules = _rules(tensors, *rest)
+        # The output is a function of the others, so it has no gradient of its own.
+        return tangent(tensors, tangents, *rules), *curvature(grad, tensors, tangents, *rules), *[None] * 6
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        (grad, *tensors), rest = _Saved.of(ctx)
+        to_grad, *of_tensors, _ = tangents[:5]
+        with outer_tangents():
+            grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
+            out = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
+            linear = _Gradient.apply(to_grad, *tensors, out, *rest)  # type: ignore[no-untyped-call]
+            curved = curvature(grad, tensors, of_tensors, *_rules(tensors, *rest))
+        return tuple(one + other for one, other in zip(linear, curved, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        grads = _Gradient.apply(*_folded(info.batch_size, in_dims, arguments, 5))  # type: ignore[no-untyped-call]
+        return tuple(_parted(grad, info.batch_size) for grad in grads), (0, 0, 0)
+
+
+class _Fused(Function):
+    """See `fused_with_tiles`."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, out)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grad, *[None] * 5
+        tensors = ctx.saved_tensors
+        bounds = plain_bounds(tensors[0], tensors[1], ctx.is_causal)
+        grads = _Gradient.apply(grad, *tensors, bounds, None, ctx.scale, 0.0, None)  # type: ignore[no-untyped-call]
+        return None, *grads, None, None
+
+
+# ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch
+
+
+def _folded(size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The arguments with the mapped axis, the slower one, and the batch as one axis.
+
+    Args:
+        size: of the mapped axis.
+        in_dims: where each argument has it; None where it does not.
+        arguments: `count` tensors of the batch, then ``bounds, cells, scale, dropout_p, seed``.
+        count: how many there are.
+    """
+    mapped = [_mapped(tensor, dim, size) for tensor, dim in zip(arguments[:count], in_dims, strict=False)]
+    batch = mapped[0].size(1)
+    bounds, cells, scale, p, seed = arguments[count:]
+    of_bounds, of_cells, _, _, of_seed = in_dims[count:]
+    if isinstance(cells, Tensor):
+        cells = _broadcast(cells, of_cells, size, batch)
+    elif cells is not None:
+        cells = _CellsOfParts(cells, batch)
+    if seed is not None:
+        seed = _mapped(seed, of_seed, size).flatten()
+    return *(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, of_bounds, size, batch), cells, scale, p, seed
+
+
+def _parted(tensor: Tensor, size: int) -> Tensor:
+    """The mapped axis and the batch, which are one axis of a result, as two."""
+    return tensor.reshape(size, tensor.size(0) // max(size, 1), *tensor.shape[1:])
+
+
+def _mapped(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """A tensor with the mapped axis first."""
+    return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
+
+
+def _broadcast(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """[B', ...] with B' 1 or B -> the same of all that is mapped."""
+    if dim is None and tensor.size(0) == 1:
+        return tensor
+    whole = _mapped(tensor, dim, size)
+    return whole.expand(size, batch, *whole.shape[2:]).flatten(0, 1)
+
+
+class _CellsOfParts:
+    """Cells of one part of the batch as those of all parts."""
+
+    def __init__(self, cells: Any, batch: int) -> None:
+        self.cells, self.batch = cells, batch
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cast(Tensor, self.cells(b % self.batch, h, q_idx, kv_idx))

@@ -1,0 +1,128 @@
+"""Exact masked attention in tiles: blocks of queries, each against only the keys that its rows can see.
+
+Time follows what is visible and memory is linear in the lengths, forward and backward. Shapes as in `tiles`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask._transforms import is_captured
+from flexmask.backends.operators import attend_tiles, fused_with_tiles
+from flexmask.backends.tile import CellMod, Cells
+from flexmask.backends.tile_derivatives import modified
+from flexmask.backends.tile_weights import Drop, ScoreMod
+from flexmask.errors import LoweringError, OperandError
+
+__all__ = ["CellMod", "ScoreMod", "block_sdpa", "fused_sdpa"]
+
+
+def block_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    *,
+    cells: Cells = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Attention of each query row to the keys in its intervals; a row that sees no key gives 0, and gradient 0.
+
+    It is one operator, so `torch.compile` keeps one graph whatever the bounds hold; with a callable it is eager only.
+
+    Args:
+        query: [B, H, Q, D], floating point.
+        key: [B, H_kv, KV, D], of the query's dtype; query head h uses key head h // (H // H_kv).
+        value: [B, H_kv, KV, Dv], of the query's dtype.
+        bounds: int [B', H', Q', K, 2], disjoint intervals [lo, hi) of the keys that a row sees; lo == hi: unused.
+        cells: which keys of its intervals a row sees, where these are an upper bound: bool [B or 1, H or 1, Q, KV], or
+            ``cells(b, h, q_idx, kv_idx)``, a mask_mod that is called with broadcasting index tensors, tile by tile.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention. Gradients reach the tensors that it
+            captures. Simple rather than fast.
+        scale: factor of the scores; 1 / sqrt(D) by default.
+        dropout_p: probability that a weight is dropped; the others grow by 1 / (1 - dropout_p).
+        seed: int64 without axes, from which the decisions follow (see `dropout`); wanted with dropout_p.
+
+    Returns:
+        [B, H, Q, Dv], of the query's dtype.
+
+    Raises:
+        LoweringError: shapes that do not fit each other, or an interval outside 0..KV.
+        OperandError: dtypes that do not fit.
+    """
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    _check(query, key, value, bounds, cells)
+    if dropout_p and seed is None:
+        raise LoweringError(f"dropout_p={dropout_p} needs a seed, a tensor int64 without axes")
+    if scale is None:
+        scale = _default_scale(query)
+    seed = seed if dropout_p else None
+    if score_mod is not None:
+        return modified(query, key, value, bounds, cells, score_mod, scale, Drop.of(dropout_p, seed, query, key))
+    return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, seed)
+
+
+def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
+    """Attention to all keys, or to those up to the query, in one call of ``scaled_dot_product_attention``.
+
+    Unlike that it has a second derivative. Shapes and dtypes as for `block_sdpa`.
+    """
+    gqa = bool(query.size(1) != key.size(1))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+    if not out.requires_grad or is_captured():
+        return out
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    scale = _default_scale(query) if scale is None else scale
+    return fused_with_tiles(out, query, key, value, is_causal, scale)
+
+
+def _default_scale(query: Tensor) -> float:
+    return 1 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """What autocast does to the inputs of scaled_dot_product_attention."""
+    kind = tensor.device.type
+    if tensor.is_meta or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # meta has no autocast
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells) -> None:
+    """Raise unless dtypes and shapes fit each other."""
+    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        raise OperandError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one floating-point dtype"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise LoweringError(f"{name} has shape {tuple(tensor.shape)}; wanted [batch, heads, length, head_dim]")
+    batch, heads, q_len, dim = query.shape
+    if key.size(0) != batch or key.size(3) != dim or key.shape[:3] != value.shape[:3]:
+        raise LoweringError(
+            f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; "
+            "wanted [B, H, Q, D], [B, H_kv, KV, D] and [B, H_kv, KV, Dv]"
+        )
+    if key.size(1) == 0 or heads % key.size(1):
+        raise LoweringError(f"query has {heads} heads and key has {key.size(1)}; wanted a multiple")
+    if bounds.is_floating_point() or bounds.dtype == torch.bool:
+        raise OperandError(f"bounds is {bounds.dtype}; wanted an integer dtype")
+    if bounds.dim() != 5 or bounds.size(4) != 2 or not _broadcasts(bounds, (batch, heads, q_len)):
+        raise LoweringError(f"bounds has shape {tuple(bounds.shape)}; wanted [{batch} or 1, {heads} or 1, {q_len} or 1, K, 2]")
+    if isinstance(cells, Tensor):
+        if cells.dtype != torch.bool:
+            raise OperandError(f"cells is {cells.dtype}; wanted torch.bool")
+        if cells.dim() != 4 or not _broadcasts(cells, (batch, heads)) or cells.shape[2:] != (q_len, key.size(2)):
+            wanted = f"[{batch} or 1, {heads} or 1, {q_len}, {key.size(2)}]"
+            raise LoweringError(f"cells has shape {tuple(cells.shape)}; wanted {wanted}")
+
+
+def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
+    return all(axis in (1, size) for axis, size in zip(tensor.shape, sizes, strict=False))

@@ -1,0 +1,239 @@
+"""Which tiles hold all that is visible: the plan of attention in tiles, made on the host. Shapes as in `tiles`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask._transforms import has_values, is_captured
+from flexmask.backends.tile import Runs, Tile
+from flexmask.errors import LoweringError
+
+__all__ = ["plan_tiles"]
+
+BLOCK_ROWS = 128
+# Kernels are up to a fifth faster where a tile's keys are whole vectors.
+ALIGNMENT = 16
+# Attending to this many hidden keys costs about what it takes to gather the keys on both sides of them.
+GAP = 128
+# Neighbours in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
+# call that they save counts as this many keys.
+JOINT_WORK = 1.25
+CALL_WORK = 64
+
+
+def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None) -> tuple[list[Tile], bool]:
+    """Tiles that cover all that is visible, and whether every row sees a key. Reads the bounds on the host once.
+
+    Args:
+        bounds: int [B', H', Q', K, 2], the disjoint intervals of each row.
+        query: [B, H, Q, D].
+        key: [B, H_kv, KV, D].
+        most_scores: a tile with more scores is cut along batch and heads. None: one tile for each block of rows, even
+            where it sees nothing.
+
+    Raises:
+        LoweringError: an interval outside 0..KV.
+    """
+    batch, heads, q_len, _ = query.shape
+    if 0 in (batch, heads, q_len):
+        return [], True
+    elements, key_heads = range(batch), range(key.size(1))
+    group = heads // len(key_heads)
+    if not has_values(bounds):
+        return _all_visible(elements, key_heads, group, q_len, key.size(2)), True
+    blocks = _Blocks.read(bounds, key.size(2), group)
+    tiles: list[Tile] = []
+    pictures: dict[tuple[object, ...], int] = {}
+    for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
+        rows = range(start, min(start + BLOCK_ROWS, q_len))
+        if most_scores is None:
+            tiles.append(Tile(elements, key_heads, group, rows, *blocks.runs_of(block, elements, key_heads), block))
+            continue
+        for area in _areas(blocks, block, elements, key_heads):
+            runs, whole = blocks.runs_of(block, *area)
+            if not runs:
+                continue
+            for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
+                picture = blocks.picture(block, len(rows), *part, runs)
+                tiles.append(Tile(*part, group, rows, runs, whole, pictures.setdefault(picture, len(pictures))))
+    return tiles, min(blocks.fewest) > 0
+
+
+def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
+    """Tiles for bounds without values, of which nothing but the shape of the output is asked."""
+    if is_captured():
+        raise LoweringError(
+            "the tiles of this attention follow from values that a graph does not have while it is captured; give the graph a "
+            "BlockMask as an input, or leave out the score_mod or the part of the mask that is not separable in q and kv"
+        )
+    blocks = (range(start, min(start + BLOCK_ROWS, q_len)) for start in range(0, q_len, BLOCK_ROWS))
+    return [Tile(elements, key_heads, group, rows, ((0, kv_len),), True, block) for block, rows in enumerate(blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """What each block of rows sees, on the host; where Q' is 1, one block stands for all.
+
+    Args:
+        batch: B'.
+        heads: H'.
+        group: how many query heads share a key head.
+        kv_len: KV.
+        count: the blocks.
+        runs: the keys that hold all that the block's rows see, [B' x H' x blocks].
+        fewest: how many keys the row sees that sees fewest, [B' x H' x blocks].
+        lowest: the first key seen, [blocks].
+        shapes: equal for blocks that see the same, counted from their first keys, [blocks].
+    """
+
+    batch: int
+    heads: int
+    group: int
+    kv_len: int
+    count: int
+    runs: list[Runs]
+    fewest: list[int]
+    lowest: list[int]
+    shapes: list[int]
+
+    @classmethod
+    def read(cls, bounds: Tensor, kv_len: int, group: int) -> _Blocks:
+        bounds = bounds.cpu()
+        if bounds.size(3) == 0:
+            bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
+        batch, heads, q_len, slots, _ = bounds.shape
+        rows = min(BLOCK_ROWS, q_len)
+        count = -(-q_len // rows)
+        total = batch * heads * count
+        lo, hi = bounds.unbind(-1)
+        used = lo < hi
+        outside = (used & ((lo < 0) | (hi > kv_len))).any()
+        lo, hi = lo.where(used, kv_len), hi.where(used, kv_len)
+        padding = count * rows - q_len
+        fewest = F.pad((hi - lo).sum(-1), (0, padding), value=kv_len).view(total, rows).amin(-1)
+        lo, hi = (F.pad(end, (0, 0, 0, padding), value=kv_len).reshape(total, rows * slots) for end in (lo, hi))
+        block, start, stop = _merge(lo, hi, kv_len)
+        lowest, shapes = _shapes(*(end.view(batch * heads, count, rows * slots) for end in (lo, hi)))
+        parts = (outside[None], fewest, lowest, shapes, block, start, stop)
+        sizes = [len(part) for part in parts]
+        numbers = torch.cat(parts).tolist()
+        (wrong,), *host = (numbers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
+        if wrong:
+            raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
+        for at, *run in zip(*host[3:], strict=True):
+            runs[at].append((run[0], run[1]))
+        return cls(batch, heads, group, kv_len, count, [tuple(own) for own in runs], *host[:3])
+
+    def runs_of(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
+        """The keys that these batch elements and heads see together, and whether each row sees all of them."""
+        heads = range(key_heads.start * self.group, key_heads.stop * self.group)
+        entries = [
+            (b * self.heads + h) * self.count + block % self.count
+            for b in (elements if self.batch > 1 else (0,))
+            for h in (heads if self.heads > 1 else (0,))
+        ]
+        runs = _union([self.runs[entry] for entry in entries])
+        size = _size(runs)
+        if all(self.fewest[entry] == size for entry in entries):
+            return runs, True
+        aligned = [(lo - lo % ALIGNMENT, min(hi + -hi % ALIGNMENT, self.kv_len)) for lo, hi in runs]
+        return _close(aligned), False
+
+    def picture(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
+        """Equal for tiles whose masks are the same."""
+        block %= self.count
+        lowest = self.lowest[block]
+        own = (elements if self.batch > 1 else None, key_heads if self.heads > 1 else None)
+        return self.shapes[block], rows, own, tuple((lo - lowest, hi - lowest) for lo, hi in runs)
+
+
+def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block's first key, and a number that is the same for blocks that see the same, counted from there."""
+    lowest = lo.amin((0, 2))
+    ends = torch.stack((lo, hi), -1) - lowest[:, None, None]
+    ends = ends.where((lo < hi).unsqueeze(-1), 0)
+    return lowest, torch.unique(ends.transpose(0, 1).flatten(1), dim=0, return_inverse=True)[1]
+
+
+def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Intervals [blocks, n], kv_len where unused -> the runs (block, lo, hi) that hold them, short gaps closed."""
+    lo, order = lo.sort(-1)
+    reach = hi.gather(-1, order).cummax(-1).values
+    used = lo < kv_len
+    first, last = used.clone(), used.clone()
+    first[:, 1:] &= lo[:, 1:] > reach[:, :-1] + GAP
+    last[:, :-1] &= first[:, 1:] | ~used[:, 1:]
+    return first.nonzero()[:, 0], lo[first], reach[last]
+
+
+def _areas(blocks: _Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:
+    """Batch elements and key heads that are better computed together, for one block of rows."""
+    batches = [elements]
+    if blocks.batch > 1:
+        batches = _join([blocks.runs_of(block, (b,), key_heads)[0] for b in elements])
+    for some in batches:
+        if blocks.heads == 1:
+            yield some, key_heads
+        else:
+            for own in _join([blocks.runs_of(block, some, range(n, n + 1))[0] for n in key_heads]):
+                yield some, own
+
+
+def _join(choices: list[Runs]) -> list[range]:
+    """Ranges of neighbours whose keys overlap so far that one tile for all of them costs less than one for each."""
+    ranges: list[range] = []
+    joint: Runs = ()
+    work = 0
+    for i, runs in enumerate(choices):
+        together = _union([joint, runs])
+        work += _size(runs)
+        if ranges and _size(together) * (i + 1 - ranges[-1].start) <= JOINT_WORK * work + CALL_WORK:
+            ranges[-1] = range(ranges[-1].start, i + 1)
+            joint = together
+        else:
+            ranges.append(range(i, i + 1))
+            joint, work = runs, _size(runs)
+    return ranges
+
+
+def _cut(elements: range, key_heads: range, most: int) -> Iterator[tuple[range, range]]:
+    """Split into parts of at most `most` key heads, counted over the batch, and at least one."""
+    heads = max(1, min(most, len(key_heads)))
+    for some in _even_parts(elements, max(1, most // heads)):
+        for own in _even_parts(key_heads, heads):
+            yield some, own
+
+
+def _even_parts(whole: range, most: int) -> list[range]:
+    parts = -(-len(whole) // most)
+    step = -(-len(whole) // parts)
+    return [whole[i : i + step] for i in range(0, len(whole), step)]
+
+
+def _union(several: Sequence[Runs]) -> Runs:
+    """Runs that hold all of several, short gaps closed."""
+    distinct = set(several)
+    if len(distinct) == 1:
+        return several[0]
+    return _close(sorted(chain.from_iterable(distinct)))
+
+
+def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
+    merged: list[tuple[int, int]] = []
+    for lo, hi in ascending:
+        if merged and lo <= merged[-1][1] + GAP:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], hi))
+        else:
+            merged.append((lo, hi))
+    return tuple(merged)
+
+
+def _size(runs: Runs) -> int:
+    return sum(hi - lo for lo, hi in runs)

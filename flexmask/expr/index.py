@@ -1,0 +1,325 @@
+"""Index expressions: integers that depend on batch, head, query and key index.
+
+The symbols are ``b``, ``h``, ``q`` and ``kv`` (batch, head, query and key index) and ``q_len`` and ``kv_len`` (the two
+lengths, known when a mask is lowered). Arithmetic on them is integer arithmetic as Python does it: ``//`` rounds down and
+``%`` takes the sign of the divisor. Comparing two of them gives a mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.node import Node, within_depth
+
+if TYPE_CHECKING:
+    from flexmask.expr.mask import Mask
+
+__all__ = [
+    "Absolute",
+    "Arithmetic",
+    "Choice",
+    "Constant",
+    "Index",
+    "Symbol",
+    "as_index",
+    "b",
+    "h",
+    "kv",
+    "kv_len",
+    "maximum",
+    "minimum",
+    "q",
+    "q_len",
+    "wrap",
+]
+
+#: How tightly an operator binds in text, as in Python; what binds less tightly than its surroundings gets parentheses.
+PRECEDENCE = {"compare": 0, "|": 1, "^": 2, "&": 3, "+": 4, "-": 4, "*": 5, "//": 5, "%": 5, "~": 6, "atom": 7}
+
+FOLD: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "minimum": min,
+    "maximum": max,
+}
+FOLD_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+COMMUTATIVE = {"+", "*", "minimum", "maximum"}
+
+
+def wrap(node: Node, level: int, bare: bool) -> str:
+    """The text of ``node``, in parentheses where it binds less tightly than ``level``."""
+    text, own = node.write(bare)
+    return text if own >= level else f"({text})"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Index(Node):
+    """An integer expression over the index symbols. Comparisons of it (``==`` included) are masks."""
+
+    def __add__(self, other: Index | int) -> Index:
+        return _arithmetic("+", self, other)
+
+    def __radd__(self, other: int) -> Index:
+        return _arithmetic("+", other, self)
+
+    def __sub__(self, other: Index | int) -> Index:
+        return _arithmetic("-", self, other)
+
+    def __rsub__(self, other: int) -> Index:
+        return _arithmetic("-", other, self)
+
+    def __mul__(self, other: Index | int) -> Index:
+        return _arithmetic("*", self, other)
+
+    def __rmul__(self, other: int) -> Index:
+        return _arithmetic("*", other, self)
+
+    def __floordiv__(self, other: Index | int) -> Index:
+        return _arithmetic("//", self, other)
+
+    def __rfloordiv__(self, other: int) -> Index:
+        return _arithmetic("//", other, self)
+
+    def __mod__(self, other: Index | int) -> Index:
+        return _arithmetic("%", self, other)
+
+    def __rmod__(self, other: int) -> Index:
+        return _arithmetic("%", other, self)
+
+    def __neg__(self) -> Index:
+        return _arithmetic("-", 0, self)
+
+    def __pos__(self) -> Index:
+        return self
+
+    def __abs__(self) -> Index:
+        return within_depth(Absolute.make(self))
+
+    def __lt__(self, other: Index | int) -> Mask:
+        return _compare("<", self, other)
+
+    def __le__(self, other: Index | int) -> Mask:
+        return _compare("<=", self, other)
+
+    def __gt__(self, other: Index | int) -> Mask:
+        return _compare(">", self, other)
+
+    def __ge__(self, other: Index | int) -> Mask:
+        return _compare(">=", self, other)
+
+    def __eq__(self, other: object) -> Mask:
+        return _compare("==", self, other)
+
+    def __ne__(self, other: object) -> Mask:
+        return _compare("!=", self, other)
+
+    __hash__ = Node.__hash__
+
+    def __bool__(self) -> NoReturn:
+        raise OperandError(
+            f"{self} is an index expression, not a truth value. Compare it to get a mask, e.g. ({self} == 0), "
+            "and write abs(), flexmask.minimum(), flexmask.maximum() or flexmask.where() for a choice between values."
+        )
+
+    def __and__(self, other: object) -> NoReturn:
+        _refuse_boolean("&", self, other)
+
+    def __or__(self, other: object) -> NoReturn:
+        _refuse_boolean("|", self, other)
+
+    def __xor__(self, other: object) -> NoReturn:
+        _refuse_boolean("^", self, other)
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self) -> NoReturn:
+        raise OperandError(f"~ takes a mask; {self} is an index expression. Compare it first: ~({self} == 0).")
+
+    def __truediv__(self, other: object) -> NoReturn:
+        raise OperandError(f"/ does not give an integer. Write {self} // {other} to round down.")
+
+
+def _refuse_boolean(sign: str, left: object, right: object) -> NoReturn:
+    raise OperandError(
+        f"{sign} combines masks, but {left!s} or {right!s} is an index expression. Comparisons bind less tightly than "
+        f"{sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
+    )
+
+
+def as_index(value: object) -> Index:
+    """An index expression as it is, or an integer as a constant.
+
+    Raises:
+        OperandError: ``value`` is neither.
+    """
+    if isinstance(value, Index):
+        return value
+    if isinstance(value, bool):
+        raise OperandError(f"an index is an integer, not the truth value {value}")
+    try:
+        return _constant(operator.index(cast(Any, value)))
+    except TypeError:
+        raise OperandError(
+            f"wanted an index expression or an integer, got {type(value).__name__} {value!r}. "
+            "Data is looked up by index: flexmask.table(data)[b, q]."
+        ) from None
+
+
+@lru_cache(maxsize=256)  # small numbers come again and again: this saves a fifth of the time that a new mask takes
+def _constant(value: int) -> Constant:
+    return Constant(value)
+
+
+def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
+    return within_depth(Arithmetic.make(sign, as_index(left), as_index(right)))
+
+
+def _compare(sign: str, left: object, right: object) -> Mask:
+    from flexmask.expr.mask import Compare, Mask  # masks are built on index expressions; this is the one way back
+
+    if isinstance(right, Mask):
+        raise OperandError(
+            f"{left!s} {sign} {right!s} compares an index with a mask. Write comparisons in parentheses and join them with &."
+        )
+    return within_depth(Compare.make(sign, as_index(left), as_index(right)))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Symbol(Index):
+    """One of the six index symbols."""
+
+    name: Literal["b", "h", "q", "kv", "q_len", "kv_len"]
+
+    def _make_symbols(self) -> frozenset[str]:
+        return frozenset([self.name])
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return self.name, PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Constant(Index):
+    """An integer."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.value < 2**63:
+            raise ExpressionError(f"an index is a 64-bit integer, got {self.value}")
+        Index.__post_init__(self)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return str(self.value), PRECEDENCE["atom"] if self.value >= 0 else PRECEDENCE["~"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Arithmetic(Index):
+    """``left sign right`` for one of ``+ - * // %``, or ``minimum(left, right)``, ``maximum(left, right)``."""
+
+    sign: str
+    left: Index
+    right: Index
+
+    def _make_key(self) -> tuple[Any, ...]:
+        pair = (self.left.key, self.right.key)
+        return ("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair)
+
+    @classmethod
+    def make(cls, *values: Any) -> Index:
+        sign, left, right = values
+        if sign in {"//", "%"} and isinstance(right, Constant) and right.value == 0:
+            raise ExpressionError(f"{left} {sign} 0 divides by zero")
+        match sign, left, right:
+            case _, Constant(x), Constant(y):
+                return Constant(FOLD[sign](x, y))
+            case "+", Constant(0), x:  # 0 + x -> x
+                return cast(Index, x)
+            case ("+" | "-", x, Constant(0)) | ("*" | "//", x, Constant(1)):  # x + 0, x - 0, x * 1, x // 1 -> x
+                return cast(Index, x)
+            case "*", Constant(1), x:  # 1 * x -> x
+                return cast(Index, x)
+            case ("*", Constant(0), _) | ("*", _, Constant(0)):  # x * 0 -> 0
+                return Constant(0)
+            case "+", x, Constant(value) if -(2**63) < value < 0:  # x + -n -> x - n
+                return cls("-", x, Constant(-value))
+            case "-", x, Constant(value) if -(2**63) < value < 0:  # x - -n -> x + n
+                return cls("+", x, Constant(-value))
+        return cls(sign, left, right)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        if self.sign not in PRECEDENCE:
+            return f"{self.sign}({self.left.write(bare)[0]}, {self.right.write(bare)[0]})", PRECEDENCE["atom"]
+        level = PRECEDENCE[self.sign]
+        if self.sign == "-" and isinstance(self.left, Constant) and self.left.value == 0:
+            return f"-{wrap(self.right, PRECEDENCE['~'], bare)}", PRECEDENCE["~"]
+        return f"{wrap(self.left, level, bare)} {self.sign} {wrap(self.right, level + 1, bare)}", level
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Absolute(Index):
+    """``abs(operand)``."""
+
+    operand: Index
+
+    @classmethod
+    def make(cls, *values: Any) -> Index:
+        (operand,) = values
+        return Constant(abs(operand.value)) if isinstance(operand, Constant) else cls(operand)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"abs({self.operand.write(bare)[0]})", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Choice(Index):
+    """``then`` where the mask ``condition`` holds, else ``otherwise``."""
+
+    condition: Mask
+    then: Index
+    otherwise: Index
+
+    @classmethod
+    def make(cls, *values: Any) -> Index:
+        from flexmask.expr.mask import Truth  # as in _compare
+
+        condition, then, otherwise = values
+        if isinstance(condition, Truth):
+            return cast(Index, then if condition.value else otherwise)
+        return cls(condition, then, otherwise)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        parts = (part.write(bare)[0] for part in (self.condition, self.then, self.otherwise))
+        return f"where({', '.join(parts)})", PRECEDENCE["atom"]
+
+
+def minimum(left: Index | int, right: Index | int) -> Index:
+    """The smaller of two index expressions, element by element (``torch.minimum``)."""
+    return _arithmetic("minimum", left, right)
+
+
+def maximum(left: Index | int, right: Index | int) -> Index:
+    """The larger of two index expressions, element by element (``torch.maximum``)."""
+    return _arithmetic("maximum", left, right)
+
+
+b = Symbol("b")
+h = Symbol("h")
+q = Symbol("q")
+kv = Symbol("kv")
+q_len = Symbol("q_len")
+kv_len = Symbol("kv_len")

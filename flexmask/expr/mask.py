@@ -1,0 +1,427 @@
+"""Masks: a boolean algebra over comparisons of index expressions. True means that the query may attend to the key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
+from flexmask.expr.methods import MaskMethods
+from flexmask.expr.names import uncalled
+from flexmask.expr.node import Node, key_of, within_depth
+from flexmask.expr.opaque import Captured
+from flexmask.expr.packing import Derived, document_ids, document_starts
+from flexmask.expr.tables import Lookup, Param, Table, TensorTable, as_table, is_tensor, write_data
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "got", "where"]
+
+#: A comparison, its negation, and the same with the sides swapped.
+NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Mask(MaskMethods):
+    """A predicate over batch, head, query and key index: ``True`` where the query may attend to the key.
+
+    Masks are values: immutable, hashable, equal where they are the same expression. ``a & b``, ``a | b``, ``a ^ b``,
+    ``a - b`` (a and not b) and ``~a`` compose them. Lengths come in when a mask is lowered.
+    """
+
+    def __and__(self, other: Mask) -> Mask:
+        return _combine(And, "&", self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _combine(Or, "|", self, other)
+
+    def __xor__(self, other: Mask) -> Mask:
+        return _combine(Xor, "^", self, other)
+
+    def __sub__(self, other: Mask) -> Mask:
+        return _combine(And, "-", self, Not.make(other) if isinstance(other, Mask) else other)
+
+    def __rand__(self, other: object) -> NoReturn:
+        _refuse("&", other)
+
+    def __ror__(self, other: object) -> NoReturn:
+        _refuse("|", other)
+
+    def __rxor__(self, other: object) -> NoReturn:
+        _refuse("^", other)
+
+    def __invert__(self) -> Mask:
+        return within_depth(Not.make(self))
+
+    def __bool__(self) -> NoReturn:
+        raise OperandError(
+            f"the mask {self.brief()} has no single truth value. Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for "
+            "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`."
+        )
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The names of the parameters that are not bound yet, in alphabetical order."""
+        return tuple(sorted({node.name for node in self.walk() if isinstance(node, Param)}))
+
+    def bind(self, /, **values: object) -> Mask:
+        """The same mask with parameters given their values: integers, or data where they are looked up.
+
+        Raises:
+            ExpressionError: a name that the mask does not have, or data that does not fit.
+        """
+        unknown = sorted(set(values) - set(self.params))
+        if unknown:
+            raise ExpressionError(
+                f"the mask {self.brief()} has no parameter {', '.join(unknown)}; it has {', '.join(self.params) or 'none'}"
+            )
+        return within_depth(cast(Mask, self.replace(lambda node: _bound(node, values))))
+
+    def expand(self) -> Mask:
+        """The same mask with every named mask replaced by its definition."""
+        if "expanded" not in self.memo:
+            self.memo["expanded"] = self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
+        return cast(Mask, self.memo["expanded"])
+
+    def substitute(self, **symbols: Index | int) -> Mask:
+        """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""
+        to = {name: as_index(value) for name, value in symbols.items()}
+        return within_depth(cast(Mask, self.expand().replace(lambda node: to.get(getattr(node, "name", "")))))
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with its tensors moved to a device. Literal data needs no move."""
+        from flexmask._sync import resolve_device  # what needs torch is imported when it is used
+
+        device = resolve_device(device)
+        moved: dict[int, torch.Tensor] = {}
+
+        def move(node: Node) -> Node | None:
+            if not isinstance(node, TensorTable | Captured):
+                return None
+            if id(node.tensor) not in moved:
+                moved[id(node.tensor)] = node.tensor.to(device)
+            tensor = moved[id(node.tensor)]
+            return Captured(tensor) if isinstance(node, Captured) else TensorTable(tensor, node.spare)
+
+        return cast(Mask, self.replace(move))
+
+
+def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -> Mask:
+    if not isinstance(right, Mask):
+        _refuse(sign, right)
+    return within_depth(kind.make((left, right)))
+
+
+def got(value: object) -> str:
+    """What was given where a mask is wanted, with what was forgotten where that is plain."""
+    if callable(value) and not isinstance(value, type | Node):
+        name = getattr(value, "__name__", type(value).__name__)
+        return f"the function {name}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.trace({name})'}"
+    if isinstance(value, str):
+        return f"the text {value!r}: read it, flexmask.parse({value!r})"
+    return f"{type(value).__name__} {value!s}"
+
+
+def _refuse(sign: str, other: object) -> NoReturn:
+    raise OperandError(
+        f"{sign} combines two masks, got {got(other)}. Comparisons bind less tightly than {sign}: "
+        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8). A tensor becomes a mask with flexmask.dense(tensor)."
+    )
+
+
+def _bound(node: Node, values: dict[str, object]) -> Node | None:
+    """What stands for ``node`` once the parameters in ``values`` are known; None to look below it."""
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, Param):
+            return values.get(value.name, value)
+        if isinstance(value, tuple):
+            return tuple(map(argument, value))
+        return value.replace(lambda below: _bound(below, values)) if isinstance(value, Node) else value
+
+    match node:
+        case Named() if any(isinstance(below, Param) and below.name in values for below in node.walk()):
+            return node.define(**{name: argument(value) for name, value in node.arguments})
+        case Derived(rule, Param(name), padding) if name in values:
+            data = cast(Any, values[name])
+            return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}, padding=padding))
+        case Lookup(Param(name), indices) if name in values:
+            return as_table(values[name], name)[cast("tuple[Index, ...]", argument(indices))]
+        case Param(name) if name in values:
+            value = values[name]
+            return as_table(value, name)[()] if is_tensor(value) else as_index(value)
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Truth(Mask):
+    """Everything (``full``) or nothing (``empty``)."""
+
+    value: bool
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return ("full" if self.value else "empty") + ("" if bare else "()"), PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Compare(Mask):
+    """``left sign right`` for one of ``< <= > >= == !=``."""
+
+    sign: str
+    left: Index
+    right: Index
+
+    def _make_key(self) -> tuple[Any, ...]:
+        sides = (self.left.key, self.right.key)
+        if self.sign in {"==", "!="}:
+            return ("Compare", self.sign, frozenset(sides))
+        if self.sign in {">", ">="}:
+            return ("Compare", SWAPPED[self.sign], *reversed(sides))
+        return ("Compare", self.sign, *sides)
+
+    @classmethod
+    def make(cls, *values: Any) -> Mask:
+        sign, left, right = values
+        if isinstance(left, Constant) and isinstance(right, Constant):
+            return Truth(FOLD_COMPARE[sign](left.value, right.value))
+        return cls(sign, left, right)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"{wrap(self.left, 1, bare)} {self.sign} {wrap(self.right, 1, bare)}", PRECEDENCE["compare"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Nary(Mask):
+    """Operands in the order in which they were written; the order does not count for equality."""
+
+    operands: tuple[Mask, ...]
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return (type(self).__name__, frozenset(operand.key for operand in self.operands))
+
+    def _write(self, sign: str, bare: bool) -> tuple[str, int]:
+        level = PRECEDENCE[sign]
+        return f" {sign} ".join(wrap(operand, level + 1, bare) for operand in self.operands), level
+
+
+def _flat(kind: type[_Nary], operands: tuple[Mask, ...]) -> list[Mask]:
+    """Operands of nested nodes of one kind in a row, each once: ``a & (b & a) -> a, b``."""
+    found: dict[Any, Mask] = {}
+    for operand in operands:
+        for part in operand.operands if isinstance(operand, kind) else (operand,):
+            found.setdefault(part.key, part)
+    return list(found.values())
+
+
+def _stands(mask: Mask, kind: type[_Nary], keys: set[Any]) -> bool:
+    """Whether a mask, or each operand of it where it is of the kind, stands among the parts with these keys."""
+    return mask.key in keys or (isinstance(mask, kind) and all(operand.key in keys for operand in mask.operands))
+
+
+def _absorbed(part: Mask, parts: list[Mask], kind: type[_Nary], inner: type[_Nary]) -> bool:
+    """Whether the other parts make one superfluous: ``a & (a | b) -> a`` and ``(a | b) & (a | b | c) -> a | b``."""
+    if not isinstance(part, inner):
+        return False
+    keys = {other.key for other in parts}
+    own = {operand.key for operand in part.operands}
+    if any(_stands(operand, kind, keys) for operand in part.operands):
+        return True
+    return any({operand.key for operand in other.operands} < own for other in parts if isinstance(other, inner))
+
+
+def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operands: tuple[Mask, ...]) -> Mask:
+    """The canonical form of a conjunction (``neutral`` True) or disjunction (False)."""
+    parts = [part for part in _flat(kind, operands) if part != Truth(neutral)]  # a & full -> a
+    keys = {part.key for part in parts}
+    if Truth(not neutral).key in keys or any(_stands(Not.make(part), kind, keys) for part in parts):
+        return Truth(not neutral)  # a & empty, a & ~a -> empty
+    parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
+    if len(parts) < 2:
+        return parts[0] if parts else Truth(neutral)
+    return kind(tuple(parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class And(_Nary):
+    """Visible where every operand is."""
+
+    @classmethod
+    def make(cls, *values: Any) -> Mask:
+        return _junction(And, Or, True, values[0])
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return self._write("&", bare)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Or(_Nary):
+    """Visible where any operand is."""
+
+    @classmethod
+    def make(cls, *values: Any) -> Mask:
+        return _junction(Or, And, False, values[0])
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return self._write("|", bare)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Xor(_Nary):
+    """Visible where an odd number of operands is."""
+
+    @classmethod
+    def make(cls, *values: Any) -> Mask:
+        flipped = False
+        odd: dict[Any, Mask] = {}
+        pending = list(reversed(values[0]))
+        while pending:
+            part = pending.pop()
+            match part:
+                case Xor(operands):
+                    pending.extend(reversed(operands))
+                case Truth(value):  # a ^ full -> ~a
+                    flipped ^= value
+                case Not(operand):  # a ^ ~b -> ~(a ^ b)
+                    flipped = not flipped
+                    pending.append(operand)
+                case _ if part.key in odd:  # a ^ a -> empty
+                    del odd[part.key]
+                case _ if Not.make(part).key in odd:  # (x < y) ^ (x >= y) -> full
+                    del odd[Not.make(part).key]
+                    flipped = not flipped
+                case _:
+                    odd[part.key] = part
+        parts = tuple(odd.values())
+        mask: Mask = Truth(False) if not parts else parts[0] if len(parts) == 1 else cls(parts)
+        return Not.make(mask) if flipped else mask
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return self._write("^", bare)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Not(Mask):
+    """Visible where the operand is not."""
+
+    operand: Mask
+
+    @classmethod
+    def make(cls, *values: Any) -> Mask:
+        (operand,) = values
+        match operand:
+            case Not(inner):  # ~~a -> a
+                return inner
+            case Truth(value):
+                return Truth(not value)
+            case Compare(sign, left, right):  # ~(x < y) -> x >= y
+                return Compare(NEGATED[sign], left, right)
+        return cls(operand)
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"~{wrap(self.operand, PRECEDENCE['~'], bare)}", PRECEDENCE["~"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PerHead(Mask):
+    """Head ``h`` uses mask ``h``; as many heads as masks."""
+
+    masks: tuple[Mask, ...]
+
+    def _make_symbols(self) -> frozenset[str]:
+        return frozenset({"h"}).union(*(mask.symbols for mask in self.masks))
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"per_head([{', '.join(mask.write(bare)[0] for mask in self.masks)}])", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Named(Mask):
+    """A mask with a name, which it keeps when it is printed.
+
+    Args:
+        name: the name, also in text.
+        arguments: the arguments that differ from their defaults, in order.
+        body: the mask that the name stands for.
+        define: the function that made it; called again when a parameter is bound.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    body: Mask
+    define: Callable[..., Mask]
+
+    def _make_key(self) -> tuple[Any, ...]:
+        return ("Named", self.name, key_of(self.arguments))
+
+    def _make_symbols(self) -> frozenset[str]:
+        return self.body.symbols
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        text = _write_arguments(self.define, self.arguments, bare)
+        return (self.name if bare and not text else f"{self.name}({text})"), PRECEDENCE["atom"]
+
+
+def _write_arguments(define: Callable[..., Mask], arguments: Iterable[tuple[str, Any]], bare: bool) -> str:
+    """The arguments of a named mask as text: a leading mask by position, everything else by name."""
+
+    def write(value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(write, value))}]"
+        if isinstance(value, Table | Param):
+            return write_data(value, bare)
+        return value.write(bare)[0] if isinstance(value, Mask | Index) else repr(value)
+
+    return ", ".join(
+        write(value) if key == _first_parameter(define) and _holds_masks(value) else f"{key}={write(value)}"
+        for key, value in arguments
+    )
+
+
+def _holds_masks(value: Any) -> bool:
+    return isinstance(value, Mask | tuple)
+
+
+@cache
+def _first_parameter(define: Callable[..., Mask]) -> str:
+    return next(iter(inspect.signature(define).parameters), "")
+
+
+@overload
+def where(condition: Mask, a: Mask, b: Mask) -> Mask: ...
+@overload
+def where(condition: Mask, a: Index | int, b: Index | int) -> Index: ...
+def where(condition: Mask, a: Any, b: Any) -> Any:
+    """``a`` where the mask ``condition`` holds, else ``b``.
+
+    Predicate: ``(condition & a) | (~condition & b)`` of two masks. Of two index expressions it is an index expression.
+
+    ``where(kv < 2, full, causal)`` at 4 x 4 and 3 x 5::
+
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
+        ■ ■ ■ ■
+
+    Args:
+        condition: a mask.
+        a: a mask, or an index expression or integer.
+        b: the same kind as ``a``.
+
+    Raises:
+        OperandError: ``condition`` is not a mask, or ``a`` and ``b`` are of two kinds.
+
+    Source: ``torch.where``.
+    """
+    if not isinstance(condition, Mask):
+        raise OperandError(f"where() chooses by a mask, got {got(condition)}; compare numbers first")
+    if isinstance(a, Mask) != isinstance(b, Mask):
+        raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
+    if isinstance(a, Mask):
+        return (condition & a) | (~condition & b)
+    return within_depth(Choice.make(condition, as_index(a), as_index(b)))

@@ -1,0 +1,105 @@
+"""Documents packed into one sequence: tables that are derived from their lengths, or from positions, when a mask is lowered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.index import PRECEDENCE
+from flexmask.expr.tables import Param, Table, as_table, ranged, write_data
+
+if TYPE_CHECKING:
+    from flexmask.expr.tables import Data
+
+__all__ = ["COVERING", "Derived", "document_ids", "document_starts"]
+
+#: The sources of documents that say themselves how many positions they cover.
+COVERING = {"lengths", "cu_seqlens"}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Derived(Table):
+    """A table computed from another when a mask is lowered, for each position up to the length that is needed.
+
+    Args:
+        rule: how it is computed: see :func:`flexmask.intervals.derive.derive`.
+        source: the data that it is computed from.
+        padding: whether positions beyond ``lengths`` or ``cu_seqlens`` are allowed, as padding.
+    """
+
+    rule: Literal["lengths", "cu_seqlens", "position_ids", "starts"]
+    source: Table | Param
+    padding: bool = False
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        source = (None,) if isinstance(self.source, Param) else self.source.shape
+        return source if self.rule in {"position_ids", "starts"} else (*source[:-1], None)
+
+    @property
+    def constant(self) -> bool:
+        return isinstance(self.source, Table) and self.source.constant
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        text = write_data(self.source, bare)
+        padding = ", padding=True" if self.padding else ""
+        call = f"document_starts({text})" if self.rule == "starts" else f"document_ids({self.rule}={text}{padding})"
+        return call, PRECEDENCE["atom"]
+
+
+def _sequence_table(data: object, what: str) -> Table | Param:
+    if isinstance(data, Param):
+        return data
+    values = as_table(data, what)
+    if len(values.shape) not in {1, 2}:
+        raise ExpressionError(f"{what} must have the axes [positions] or [batch, positions], got shape {list(values.shape)}")
+    if values.boolean:
+        raise OperandError(f"{what} must hold integers, got truth values")
+    return values
+
+
+def document_ids(
+    ids: Data | None = None,
+    *,
+    lengths: Data | None = None,
+    cu_seqlens: Data | None = None,
+    position_ids: Data | None = None,
+    padding: bool = False,
+) -> Table | Param:
+    """The document of each position, from exactly one source. Ids below 0 are padding.
+
+    Args:
+        ids: the ids themselves, ``[S]`` or ``[B, S]``.
+        lengths: the documents' lengths in tokens, ``[n]`` or ``[B, n]``.
+        cu_seqlens: their cumulative lengths from 0, ``[n + 1]`` or ``[B, n + 1]``, as variable-length kernels take them.
+        position_ids: positions that restart in each document, ``[S]`` or ``[B, S]``; a document starts wherever a
+            position is not the previous one plus 1.
+        padding: whether positions behind the last of the lengths are padding. Otherwise the documents must cover every
+            position, which is checked when a mask is lowered; values in another device's memory are not read.
+
+    Raises:
+        ExpressionError: no source or several, a wrong shape, values that contradict themselves, or ``padding`` with ids.
+        OperandError: ``padding`` that is no truth value.
+    """
+    if not isinstance(padding, bool):
+        raise OperandError(f"document: padding must be True or False, got {padding!r}")
+    given = {"ids": ids, "lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    sources = {name: data for name, data in given.items() if data is not None}
+    if len(sources) != 1:
+        got = ", ".join(sources) or "none"
+        raise ExpressionError(f"documents come from exactly one of ids, lengths, cu_seqlens and position_ids; got {got}")
+    ((name, data),) = sources.items()
+    if padding and name not in COVERING:
+        raise ExpressionError(f"document: padding= goes with lengths or cu_seqlens, got {name}; an id below 0 is padding")
+    values = _sequence_table(data, f"document: {name}")
+    if name == "ids":
+        return values
+    if isinstance(values, Table):
+        values = ranged(values, f"document: {name}", 0, None)
+    return Derived(cast(Any, name), values, padding)
+
+
+def document_starts(ids: Data) -> Table:
+    """For each position the first position of its document; each document must be one run of equal ids."""
+    return Derived("starts", _sequence_table(ids, "document_starts: ids"))

@@ -1,0 +1,302 @@
+"""Preparation: every check between a mask and the lengths that it is lowered at, and its data made ready.
+
+Values of tensors in another device's memory are not read, since that would wait for the device; their shapes are checked
+like all others.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask._checks import integer, unfit
+from flexmask._transforms import can_keep_tensors, usable
+from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
+from flexmask.expr.mask import Mask, Named, PerHead
+from flexmask.expr.node import Node
+from flexmask.expr.opaque import Captured, Opaque
+from flexmask.expr.packing import COVERING, Derived
+from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.derive import check_covers, derive
+from flexmask.intervals.ranges import AXES, Computed, check_ranges, is_computed, reach_of
+
+__all__ = ["frame_of"]
+
+#: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
+MAX_OFFSET = 2**60
+
+
+def frame_of(
+    mask: Any,
+    q_len: int,
+    kv_len: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str | None = None,
+) -> Frame:
+    """Checks that a mask can be lowered as asked, and prepares it.
+
+    Raises:
+        LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
+        OperandError: a length that is not an integer.
+    """
+    parts = _parts(mask)
+    if parts.params:
+        given = ", ".join(f"{name}=..." for name in mask.params)
+        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
+    q_len = integer(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
+    kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
+    where = _device(parts.tensors, device, q_offset)
+    if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
+        raise LoweringError(
+            f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
+            'use causal(align="upper_left"), and query_padding(start=...) for padding on the left'
+        )
+    offset = _offset(q_offset)
+    q_end = _end_of(q_len, offset)
+    needed = {"kv": kv_len, "q": q_end}
+    sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
+    frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
+    for lookup in parts.lookups:
+        frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
+    for tensor in parts.tensors:
+        if isinstance(tensor, Captured):
+            frame.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
+    for ranged in parts.ranged:
+        _check_range(ranged, frame)
+    check_ranges(parts.computed, frame)
+    for lookup in parts.lookups:
+        _check_covers(lookup, frame)
+    return frame
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a mask that its preparation looks at, each once, inner ones before those around them."""
+
+    params: list[Param]
+    lookups: list[Lookup]
+    tensors: list[TensorTable | Captured]
+    ranged: list[Ranged]
+    switches: list[PerHead]
+    computed: list[Computed]
+
+
+def _parts(mask: Mask) -> _Parts:
+    if "parts" not in mask.memo:
+        parts = _Parts([], [], [], [], [], [])
+        seen: set[Any] = set()
+        for node in mask.expand().walk():
+            if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic | Absolute):
+                continue
+            # What a table may hold depends on its use, so that one table can have several checks.
+            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _has_spare(node))
+            if use in seen:
+                continue
+            seen.add(use)
+            match node:
+                case Param():
+                    parts.params.append(node)
+                case Lookup():
+                    parts.lookups.append(node)
+                case TensorTable() | Captured():
+                    parts.tensors.append(node)
+                case Ranged():
+                    parts.ranged.append(node)
+                case PerHead():
+                    parts.switches.append(node)
+            if isinstance(node, Computed) and is_computed(node):
+                parts.computed.append(node)
+        mask.memo["parts"] = parts
+    return cast(_Parts, mask.memo["parts"])
+
+
+def _device(tensors: list[TensorTable | Captured], device: torch.device | str | None, q_offset: object) -> torch.device:
+    found: dict[torch.device, TensorTable | Captured | None] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.tensor.device, tensor)
+    if isinstance(q_offset, Tensor):
+        found.setdefault(q_offset.device, None)
+    asked = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
+    for where, strange in found.items():
+        if where != asked:
+            text = f"the mask's tensor {strange}" if strange is not None else "q_offset"
+            raise LoweringError(f"{text} is on {where}, not on {asked}; move it with .to({str(asked)!r})")
+    return asked
+
+
+def _offset(q_offset: Any) -> int | Tensor:
+    if isinstance(q_offset, Tensor):
+        if reason := unfit(q_offset):
+            raise OperandError(f"q_offset must be a plain tensor, got {reason}")
+        q_offset = usable(q_offset, "q_offset")
+        is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
+        if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
+            raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
+        if not _sync.needs_sync(q_offset) and int(q_offset.min()) < 0:
+            raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
+        return cast(Tensor, q_offset).long().reshape(-1)
+    try:
+        if isinstance(q_offset, bool):
+            raise TypeError
+        offset = operator.index(q_offset)
+    except TypeError:
+        raise OperandError(f"q_offset must be an int or an integer tensor [B], got {q_offset!r}") from None
+    if offset < 0:
+        raise LoweringError(f"q_offset must not be negative, got {offset}")
+    if offset > MAX_OFFSET:
+        raise LoweringError(f"q_offset must be at most {MAX_OFFSET}, got {offset}")
+    return offset
+
+
+def _end_of(q_len: int, q_offset: int | Tensor) -> int | None:
+    if isinstance(q_offset, Tensor) and _sync.needs_sync(q_offset):
+        return None
+    end = q_len + (q_offset if isinstance(q_offset, int) else int(q_offset.max()))
+    if end > MAX_LENGTH:
+        raise LoweringError(f"the queries reach position {end} (q_offset + q_len), which must be at most {MAX_LENGTH}")
+    return end
+
+
+def _sizes(
+    mask: Mask,
+    parts: _Parts,
+    given: dict[str, int | None],
+    offset: int | Tensor,
+    needed: dict[str, int | None],
+) -> dict[str, int]:
+    """The sizes of batch and heads, which all that says something about them must agree on."""
+    said: dict[str, dict[int, str]] = {"b": {}, "h": {}}
+    for axis, keyword in (("b", "batch"), ("h", "heads")):
+        if given[axis] is not None:
+            said[axis][integer(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
+    if isinstance(offset, Tensor) and offset.numel() > 1:
+        said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+    for switch in parts.switches:
+        said["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+    for lookup in parts.lookups:
+        for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
+            if isinstance(index, Symbol) and index.name in AXES and size is not None:
+                if index.name in said:
+                    count = _enough(lookup, size, said[index.name])
+                    said[index.name].setdefault(count, lookup.brief())
+                else:
+                    _check_axis(mask, lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
+    sizes, symbols = {}, mask.expand().symbols
+    for axis, keyword in (("b", "batch"), ("h", "heads")):
+        if len(said[axis]) > 1:
+            claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
+            mend = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in said[axis] else ""
+            raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}{mend}")
+        dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
+        if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
+            called = any(isinstance(node, Opaque) for node in mask.expand().walk())
+            reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
+            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: say how many there are with {keyword}=")
+        sizes[axis] = next(iter(said[axis]), 1) if dependent else 1
+    return sizes
+
+
+def _has_spare(node: Node) -> bool:
+    """Whether the data of a lookup may have more values than positions; where it stands elsewhere too, it may not there."""
+    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.spare
+
+
+def _enough(lookup: Lookup, size: int, said: dict[int, str]) -> int:
+    """The size of an axis that a lookup asks for: what is said already, where its data has more than that."""
+    smaller = [other for other in said if other < size]
+    return smaller[0] if _has_spare(lookup) and smaller else size
+
+
+def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
+    length = needed[name]
+    spare = _has_spare(lookup)
+    if name == "kv" and (size < cast(int, length) if spare else size != length):
+        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
+    if name == "q" and not (moved or spare) and size not in (length, needed["kv"]):
+        hint = "; give q_offset for later queries" if size > cast(int, length) else ""
+        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
+    if name == "q" and length is not None and size < length:
+        raise LoweringError(
+            f"{_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
+        )
+
+
+def _owner(lookup: Lookup, mask: Mask) -> str:
+    """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
+    for named in mask.walk():
+        if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
+            return named.brief()
+    return lookup.brief()
+
+
+def _tensor(table: Table | Param, frame: Frame) -> Tensor:
+    """The data of a table on the frame's device, checked."""
+    match table:
+        case TensorTable(tensor):
+            tensor = usable(tensor, f"the data of {frame.mask.brief()}")
+            return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
+        case Literal():
+            where = str(frame.device)
+            if not can_keep_tensors():
+                return table.to_tensor().to(frame.device)
+            if where not in table.memo:
+                table.memo[where] = table.to_tensor().to(frame.device)
+            return cast(Tensor, table.memo[where])
+        case Ranged(source):
+            return _tensor(source, frame)
+        case Derived(rule, source):
+            positions = max(frame.kv_len, frame.q_end or 0)
+            if not (isinstance(source, Table) and source.constant and can_keep_tensors()):
+                return derive(rule, _tensor(source, frame), positions)
+            place, made = table.memo.get("derived", (None, None))
+            if place != (positions, frame.device):
+                made = derive(rule, _tensor(source, frame), positions)
+                table.memo["derived"] = (positions, frame.device), made
+            return cast(Tensor, made)
+    raise AssertionError(f"not a table: {table!r}")
+
+
+def _check_covers(lookup: Lookup, frame: Frame) -> None:
+    """Checks that documents given by lengths cover the positions that are looked up."""
+    match lookup.table:
+        case Derived(rule, Table() as source, False) as table if rule in COVERING:
+            needed = reach_of(lookup.indices[-1], frame)
+            if needed is None or needed <= table.memo.get("covered", 0):
+                return
+            check_covers(rule, source.to_tensor(), needed)
+            if source.constant:
+                table.memo["covered"] = needed
+
+
+def _check_range(ranged: Ranged, frame: Frame) -> None:
+    values = _tensor(ranged.source, frame)
+    if _sync.needs_sync(values):
+        return
+    extent = ranged.memo.get("extent")
+    if extent is None:
+        extent = tuple(int(v) for v in values.aminmax())
+        if ranged.source.constant:
+            ranged.memo["extent"] = extent
+    least, most = extent
+    if least < ranged.low:
+        raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
+    if ranged.high is None:
+        return
+    if "q_len" in ranged.high.symbols and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
+        return  # the queries are a part of a sequence whose length nothing says
+    high = frame.settled(ranged.high)
+    if not isinstance(high, Constant):
+        return  # a mask on blocks of a size that is not one number
+    limit = high.value
+    if most > limit:
+        is_number = isinstance(ranged.high, Constant)
+        raise LoweringError(f"{ranged.what} must be at most {limit if is_number else f'{ranged.high} = {limit}'}, got {most}")

@@ -1,0 +1,345 @@
+"""The analysis: from a mask to the rows that it shows.
+
+A mask whose leaves all separate (:mod:`flexmask.intervals.solve`) has exact rows. A leaf that does not is bounded: no key for
+certain, all keys at most. The bounds go through the algebra, so every mask has rows that are visible for certain and rows
+beyond which nothing is visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeAlias, TypeGuard, cast
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask._transforms import can_keep_tensors
+from flexmask.errors import LoweringError
+from flexmask.expr.index import Index, Symbol, kv, q
+from flexmask.expr.linear import Quotient, Sum
+from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.packing import Derived
+from flexmask.expr.tables import Lookup, Param, Table, TensorTable
+from flexmask.intervals.closures import greater, lesser
+from flexmask.intervals.context import Frame
+from flexmask.intervals.evaluation import Evaluation, sides
+from flexmask.intervals.extents import INT64, extent
+from flexmask.intervals.pieces import Pieces, direction
+from flexmask.intervals.rows import Rows
+from flexmask.intervals.runs import ValueRuns, rising_runs, runs, threshold
+from flexmask.intervals.solve import Span, is_separable, separate
+
+__all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
+
+#: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
+MAX_SLOTS = 64
+#: Queries from which on a mask is hardly lowered twice with the same data: a copy of the data would cost more than it saves.
+DECODING = 1024
+
+
+#: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, as far as they compare with the positions of keys.
+Ends: TypeAlias = tuple[list[Any], list[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class RowBounds:
+    """The rows of a mask from below and above.
+
+    Attributes:
+        lower: keys that are visible for certain.
+        upper: keys that may be visible; no other is.
+    """
+
+    lower: Rows
+    upper: Rows
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bounds coincide, so that both are the mask itself."""
+        return self.lower is self.upper
+
+    @classmethod
+    def of(cls, rows: Rows) -> RowBounds:
+        """Exact rows, or their hull where they take too many intervals."""
+        if rows.slots <= MAX_SLOTS:
+            return cls(rows, rows)
+        return cls(Rows.nothing(rows.kv_len, rows.lo.device), rows.hull())
+
+    def __and__(self, other: RowBounds) -> RowBounds:
+        if self.exact and other.exact:
+            return RowBounds.of(self.lower & other.lower)
+        return RowBounds(RowBounds.of(self.lower & other.lower).lower, RowBounds.of(self.upper & other.upper).upper)
+
+    def __or__(self, other: RowBounds) -> RowBounds:
+        if self.exact and other.exact:
+            return RowBounds.of(self.lower | other.lower)
+        return RowBounds(RowBounds.of(self.lower | other.lower).lower, RowBounds.of(self.upper | other.upper).upper)
+
+    def __invert__(self) -> RowBounds:
+        lower = ~self.upper
+        return RowBounds(lower, lower if self.exact else ~self.lower)
+
+    def __xor__(self, other: RowBounds) -> RowBounds:
+        return (self & ~other) | (~self & other)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Conditions ``column sign value`` on one column that rises in pieces."""
+
+    pieces: Pieces | None
+    conditions: list[tuple[str, Tensor]]
+
+    def chosen(self, rows: Rows) -> Rows | None:
+        """The keys of rows that meet them all, or None where these cannot be listed."""
+        if self.pieces is None:
+            return None
+        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
+        first, behind = [every], [every + pieces.size]
+        for sign, value in self.conditions:
+            if sign in {"==", ">=", ">"}:
+                first.append(pieces.rank(value, inclusive=sign == ">"))
+            if sign in {"==", "<=", "<"}:
+                behind.append(pieces.rank(value, inclusive=sign != "<"))
+        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, behind), MAX_SLOTS)
+
+
+def analyse(frame: Frame) -> RowBounds:
+    """The rows of the mask of a frame."""
+    return _Analysis(frame).rows(separate(frame.mask))
+
+
+class _Analysis:
+    """One analysis: each index expression is evaluated once along the queries and once along the keys."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
+        self.known: dict[Any, Rows | None] = {}
+        self.of_columns: dict[Any, Pieces | None] = {}
+        self.of_spans: dict[Any, Ends | None] = {}
+        self.of_sides: dict[Any, tuple[Tensor, Tensor] | None] = {}
+
+    def rows(self, mask: Mask) -> RowBounds:
+        match mask:
+            case And(operands):
+                return self.conjunction(operands)
+            case Or(operands):
+                return self.disjunction([self.rows(operand) for operand in operands])
+            case Xor(operands):
+                return reduce(lambda a, b: a ^ b, map(self.rows, operands))
+            case Not(operand):
+                return ~self.rows(operand)
+            case PerHead(masks):
+                return _stacked([self.rows(mask) for mask in masks])
+            case Compare("!=", left, right) if is_separable(mask):
+                return ~self.rows(Compare("==", left, right))
+        return self.leaf(mask)
+
+    def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
+        """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
+        spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
+        stepped = {id(operand): operand for operand in operands if self.is_stepped(operand)}
+        apart = spans.keys() | stepped.keys()
+        parts = [self.rows(operand) for operand in operands if id(operand) not in apart]
+        single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
+        others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
+        if spans or single or not others:
+            others.insert(0, RowBounds.of(self.span(spans.values(), single)))
+        return self.refined(reduce(lambda a, b: a & b, others), stepped.values())
+
+    def disjunction(self, parts: list[RowBounds]) -> RowBounds:
+        """The rows of ``a | b | ...``, those that are exact joined at once."""
+        exact = [part.lower for part in parts if part.exact]
+        others = [part for part in parts if not part.exact]
+        if exact and sum(rows.slots for rows in exact) <= MAX_SLOTS:
+            others.insert(0, RowBounds.of(Rows.union(exact) if len(exact) > 1 else exact[0]))
+            return reduce(lambda a, b: a | b, others)
+        return reduce(lambda a, b: a | b, parts)
+
+    def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
+        """The keys within bounds that conditions show whose columns rise only in pieces, those of the fewest pieces first."""
+        groups: dict[Any, _Group] = {}
+        for mask in masks:
+            column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+            groups.setdefault(mask.left.key, _Group(self.pieces(mask.left, column), [])).conditions.append((mask.sign, value))
+        for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
+            upper = group.chosen(bounds.upper)
+            if upper is None:
+                bounds = RowBounds(self.unknown().lower, bounds.upper)
+            elif bounds.exact:
+                bounds = RowBounds.of(upper)
+            else:
+                lower = group.chosen(bounds.lower) or self.unknown().lower
+                bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
+        return bounds
+
+    def pieces(self, column: Index, values: Tensor) -> Pieces | None:
+        if column.key not in self.of_columns:
+            self.of_columns[column.key] = Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+        return self.of_columns[column.key]
+
+    def sides(self, mask: Compare) -> tuple[Tensor, Tensor] | None:
+        """The values of a separable comparison along the keys and along the queries, or None where 64 bits do not hold them."""
+        if mask.key not in self.of_sides:
+            found = None if self.keys.exact(mask.left) is None else sides(mask, self.keys, self.queries)
+            self.of_sides[mask.key] = found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
+        return self.of_sides[mask.key]
+
+    def is_told(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a separable comparison whose sides 64 bits hold, as they do the sides that a user wrote."""
+        if not is_separable(mask):
+            return False
+        return not any(isinstance(side, Sum | Quotient) for side in (mask.left, mask.right)) or self.sides(mask) is not None
+
+    def is_stepped(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a comparison whose column rises only in pieces."""
+        return self.is_told(mask) and mask.sign != "!=" and self.plain(mask) is None
+
+    def plain(self, mask: Compare) -> Rows | None:
+        """The rows of a comparison whose column rises, falls or has few runs throughout, else None."""
+        if mask.key not in self.known:
+            self.known[mask.key] = self.matches(mask) if mask.sign == "==" else self.threshold(mask)
+        return self.known[mask.key]
+
+    def threshold(self, mask: Compare) -> Rows | None:
+        column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+        way = direction(column)
+        return threshold(column, value, self.frame.kv_len, mask.sign, rises=way > 0) if way else None
+
+    def ends(self, mask: Mask) -> Ends | None:
+        """The starts and stops of what is one interval in each row, or None where it is not or 64 bits do not hold its ends."""
+        if mask.key not in self.of_spans:
+            self.of_spans[mask.key] = self._ends(mask)
+        return self.of_spans[mask.key]
+
+    def _ends(self, mask: Mask) -> Ends | None:
+        kv_len = self.frame.kv_len
+        match mask:
+            case Span(start, stop):
+                of_start, of_stop = (None if end is None else self.queries.within(end, 0, kv_len) for end in (start, stop))
+                if (start is None) == (of_start is None) and (stop is None) == (of_stop is None):
+                    return [of_start] * (start is not None), [of_stop] * (stop is not None)
+            case Compare() if "kv" not in mask.symbols:
+                holds = self.queries.holds(mask)
+                return None if holds is None else ([], [torch.where(holds, kv_len, 0)])
+        return None
+
+    def span(self, spans: Iterable[Ends], rows: Iterable[Rows] = ()) -> Rows:
+        """The keys inside all of the spans and of the rows of one interval."""
+        kv_len = self.frame.kv_len
+        starts: list[Any] = [0]
+        stops: list[Any] = [kv_len]
+        for of_start, of_stop in spans:
+            starts += of_start
+            stops += of_stop
+        # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
+        start, stop = reduce(greater, sorted(starts, key=_size)), reduce(lesser, sorted(stops, key=_size))
+        lo, hi = (_clamped(end, kv_len) for end in (start, stop))
+        for part in rows:
+            lo, hi = greater(lo, part.lo.squeeze(-1)), lesser(hi, part.hi.squeeze(-1))
+        return Rows.spans(self.queries.shaped(lo), self.queries.shaped(hi), kv_len)
+
+    def leaf(self, mask: Mask) -> RowBounds:
+        frame, kv_len = self.frame, self.frame.kv_len
+        match mask:
+            case Truth(value):
+                make = Rows.everything if value else Rows.nothing
+                return RowBounds.of(make(kv_len, frame.device))
+            case Span() | Compare() if (ends := self.ends(mask)) is not None:
+                return RowBounds.of(self.span([ends]))
+            case Compare() if self.is_told(mask):
+                found = self.plain(mask)
+                return RowBounds.of(found) if found is not None else self.refined(self.leaf(Truth(True)), [mask])
+            case Compare() if "q" not in mask.symbols and (holds := self.keys.holds(mask)) is not None:
+                return RowBounds.of(runs(holds, kv_len))
+            case Span() | Compare():
+                return self.unknown()
+        raise LoweringError(f"no rows for {type(mask).__name__} {mask}")
+
+    def matches(self, mask: Compare) -> Rows | None:
+        frame, column = self.frame, mask.left
+        if _rises(column) and _sync.needs_sync(frame.tables[column.table.key]):
+            great = extent(mask.right, frame)[1] == INT64[1]  # which no document has
+            ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+            return rising_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, frame.kv_len)
+        found = self.runs_of(column)
+        if frame.q_len == frame.kv_len and isinstance(frame.q_offset, int) and frame.q_offset == 0 and _is_mirrored(mask):
+            return found.own(MAX_SLOTS)
+        return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
+
+    def runs_of(self, column: Index) -> ValueRuns:
+        """The runs of a column, which are kept until its data changes."""
+        stamp = self.stamp(column) if can_keep_tensors() else None
+        known, found = column.memo.get("runs", (None, None))
+        if stamp is not None and found is not None and _is_same(known, stamp):
+            return cast(ValueRuns, found)
+        made = ValueRuns.of(self.keys.tensor(column), self.frame.kv_len)
+        if stamp is not None:
+            column.memo["runs"] = (stamp.clone() if isinstance(stamp, Tensor) else stamp), made
+        return made
+
+    def stamp(self, column: Index) -> Any:
+        """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
+        table = _table_of(column)
+        if isinstance(table, Table) and table.constant:
+            return self.frame.kv_len, self.frame.batch, self.frame.heads, self.frame.device
+        values = self.keys.tensor(column)
+        if not _sync.needs_sync(values):
+            return values if self.frame.q_len < DECODING else None
+        if isinstance(table, TensorTable) and not table.tensor.is_inference():
+            return table.tensor.data_ptr(), table.tensor._version, self.frame.kv_len, self.frame.batch, self.frame.heads
+        return None
+
+    def unknown(self) -> RowBounds:
+        kv_len, device = self.frame.kv_len, self.frame.device
+        return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
+
+
+def _size(values: Any) -> int:
+    return values.numel() if isinstance(values, Tensor) else 0
+
+
+def _clamped(end: Any, kv_len: int) -> Any:
+    """An end of spans as a 32-bit position, or as a number where all have the same."""
+    return end.clamp(0, kv_len).to(torch.int32) if isinstance(end, Tensor) else min(max(end, 0), kv_len)
+
+
+def _is_same(known: Any, stamp: Any) -> bool:
+    if isinstance(stamp, Tensor) and isinstance(known, Tensor):
+        return torch.equal(known, stamp)
+    return isinstance(stamp, tuple) and isinstance(known, tuple) and known == stamp
+
+
+def _is_mirrored(mask: Compare) -> bool:
+    """Whether the queries are compared by what the keys are."""
+    if "mirrored" not in mask.memo:
+        mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
+        mask.memo["mirrored"] = mirrored.key == mask.left.key
+    return cast(bool, mask.memo["mirrored"])
+
+
+def _table_of(column: Index) -> Table | Param | None:
+    """The table that a column is, looked up at plain indices."""
+    if isinstance(column, Lookup) and all(isinstance(index, Symbol) for index in column.indices):
+        return column.table
+    return None
+
+
+def _rises(column: Index) -> TypeGuard[Lookup]:
+    """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data: as derived tables do."""
+    return isinstance(_table_of(column), Derived)
+
+
+def _stacked(heads: list[RowBounds]) -> RowBounds:
+    """Head ``h`` of the result is head ``h`` of the ``h``-th rows."""
+
+    def stack(parts: list[Rows]) -> Rows:
+        shape = torch.broadcast_shapes(*((part.lo.shape[0], part.lo.shape[2]) for part in parts))
+        return Rows.stacked([part.of_head(head, *shape) for head, part in enumerate(parts)], 1)
+
+    lower = stack([bounds.lower for bounds in heads])
+    return RowBounds(lower, lower if all(b.exact for b in heads) else stack([b.upper for b in heads]))

@@ -1,0 +1,69 @@
+"""The frame of a lowering: the lengths, sizes, offset and device, and the mask's data as tensors that fit them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flexmask.expr.index import Constant, Symbol
+from flexmask.expr.mask import Mask
+from flexmask.expr.node import Node
+
+__all__ = ["Frame", "MAX_LENGTH"]
+
+#: The greatest length, batch, number of heads or block size; rows hold positions as 32-bit integers.
+MAX_LENGTH = 2**30
+
+N = TypeVar("N", bound=Node)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """The setting of one lowering.
+
+    Attributes:
+        mask: the mask with names expanded.
+        q_len: number of queries.
+        kv_len: number of keys.
+        batch: sequences, 1 where the mask is the same for all.
+        full_batch: sequences, whether or not the mask is the same for all; 1 where nothing says how many there are.
+        heads: heads, 1 where the mask is the same for all.
+        q_offset: position of the first query: an int, or ``int64[B]`` on the device.
+        q_end: the position behind the last query; None where only the device knows it.
+        device: where results are made.
+        tables: the mask's data on the device, by the key of its node.
+        extents: the least and greatest value of expressions, as far as they were asked for.
+    """
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    batch: int
+    full_batch: int
+    heads: int
+    q_offset: int | Tensor
+    q_end: int | None
+    device: torch.device
+    tables: dict[Any, Tensor] = field(repr=False)
+    extents: dict[Any, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def settled(self, node: N) -> N:
+        """An expression with the lengths put in, so that what depends on nothing else is a constant."""
+        if not node.symbols & {"q_len", "kv_len"}:
+            return node
+        lengths = {"q_len": Constant(self.q_len), "kv_len": Constant(self.kv_len)}
+        return cast(N, node.replace(lambda below: lengths.get(below.name) if isinstance(below, Symbol) else None))
+
+    def index(self, name: str) -> Tensor:
+        """All values of an index symbol, ``int64``; ``q`` counts from 0 whatever the offset."""
+        sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "kv": self.kv_len}
+        return torch.arange(sizes[name], device=self.device)
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four index tensors of a whole ``[B, H, q_len, kv_len]``, each along its own axis."""
+        names = ("b", "h", "q", "kv")
+        b, h, q, kv = (self.index(name).view([-1 if i == axis else 1 for i in range(4)]) for axis, name in enumerate(names))
+        return b, h, q, kv

@@ -1,0 +1,94 @@
+"""Tables derived from others: the documents of positions, and where each document starts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask.errors import LoweringError
+
+__all__ = ["check_covers", "derive"]
+
+
+def derive(rule: str, source: Tensor, positions: int) -> Tensor:
+    """The table that a rule makes of its source, for positions ``0 .. positions - 1`` where the source does not say.
+
+    Args:
+        rule: ``"lengths"``, ``"cu_seqlens"`` or ``"position_ids"``, which give document ids, or ``"starts"``, which gives the
+            first position of each position's document from the ids.
+        source: integers with the axes ``[...]`` or ``[B, ...]``.
+        positions: how many positions are needed.
+
+    Raises:
+        LoweringError: values that contradict themselves. Values in another device's memory are not read.
+    """
+    if rule == "lengths":
+        ends = source.long().cumsum(-1)
+        _check_total(ends, positions, "lengths")
+        _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
+        return _ids(ends, positions)
+    if rule == "cu_seqlens":
+        if not _sync.needs_sync(source) and (
+            bool((source[..., 0] != 0).any()) or bool((source[..., 1:] < source[..., :-1]).any())
+        ):
+            raise LoweringError(f"document: cu_seqlens must start with 0 and never fall, got {source.tolist()}")
+        if source.shape[-1] < 2:
+            raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
+        _check_total(source, positions, "cu_seqlens")
+        return _ids(source[..., 1:].long(), positions)
+    changes = torch.ones_like(source, dtype=torch.bool)
+    if rule == "position_ids":
+        changes[..., 1:] = source.diff() != 1
+        return changes.long().cumsum(-1) - 1
+    changes[..., 1:] = source.diff() != 0
+    _check_runs(source, changes)
+    at = torch.arange(source.shape[-1], device=source.device)
+    return torch.where(changes, at, 0).cummax(-1).values
+
+
+def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
+    """Checks that documents cover as many positions as are needed, for each sequence where these are a tensor ``[B]``.
+
+    Raises:
+        LoweringError: some position belongs to no document. Values in another device's memory are not read.
+    """
+    if _sync.needs_sync(source) or (isinstance(needed, Tensor) and _sync.needs_sync(needed)):
+        return
+    totals = source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
+    missing = (torch.as_tensor(needed) - totals).flatten()
+    if int(missing.max()) <= 0:
+        return
+    worst = int(missing.argmax())
+    total, wanted = (int(torch.as_tensor(n).expand(missing.shape).flatten()[worst]) for n in (totals, needed))
+    where = f" of sequence {worst}" if missing.numel() > 1 else ""
+    raise LoweringError(
+        f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would see nothing; give {rule} that "
+        "cover all tokens, or padding=True where those behind the last document are padding"
+    )
+
+
+def _ids(ends: Tensor, positions: int) -> Tensor:
+    """The number of documents that end at or before each position; -1 behind the last."""
+    edges = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
+    edges[..., -1] = positions
+    ids = torch.arange(edges.shape[-1] - 1, device=edges.device)
+    ids[-1] = -1
+    ids, size = ids.expand(*edges.shape[:-1], -1), edges[..., 0].numel() * positions
+    return ids.flatten().repeat_interleave(edges.diff().flatten(), output_size=size).view(*edges.shape[:-1], positions)
+
+
+def _check_total(ends: Tensor, positions: int, name: str) -> None:
+    if not _sync.needs_sync(ends) and int(ends.max()) > positions:
+        raise LoweringError(f"document: {name} cover {int(ends.max())} tokens, but there are {positions} positions")
+
+
+def _check_runs(ids: Tensor, changes: Tensor) -> None:
+    if _sync.needs_sync(ids):
+        return
+    for row, starts in zip(ids.reshape(-1, ids.shape[-1]), changes.reshape(-1, ids.shape[-1]), strict=True):
+        first = row[starts]
+        first = first[first >= 0]
+        if first.unique().numel() != first.numel():
+            raise LoweringError("per_document: each document must be one run of equal ids; some id comes back after another")

@@ -1,0 +1,295 @@
+"""Evaluation: the values of an expression at all queries, or at all keys, each common part worked out once.
+
+Expressions as the user wrote them are evaluated as they are; preparation has checked that they do not overflow. Sums that come
+from solving a comparison may be far greater than what the user wrote, so they are evaluated exactly, or not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmask._vmap import vectorised
+from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.expr.linear import Linear, Quotient, Sum
+from flexmask.expr.mask import Compare, Mask
+from flexmask.expr.node import Node
+from flexmask.expr.opaque import Opaque
+from flexmask.expr.tables import Lookup
+from flexmask.intervals import laws
+from flexmask.intervals.closures import (
+    ARITHMETIC,
+    COMPARISON,
+    Closure,
+    Column,
+    closure_of,
+    opaque_call,
+)
+from flexmask.intervals.context import Frame
+from flexmask.intervals.extents import INT64, Extent, Read, extent, fits
+
+__all__ = ["Evaluation", "hoisted_closure", "sides"]
+
+
+class Evaluation:
+    """The values of expressions in a frame along one axis of positions.
+
+    Args:
+        frame: the frame of the lowering.
+        axis: ``"q"`` or ``"kv"``; expressions may depend on ``b``, ``h`` and this symbol.
+    """
+
+    def __init__(self, frame: Frame, axis: str) -> None:
+        self.frame, self.axis = frame, axis
+        self.known: dict[Any, Any] = {}
+
+    def tensor(self, node: Index | Mask) -> Tensor:
+        """The values as ``int64`` or ``bool`` ``[B, H, n]``, with 1 for an axis that they do not depend on."""
+        return self.shaped(self.values(self.frame.settled(node)))
+
+    def shaped(self, values: Any) -> Tensor:
+        """Values as ``[B, H, n]``, also where they are a number or a tensor without axes."""
+        found = values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.frame.device)
+        return found.view(1, 1, 1) if found.dim() == 0 else found
+
+    def values(self, node: Any) -> Any:
+        """As :meth:`tensor` for a settled expression, or a Python number where nothing varies."""
+        if node.key not in self.known:
+            self.known[node.key] = self._values(node)
+        return self.known[node.key]
+
+    def _values(self, node: Any) -> Any:
+        match node:
+            case Constant(value):
+                return value
+            case Symbol(name):
+                return self._symbol(name)
+            case Lookup(table, indices) if _is_plain(indices):
+                return self._sliced(self.frame.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
+            case Arithmetic(sign, left, right):
+                return ARITHMETIC[sign](self.values(left), self.values(right))
+            case Absolute(operand):
+                return abs(self.values(operand))
+            case Sum(constant=constant):
+                return _added(self._parts(Linear.of(node)), constant)
+            case Quotient(dividend, divisor):
+                return self.values(dividend) // divisor
+            case Compare(sign, left, right):
+                return COMPARISON[sign](self.values(left), self.values(right))
+            case Opaque():
+                call, varying = opaque_call(node, self.frame)
+                return vectorised(call, *map(self.values, varying))
+        closure = closure_of(node, self.frame)
+        position = self.frame.index(self.axis).view(1, 1, -1)
+        b, h = self.frame.index("b").view(-1, 1, 1), self.frame.index("h").view(1, -1, 1)
+        return closure(b, h, position, position)
+
+    def holds(self, mask: Mask) -> Tensor | None:
+        """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice to tell."""
+        settled = self.frame.settled(mask)
+        if not isinstance(settled, Compare):
+            return self.tensor(settled)
+        found = sides(settled, self, self)
+        return None if found is None else self.shaped(COMPARISON[settled.sign](*found))
+
+    def exact(self, index: Index) -> Any:
+        """The values of an expression, or None where 64 bits do not hold what is added up on the way to them."""
+        return self.within(index, *INT64)
+
+    def within(self, index: Index, low: int, high: int) -> Any:
+        """The values of an expression where they are in ``low .. high``; elsewhere values beyond the same end.
+
+        So they compare with every number in ``low .. high`` as the exact values do. Data in another device's memory is read,
+        which is a host sync, only where they cannot be told otherwise.
+
+        Returns:
+            The values as :meth:`values`, or None where 64-bit integers do not suffice to tell them.
+        """
+        settled = self.frame.settled(index)
+        if not isinstance(settled, Sum | Quotient):
+            return self.values(settled)
+        for read in (Read.HERE, Read.ALL):
+            found = self._within(settled, low, high, read)
+            if found is not None:
+                return found
+        return None
+
+    def _within(self, index: Index, low: int, high: int, read: Read) -> Any:
+        least, most = extent(index, self.frame, read)
+        if most < low or least > high:  # decided without a look at the values
+            beyond = low - 1 if most < low else high + 1
+            return beyond if fits((beyond, beyond)) else None
+        if self.is_plain(index, read):
+            return self.values(index)
+        if isinstance(index, Quotient):
+            a, b = laws.limits_of_floor(low, high, index.divisor)
+            dividend = self._within(index.dividend, a, b, read)
+            return None if dividend is None or index.divisor > INT64[1] else dividend // index.divisor
+        return self._sum_within(Linear.of(index), low, high, read) if isinstance(index, Sum) else self.values(index)
+
+    def _sum_within(self, form: Linear, low: int, high: int, read: Read) -> Any:
+        """As :meth:`_within`: all terms but the greatest are added up, and that one is kept within what decides."""
+        of_term = {key: extent(index, self.frame, read) for key, (index, _) in form.terms.items()}
+
+        def size(key: Any) -> tuple[bool, int]:
+            index, factor = form.terms[key]
+            return not self.is_plain(index, read), max(abs(factor * end) for end in of_term[key])
+
+        *_, greatest = sorted(form.terms, key=size)
+        term, factor = form.terms[greatest]
+        rest = form.without(greatest)
+        if not self.is_plain(rest.index(), read):
+            return self._limbs_within(form, of_term, low, high, read)
+        of_rest = extent(rest.index(), self.frame, read)
+        if factor < 0:  # f * x is -f * -x
+            least, most = laws.limits(low, high, *of_rest, -factor)
+            kept = -most, -least
+        else:
+            kept = laws.limits(low, high, *of_rest, factor)
+        values = self._within(term, *kept, read)
+        if values is None:
+            return None
+        inside = max(of_term[greatest][0], kept[0]), min(of_term[greatest][1], kept[1])
+        size_of_rest = sum(abs(f) * max(map(abs, of_term[key])) for key, (_, f) in rest.terms.items()) + abs(rest.constant)
+        if abs(factor) * max(map(abs, inside)) + size_of_rest > INT64[1]:
+            return None
+        if inside != of_term[greatest]:
+            values = _kept(values, *inside)
+        return _added([(values if abs(factor) == 1 else values * abs(factor), factor), *self._parts(rest)], rest.constant)
+
+    def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: Read) -> Any:
+        """As :meth:`_within` for several great terms, which are added up as two limbs."""
+        plain = all(self.is_plain(index, read) for index, _ in form.terms.values())
+        near = max(abs(low), abs(high)) < 2**61
+        if not plain or not near or sum(abs(factor) for _, factor in form.terms.values()) >= 2**28 or abs(form.constant) >= 2**90:
+            return None
+        limbs = [(self._limbs(index, abs(factor)), factor) for index, factor in form.terms.values()]
+        upper = _added([(pair[0], factor) for pair, factor in limbs], form.constant >> laws.LIMB)
+        lower = _added([(pair[1], factor) for pair, factor in limbs], form.constant & (2**laws.LIMB - 1))
+        return laws.joined_limbs(upper, lower, _kept)
+
+    def _limbs(self, index: Index, factor: int) -> tuple[Any, Any]:
+        key = ("limbs", index.key, factor)
+        if key not in self.known:
+            values = self.values(index)
+            self.known[key] = (values >> laws.LIMB) * factor, (values & (2**laws.LIMB - 1)) * factor
+        return cast("tuple[Any, Any]", self.known[key])
+
+    def is_plain(self, index: Index, read: Read = Read.HERE) -> bool:
+        """Whether 64 bits hold all that is computed on the way to the values."""
+        match index:
+            case Sum(terms, constant):
+                if not all(self.is_plain(term, read) for term, _ in terms):
+                    return False
+                ends = [(abs(factor), extent(term, self.frame, read)) for term, factor in terms]
+                return sum(factor * max(map(abs, end)) for factor, end in ends) + abs(constant) <= INT64[1]
+            case Quotient(dividend, divisor):
+                return divisor <= INT64[1] and self.is_plain(dividend, read)
+        return True
+
+    def _parts(self, form: Linear) -> list[tuple[Any, int]]:
+        """The terms of a plain form, each with its sign."""
+        terms = form.terms.values()
+        # A factor that 64 bits do not hold is that of a term that is 0, since the sum fits them.
+        return [(self._times(index, abs(factor)), factor) for index, factor in terms if abs(factor) <= INT64[1]]
+
+    def _times(self, index: Index, factor: int) -> Any:
+        key = (index.key, factor)
+        if factor > 1 and key not in self.known:
+            self.known[key] = self.values(index) * factor
+        return self.known[key] if factor > 1 else self.values(index)
+
+    def _symbol(self, name: str) -> Tensor:
+        values = self.frame.index(name)
+        if name == "b":
+            return values.view(-1, 1, 1)
+        if name == "h":
+            return values.view(1, -1, 1)
+        offset = self.frame.q_offset
+        if name == "kv" or (isinstance(offset, int) and offset == 0):
+            return values.view(1, 1, -1)
+        return values.view(1, 1, -1) + (offset.view(-1, 1, 1) if isinstance(offset, Tensor) else offset)
+
+    def _sliced(self, data: Tensor, names: list[str]) -> Tensor:
+        """A lookup at plain symbols: the table itself, its axes put where the symbols have theirs."""
+        offset, n = self.frame.q_offset, self.frame.q_len
+        if "q" in names and isinstance(offset, Tensor):
+            return _integer(data[tuple(self._symbol(name) for name in names)])
+        if "q" in names:
+            data = data.narrow(names.index("q"), int(offset), n)
+        if "kv" in names:  # a derived table may have more, as may a captured one
+            data = data.narrow(names.index("kv"), 0, self.frame.kv_len)
+        for name, size in (("b", self.frame.batch), ("h", self.frame.heads)):
+            if name in names and data.shape[names.index(name)] > size:
+                data = data.narrow(names.index(name), 0, size)
+        order = ["b", "h", self.axis]
+        data = data.permute([names.index(name) for name in order if name in names])
+        return _integer(data[tuple(slice(None) if name in names else None for name in order)])
+
+
+def sides(mask: Compare, left: Evaluation, right: Evaluation) -> tuple[Any, Any] | None:
+    """The sides of a comparison, each along its own axis, as values that compare as they do.
+
+    Where 64 bits do not hold the values of one side, it is evaluated within those of the other, which then are read. None where
+    that does not suffice either.
+    """
+    of_left, of_right = left.exact(mask.left), right.exact(mask.right)
+    if of_left is None and of_right is not None:
+        of_left = left.within(mask.left, *_ends(of_right))
+    elif of_right is None and of_left is not None:
+        of_right = right.within(mask.right, *_ends(of_left))
+    return None if of_left is None or of_right is None else (of_left, of_right)
+
+
+def _added(parts: list[tuple[Any, int]], constant: int) -> Any:
+    """Values added up or, where the number with them is negative, taken away."""
+    total: Any = None
+    for values, sign in sorted(parts, key=lambda part: part[1] < 0):
+        if total is None and sign < 0:
+            total, constant = constant - values, 0
+        else:
+            total = values if total is None else total + values if sign > 0 else total - values
+    return constant if total is None else total + constant if constant else total
+
+
+def _kept(values: Any, low: int, high: int) -> Any:
+    return values.clamp(low, high) if isinstance(values, Tensor) else min(max(values, low), high)
+
+
+def _ends(values: Any) -> Extent:
+    least, most = values.aminmax() if isinstance(values, Tensor) else (values, values)
+    return int(least), int(most)
+
+
+def hoisted_closure(frame: Frame) -> Closure:
+    """The closure of the mask of a frame, what depends on the query or on the key alone worked out beforehand."""
+    along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
+
+    def hoisted(node: Node) -> Node | None:
+        if (
+            not isinstance(node, Index)
+            or isinstance(node, Symbol | Constant)
+            or (isinstance(node, Opaque) and node.shape)
+            or (isinstance(node, Lookup) and _is_plain(node.indices))
+        ):
+            return None
+        axes = node.symbols & {"q", "kv"}
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
+        values = along[axis].tensor(node)
+        shape = (*values.shape[:2], frame.q_len if axis == "q" else frame.kv_len)
+        return Column(values.expand(shape), axis)
+
+    return closure_of(cast(Mask, frame.settled(frame.mask).replace(hoisted)), frame)
+
+
+def _integer(values: Tensor) -> Tensor:
+    return values.to(torch.int64) if values.dtype == torch.bool else values
+
+
+def _is_plain(indices: tuple[Index, ...]) -> bool:
+    names = [index.name for index in indices if isinstance(index, Symbol)]
+    return len(names) == len(indices) == len(set(names))

@@ -1,0 +1,111 @@
+"""Pieces: columns that rise in pieces, such as ``kv % n``, and the keys between two values in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from flexmask.intervals.rows import Rows
+
+__all__ = ["MAX_FOUND", "Pieces", "direction"]
+
+#: Intervals of a row that are looked for at most, of which many may turn out to be empty.
+MAX_FOUND = 256
+#: Entries of the table of first keys at most, for each key: about what the rows themselves take.
+MAX_ENTRIES = 16
+#: Intervals that are looked for at a time, which bounds the memory of intermediate results.
+CHUNK = 2**22
+
+
+def direction(column: Tensor) -> int:
+    """1 where ``[..., n]`` never falls, else -1 where it never rises, else 0; waits for the device."""
+    before, here = column[..., :-1], column[..., 1:]  # a difference of two integers of 64 bits may need more
+    return 1 if bool((before <= here).all()) else -1 if bool((before >= here).all()) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of a column ``int64[n]`` within which it rises or stays the same.
+
+    Attributes:
+        piece: the piece of each key, ``int32[n]``.
+        first: the first key of piece ``p`` whose value is at least ``low + v``, or of a later piece, ``int32``; at
+            ``p * size + v``.
+        low: the least value.
+        size: values that there are in the range of the column.
+    """
+
+    piece: Tensor
+    first: Tensor
+    low: int
+    size: int
+
+    @classmethod
+    def of(cls, column: Tensor) -> Self | None:
+        """The pieces, or None where there would be too many; waits for the device."""
+        piece = torch.nn.functional.pad((column[1:] < column[:-1]).long().cumsum(0), (1, 0))
+        low, high = (int(value) for value in column.aminmax())
+        size, count = high - low + 1, int(piece[-1]) + 1
+        if size * count > MAX_ENTRIES * (column.numel() + 64):
+            return None
+        held = torch.bincount(piece * size + (column - low), minlength=size * count)
+        first = torch.nn.functional.pad(held.cumsum(0), (1, 0))
+        return cls(piece.to(torch.int32), first.to(torch.int32), low, size)
+
+    @property
+    def count(self) -> int:
+        """How many pieces there are."""
+        return (self.first.numel() - 1) // self.size
+
+    def rank(self, value: Tensor, *, inclusive: bool) -> Tensor:
+        """How many integers of the column's range are below values, or not above them, ``int32``; for any of 64 bits."""
+        beyond = value >= self.low if inclusive else value > self.low + (self.size - 1)
+        return (value.clamp(self.low, self.low + (self.size - 1)) - self.low + beyond).to(torch.int32)
+
+    def between(self, rows: Rows, least: Tensor, behind: Tensor, most: int) -> Rows | None:
+        """Of each row the keys whose values have a rank in ``least <= rank < behind``; waits for the device.
+
+        Args:
+            rows: the keys to choose from.
+            least: ``int32[B, H, q_len]``, each axis may be 1: see :meth:`rank`.
+            behind: likewise.
+            most: intervals of a row at most; None is returned where there are more, or far more would have to be looked at.
+        """
+        end = rows.kv_len - 1
+        begin, last = (_taken(self.piece, key.clamp(0, end)) for key in (rows.lo, rows.hi - 1))
+        number = torch.where(rows.lo < rows.hi, last - begin + 1, 0)
+        step = torch.arange(max(1, int(number.max())), dtype=torch.int32, device=begin.device)
+        if step.numel() * rows.slots > MAX_FOUND:
+            return None
+        parts: list[Rows] = []
+        for part in _chunks((rows.lo, rows.hi, begin, number, least, behind), CHUNK // (step.numel() * rows.slots)):
+            parts.append(self._found(part, step, rows.kv_len))
+            if parts[-1].slots > most:
+                return None
+        return Rows.stacked(parts, 2)
+
+    def _found(self, tensors: Sequence[Tensor], step: Tensor, kv_len: int) -> Rows:
+        lo, hi, begin, number, least, behind = tensors
+        start = (begin.unsqueeze(-1) + step).clamp(max=self.count - 1) * self.size
+        first = torch.maximum(_taken(self.first, start + least[..., None, None]), lo.unsqueeze(-1))
+        stop = torch.minimum(_taken(self.first, start + behind[..., None, None]), hi.unsqueeze(-1))
+        if step.numel() > 1:
+            stop = torch.where(step < number.unsqueeze(-1), stop, first)
+        return Rows(first.flatten(-2), stop.flatten(-2), kv_len).joined()
+
+
+def _chunks(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Queries, at most ``size`` at a time, of tensors ``[B, H, q_len, ...]``, in which each of these axes may be 1."""
+    shapes = [torch.Size(tensor.shape[:3]) for tensor in tensors]
+    batch, heads, q_len = torch.broadcast_shapes(*shapes)
+    size = max(1, size // (batch * heads))
+    for start in range(0, q_len, size):
+        yield [tensor if tensor.shape[2] == 1 else tensor[:, :, start : start + size] for tensor in tensors]
+
+
+def _taken(values: Tensor, at: Tensor) -> Tensor:
+    return values.index_select(0, at.flatten()).view(at.shape)

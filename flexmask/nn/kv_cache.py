@@ -1,0 +1,289 @@
+"""Keys and values of the tokens so far, for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask._checks import integer, kind_of, unfit
+from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.index import b, kv
+from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.tables import Literal, TensorTable, as_table
+from flexmask.nn.growing import Tokens, check_window, grown
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """The keys and values of one attention layer, so that a token is projected once however many queries follow.
+
+    ``module(x, cache=cache)`` adds the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at a
+    time. Each row of the output is that of the whole sequence under the same mask. Data of the mask is that of the whole
+    sequence, or of its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is refused: it would move with each token.
+    Room is made with the first tokens, whose batch, heads, dtype and device it takes.
+
+    Sequences of other lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens of
+    each, in every call; or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
+    :meth:`truncate`, after which each sequence is at its own position and needs no ``key_padding``.
+
+    Each layer has a cache of its own, as its keys are; that of another layer is refused. A layer that is applied twice to each
+    token, as where layers share their weights, needs a cache for each time, which the cache cannot see.
+
+    A context's keys, in cross-attention, are computed by the first call and read by all others; they need no capacity.
+
+    Under ``torch.compile(fullgraph=True)`` the BlockMask has as many keys as ``capacity``, which keeps its sizes:
+    ``mask.block_mask(1, capacity, q_offset=position)``. Two graphs then serve all steps.
+
+    The cache holds no gradients: within a call they reach its own tokens, never those before.
+
+    Args:
+        capacity: tokens that fit. May be left out with ``window``, and for a context's keys.
+        window: keys that a query sees at most, with its own, as in ``sliding_window(size=window)``. Besides the tokens of the
+            last call no more are kept. A mask that shows a key further back is an error; what says itself that it does not,
+            as windows do, costs nothing, any other mask has its rows compared in each call. (On another device than the CPU a
+            mask that holds tensors is not compared, nor is a BlockMask anywhere.)
+
+    Attributes:
+        length: positions so far, an int, or ``int64[B]`` once sequences stand at different ones.
+        key: ``[B, n_kv_heads, room, d_head]``, the keys; None at first. With ``window`` or a context, only those that are there.
+        value: the values, likewise.
+        first: the position of the first key, an int, or ``int64[B]``, where below 0 there is none.
+
+    Raises:
+        OperandError: a number that is no integer.
+        ExpressionError: one less than 1.
+    """
+
+    def __init__(self, capacity: int | None = None, *, window: int | None = None) -> None:
+        for name, number in (("capacity", capacity), ("window", window)):
+            if number is not None:
+                integer(number, f"KVCache: {name}")
+        self.capacity, self.window = capacity, window
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything, so that another sequence can begin, in any layer."""
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.length: int | Tensor = 0
+        self.first: int | Tensor = 0
+        self.holds_context = False
+        self._owner: object = None
+        self._end = 0  # the greatest length, known without asking a device
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owner": None}  # a copy may go on in a copy of the layer
+
+    def __repr__(self) -> str:
+        length = self.length.tolist() if isinstance(self.length, Tensor) else self.length
+        return f"KVCache(capacity={self.capacity}, window={self.window}, length={length})"
+
+    def positions(self, number: int, device: torch.device) -> Tensor:
+        """The positions of the next tokens, ``int64[number]``, or ``int64[B, number]``."""
+        ahead = torch.arange(number, device=device)
+        return self.length[:, None] + ahead if isinstance(self.length, Tensor) else self.length + ahead
+
+    # ---------------------------------------------------------------- tokens
+
+    def claim(self, owner: object) -> None:
+        """Makes the cache that of one layer, until :meth:`reset`.
+
+        Args:
+            owner: what stands for the layer.
+
+        Raises:
+            LoweringError: it holds what another layer has computed.
+        """
+        if self._owner is not None and self._owner is not owner and (self._end > 0 or self.holds_context):
+            raise LoweringError(
+                "the cache holds keys of another layer: give each layer a KVCache of its own, e.g. "
+                "caches = [KVCache(capacity) for _ in layers]; call reset() for another sequence, and copy.deepcopy(cache) to go "
+                "on in a copy of the layer"
+            )
+        self._owner = owner
+
+    def append(self, key: Tensor, value: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+        """Puts new tokens behind those that are there; :meth:`advance` makes them stay.
+
+        Args:
+            key: ``[B, n_kv_heads, length, d_head]``.
+            value: likewise.
+            whole: whether to return all the room, also behind the last token, as a BlockMask over ``capacity`` keys wants it.
+
+        Returns:
+            the keys and values to attend to.
+
+        Raises:
+            LoweringError: no room, or shapes, a dtype or a device that differ from those of the tokens before.
+        """
+        if self.holds_context:
+            raise LoweringError("the cache holds the keys of a context: give self-attention a KVCache of its own")
+        if self.capacity is None and self.window is None:
+            raise LoweringError("KVCache() without a capacity holds a context's keys only; give it as KVCache(capacity)")
+        end = self._end + key.shape[2]
+        if self.capacity is not None and end > self.capacity:
+            raise LoweringError(
+                f"the cache holds capacity={self.capacity} tokens, {self._end} are taken and {key.shape[2]} more do not fit: "
+                "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
+            )
+        self._check(key, value)
+        if self.window is not None:
+            return self._shifted(key, value)
+        shape = (*key.shape[:2], cast(int, self.capacity))
+        if self.key is None:
+            with torch.inference_mode(False):  # so that steps with other settings can follow
+                self.key, self.value = (torch.zeros(*shape, n.shape[3], dtype=n.dtype, device=n.device) for n in (key, value))
+        pair = []
+        for held, new in ((self.key, key), (cast(Tensor, self.value), value)):
+            self._write(held, new.detach())
+            seen = held if whole else held[:, :, :end]
+            if torch.is_grad_enabled():  # what is saved for the backward pass must not change
+                seen = seen.clone()
+                self._write(seen, new)
+            pair.append(seen)
+        return pair[0], pair[1]
+
+    def advance(self, number: int) -> None:
+        """Moves the position behind the new tokens."""
+        self.length = self.length + number
+        self._end += number
+
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Keeps the keys and values of a context, ``[B, n_kv_heads, kv_len, d_head]``.
+
+        Raises:
+            LoweringError: the cache holds tokens.
+        """
+        if self.key is not None:
+            raise LoweringError("the cache holds tokens: give cross-attention a KVCache of its own, or call reset()")
+        self.key, self.value, self.holds_context = key.detach(), value.detach(), True
+
+    def placed(self, mask: Mask | None, number: int, heads: int) -> Mask | None:
+        """The mask of the whole sequence as one over the keys that the last :meth:`append` gave.
+
+        Args:
+            mask: the mask, or None for everything.
+            number: the new tokens, before :meth:`advance`.
+            heads: heads of the queries.
+
+        Raises:
+            LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
+                that the mask shows and the window has dropped.
+        """
+        key, first = cast(Tensor, self.key), 0 if self.holds_context else self.first
+        tokens = Tokens(key.shape[0], number, self.length, self._end + number, first, key.device, complete=self.holds_context)
+        whole = Truth(True) if mask is None else mask
+        placed = grown(whole, tokens)
+        if self.window is not None and not self.holds_context:
+            check_window(whole, tokens, self.window, heads)
+        elif isinstance(self.length, Tensor) and not self.holds_context:
+            placed = placed & (kv < TensorTable(self.length + number)[b])
+        return None if mask is None and isinstance(placed, Truth) else placed
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Forgets the tokens behind a length: padding of a prompt, or drafts that were not accepted.
+
+        Args:
+            lengths: tokens to keep, an int, or ``int[B]`` for each sequence. A tensor is read, which forces a host sync.
+
+        Raises:
+            LoweringError: more than there are, or so few that the window before them is gone.
+        """
+        if self.key is None:
+            raise LoweringError("the cache is empty: there is nothing to cut")
+        device, batch = self.key.device, self.key.shape[0]
+        try:
+            table = as_table(lengths, "truncate: lengths")
+        except OperandError:
+            table = None
+        if table is None or table.boolean:
+            raise OperandError(f"truncate: lengths must be integers, one or a list or tensor of them, got {kind_of(lengths)}")
+        is_one = isinstance(table, Literal) and not table.size
+        wanted: int | Tensor = cast(Literal, table).tolist() if is_one else table.to_tensor().to(device, torch.int64)
+        if isinstance(wanted, Tensor) and wanted.shape != (batch,):
+            raise LoweringError(f"truncate: lengths must be an int or int[{batch}], got shape {list(wanted.shape)}")
+        many, held = (torch.as_tensor(n, device=device).expand(batch).tolist() for n in (wanted, self.length))
+        if any(not 0 <= n <= most for n, most in zip(many, held, strict=True)):
+            raise LoweringError(f"truncate: lengths must lie between 0 and those of the cache, {held}; got {many}")
+        if self.window is not None and not self.holds_context:
+            first = torch.as_tensor(self.first, device=device).expand(batch).tolist()
+            if any(n < most and begin > max(0, n - self.window + 1) for n, most, begin in zip(many, held, first, strict=True)):
+                raise LoweringError(
+                    f"truncate: a window of {self.window} before {many} is no longer there, the keys begin at {first}; "
+                    "cut right after the call that added too much"
+                )
+        uniform = isinstance(wanted, int) and isinstance(self.length, int)
+        self.length = wanted if uniform else torch.as_tensor(many, device=device)
+        self._end = max(many, default=0)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Sequence ``i`` becomes what ``indices[i]`` was, as in beam search; there may be more or fewer than before.
+
+        Args:
+            indices: ``int[B]``, on the device of the keys.
+        """
+        if self.key is None or self.value is None:
+            raise LoweringError("the cache is empty: there is nothing to reorder")
+        is_index = isinstance(indices, Tensor) and indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64)
+        if not is_index or unfit(indices):
+            raise OperandError(f"reorder: indices must be an integer tensor [B], got {kind_of(indices)}")
+        if indices.device != self.key.device:
+            raise LoweringError(f"reorder: indices are on {indices.device}, the keys on {self.key.device}; move them with .to()")
+        if (
+            not _sync.needs_sync(indices)
+            and indices.numel()
+            and not 0 <= int(indices.min()) <= int(indices.max()) < len(self.key)
+        ):
+            raise LoweringError(f"reorder: indices must lie between 0 and {len(self.key) - 1}, got {indices.tolist()}")
+        self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
+        if isinstance(self.length, Tensor):
+            self.length = self.length.index_select(0, indices)
+        if isinstance(self.first, Tensor):
+            self.first = self.first.index_select(0, indices)
+
+    # ---------------------------------------------------------------- room
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        if self.key is None or self.value is None:
+            return
+        for name, new, held in (("keys", key, self.key), ("values", value, self.value)):
+            if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
+                raise LoweringError(
+                    f"the cache holds {name} [B, n_kv_heads, length, d_head] of {held.shape[0]} sequences and {held.shape[1]} "
+                    f"heads of {held.shape[3]}, got {list(new.shape)}; reset() it for another batch"
+                )
+            if new.dtype != held.dtype or new.device != held.device:
+                raise LoweringError(
+                    f"the cache holds {name} of {held.dtype} on {held.device}, got {new.dtype} on {new.device}; reset() it"
+                )
+
+    def _write(self, room: Tensor, new: Tensor) -> None:
+        if isinstance(self.length, int):
+            room[:, :, self.length : self.length + new.shape[2]] = new
+        else:
+            sequences = torch.arange(new.shape[0], device=new.device)[:, None]
+            room[sequences, :, self.positions(new.shape[2], new.device)] = new.transpose(1, 2)
+
+    def _shifted(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The last keys of the window and the new ones behind them, which become all that is held."""
+        number = min(cast(int, self.window) - 1, self._end)
+        if self.key is None or self.value is None:
+            pair = key, value
+        else:
+            begin: Any = self.length - number
+            slots = begin - self.first
+            if isinstance(slots, Tensor):
+                at = (slots[:, None] + torch.arange(number, device=key.device)).clamp(min=0)
+                at = at[:, None, :, None]
+                old = [held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3])) for held in (self.key, self.value)]
+            else:
+                old = [held[:, :, slots : slots + number] for held in (self.key, self.value)]
+            pair = torch.cat((old[0], key), 2), torch.cat((old[1], value), 2)
+            self.first = begin
+        self.key, self.value = pair[0].detach(), pair[1].detach()
+        return pair

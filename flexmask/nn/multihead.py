@@ -1,0 +1,420 @@
+"""Multi-head attention under any mask, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask import _sync
+from flexmask._checks import check_function, integer, kind_of, unfit
+from flexmask.backends.api import Backend, attention, check_backend, check_options
+from flexmask.backends.dropout import check_dropout
+from flexmask.backends.tiled_sdpa import ScoreMod
+from flexmask.backends.weights import attention_weights
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
+from flexmask.nn.convert import ELSEWHERE, as_torch, sizes_of_torch, weights_of_torch
+from flexmask.nn.kv_cache import KVCache
+from flexmask.tracing.as_mask import MaskLike, as_mask
+
+__all__ = ["MultiheadFlexAttention", "Rope"]
+
+#: Turns queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
+Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+#: The names that forward has itself, so that no parameter of a mask can be given by them.
+TAKEN = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
+
+
+class MultiheadFlexAttention(nn.Module):
+    """Multi-head self-attention or cross-attention under any mask.
+
+    The mask says True for what may be seen. (``torch.nn.MultiheadAttention`` says True for what may not: its
+    ``key_padding_mask`` is ``key_padding(hide=key_padding_mask)``, its boolean ``attn_mask`` is ``~dense(attn_mask)``.)
+
+    Under ``torch.compile(fullgraph=True)`` the mask is a BlockMask that :meth:`forward` is given. ``torch.export`` takes, with
+    ``strict=False``, a module without a mask, or with one that depends on positions alone.
+
+    Args:
+        d_in: width of the input, and of the context unless ``d_context`` says otherwise.
+        d_out: width of the output.
+        n_heads: number of heads.
+        bias: whether the projections of queries, keys and values have a bias.
+        n_kv_heads: heads of the keys and values, ``n_heads`` by default, which they divide: query head ``h`` uses key head
+            ``h // (n_heads // n_kv_heads)``.
+        d_head: width of a head, ``d_out / n_heads`` by default.
+        d_context: width of the context where it differs from ``d_in``. The module then has projections for cross-attention.
+        out_bias: whether the output projection has a bias.
+        dropout: probability that an attention weight is dropped in training mode.
+        mask: a mask, its text, or a ``mask_mod``, used where :meth:`forward` is given none. It moves with the module, and is not
+            in its state.
+        score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
+        scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
+        rope: ``rope(x, positions) -> x`` turns queries and keys, ``[B, heads, length, d_head]``; a module is registered.
+        backend: see :func:`flexmask.attention`.
+        device: of the weights.
+        dtype: of the weights.
+
+    Attributes:
+        in_proj: the projections to queries, keys and values, one below the other:
+            ``Linear(d_in, (n_heads + 2 * n_kv_heads) * d_head)``. With ``d_context`` there are ``q_proj`` and, for keys and
+            values, ``kv_proj`` instead.
+        out_proj: ``Linear(n_heads * d_head, d_out)``.
+
+    Raises:
+        OperandError: an argument of a wrong type.
+        ExpressionError: sizes that do not divide, or a mask with a parameter that :meth:`forward` cannot be given.
+
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; grouped queries: Ainslie et al., https://arxiv.org/abs/2305.13245
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        n_heads: int,
+        bias: bool = False,
+        *,
+        n_kv_heads: int | None = None,
+        d_head: int | None = None,
+        d_context: int | None = None,
+        out_bias: bool = True,
+        dropout: float = 0.0,
+        mask: MaskLike | None = None,
+        score_mod: ScoreMod | None = None,
+        scale: float | None = None,
+        rope: Rope | None = None,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_backend(backend)
+        check_dropout(dropout, "dropout")
+        check_options(score_mod, scale)
+        for name, flag in (("bias", bias), ("out_bias", out_bias)):
+            if not isinstance(flag, bool | int):
+                raise OperandError(f"{name} must be True or False, got {kind_of(flag)}")
+        if rope is not None:
+            check_function(rope, "rope", "(x, positions) -> x")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OperandError(f"dtype must be a torch.dtype, got {kind_of(dtype)}")
+        if device is not None:
+            _sync.resolve_device(device)
+        required = {"d_in": d_in, "d_out": d_out, "n_heads": n_heads}
+        optional = {"n_kv_heads": n_kv_heads, "d_head": d_head, "d_context": d_context}
+        given = required | {name: size for name, size in optional.items() if size is not None}
+        for name, size in given.items():
+            integer(size, name, least=None, most=2**31)
+        if min(given.values()) < 1:
+            raise ExpressionError(f"sizes must be at least 1; got {', '.join(f'{name}={size}' for name, size in given.items())}")
+        if d_head is None and d_out % n_heads:
+            raise ExpressionError(f"n_heads must divide d_out, got {d_out=}, {n_heads=}; give d_head= for heads of another width")
+        if n_kv_heads is not None and n_heads % n_kv_heads:
+            raise ExpressionError(f"n_kv_heads must divide n_heads, got {n_kv_heads=}, {n_heads=}")
+        self.d_in, self.d_out, self.n_heads = d_in, d_out, n_heads
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.d_head = d_out // n_heads if d_head is None else d_head
+        self.d_context = d_in if d_context is None else d_context
+        self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
+        self.mask = _as_mask(mask)
+        self._identity = object()  # what a KVCache remembers of the module
+        inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
+        both = 2 * self.n_kv_heads * self.d_head
+        if self.d_context == d_in:
+            self.in_proj = nn.Linear(d_in, inner + both, bias=bias, **cast(Any, options))
+        else:
+            self.q_proj = nn.Linear(d_in, inner, bias=bias, **cast(Any, options))
+            self.kv_proj = nn.Linear(self.d_context, both, bias=bias, **cast(Any, options))
+        self.out_proj = nn.Linear(inner, d_out, bias=out_bias, **cast(Any, options))
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: MaskLike | BlockMask | None = None,
+        *others: Any,
+        context: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        return_qk: bool = False,
+        **parameters: Any,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Attends from each position of ``x`` to ``x``, or to ``context``.
+
+        Args:
+            x: ``[B, q_len, d_in]``.
+            mask: what each position may see: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask.
+                None for the module's own, or everything where it has none.
+            others: nothing; what torch's module takes as ``key`` and ``value`` is the context here.
+            context: ``[B, kv_len, d_context]``, where keys and values come from in cross-attention. Not read where ``cache`` has
+                its keys already.
+            cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
+                sequence. A BlockMask has ``q_offset`` in it, and as many keys as the cache has capacity or tokens.
+            positions: for ``rope``, of the tokens of ``x``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart in each
+                document. By default they count from the start of the sequence, as the keys of a context do from the context's.
+            return_qk: whether to return the queries and keys as well, as ``rope`` has turned them.
+            parameters: the values of the mask's parameters, e.g. ``lengths=`` of ``"key_padding(lengths)"``.
+
+        Returns:
+            ``[B, q_len, d_out]``; with ``return_qk`` also the queries ``[B, n_heads, q_len, d_head]`` and the keys
+            ``[B, n_kv_heads, kv_len, d_head]``.
+
+        Raises:
+            ExpressionError: a parameter that the mask does not have, or one that it has and is not given.
+            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache that has no room, is that of
+                another layer, or cannot give the mask's rows.
+            OperandError: an argument of a wrong type or dtype.
+        """
+        if others:
+            raise OperandError(
+                f"forward takes x and a mask by position, got {len(others)} more: where torch's module is called with query, key "
+                "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
+            )
+        self._check(x, context, cache, positions)
+        mask = self._bound(mask, parameters, x.device, bind=0 not in x.shape)
+        offset = 0 if cache is None else cache.length
+        if positions is None and cache is not None:
+            positions = cache.positions(x.shape[1], x.device)
+        query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
+        placed, first = mask, cast("int | Tensor", 0)
+        if cache is None:
+            key, value = new
+        else:
+            key, value = self._cached(cache, new, mask, is_context=context is not None)
+            placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], self.n_heads)
+            first = cache.first
+            if torch.compiler.is_compiling():  # of a new cache dynamo forgets what is written behind FlexAttention
+                cache.advance(x.shape[1])
+        seen = attention(
+            query,
+            key,
+            value,
+            placed,
+            score_mod=self.score_mod if cache is None else _moved(self.score_mod, offset, first, x),
+            scale=self.scale,
+            enable_gqa=self.n_kv_heads != self.n_heads,
+            q_offset=0 if isinstance(mask, BlockMask) else offset,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        if cache is not None and not torch.compiler.is_compiling():  # a call that failed leaves it as it was
+            cache.advance(x.shape[1])
+        out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
+        return (out, query, key) if return_qk else out
+
+    @torch.no_grad()
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: MaskLike | None = None,
+        *,
+        context: Tensor | None = None,
+        positions: Tensor | None = None,
+        **parameters: Any,
+    ) -> Tensor:
+        """What a call with these arguments multiplies the values with, without dropout: ``float[B, n_heads, q_len, kv_len]``.
+
+        The arguments and errors are those of :meth:`forward`. ``flexmask.plot_scores`` draws the weights. A BlockMask has none
+        to give.
+        """
+        self._check(x, context, None, positions)
+        bound = self._bound(mask, parameters, x.device, bind=True)
+        if isinstance(bound, BlockMask):
+            raise OperandError("attention_weights takes a Mask, its text or a mask_mod, got a BlockMask")
+        query, key, _ = self._heads(x, context, positions, keys=True)
+        return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
+
+    # ---------------------------------------------------------------- torch's module
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: Backend = "auto") -> Self:
+        """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
+
+        Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
+        and a boolean ``attn_mask``, this one takes ``key_padding(hide=hidden) & ~dense(attn_mask)``. A query that sees no key
+        gives 0 before the output projection, not NaN.
+
+        Args:
+            module: torch's module. With ``kdim == vdim`` other than its width, the keys and values are a context's.
+            mask: see :class:`MultiheadFlexAttention`.
+            backend: likewise.
+
+        Raises:
+            LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, or ``add_zero_attn``.
+        """
+        made = cls(**sizes_of_torch(module), mask=mask, backend=backend)
+        made.load_state_dict(weights_of_torch(module))
+        return made.train(module.training)
+
+    def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """A ``torch.nn.MultiheadAttention`` with copies of the weights, in the same mode. It has no mask: see :meth:`from_torch`.
+
+        Args:
+            batch_first: the order of the axes of its inputs.
+
+        Raises:
+            LoweringError: what it cannot do: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
+        """
+        width = self.d_out
+        extra = {name: getattr(self, name) is not None for name in ("rope", "score_mod", "scale")}
+        wider = {"d_in": self.d_in != width, "d_head": self.d_head * self.n_heads != width}
+        found = [name for name, given in (wider | {"n_kv_heads": self.n_kv_heads != self.n_heads} | extra).items() if given]
+        if found:
+            raise LoweringError(
+                f"torch.nn.MultiheadAttention has one width d_in = d_out = n_heads * d_head, as many key heads as query heads, "
+                f"and no rope, score_mod or scale; this module differs in {', '.join(found)}"
+            )
+        state, weight = self.state_dict(), self.out_proj.weight
+        sizes = {
+            "d_out": width,
+            "n_heads": self.n_heads,
+            "bias": "in_proj.bias" in state or "q_proj.bias" in state,
+            "out_bias": "out_proj.bias" in state,
+            "dropout": self.dropout,
+            "d_context": None if self.d_context == width else self.d_context,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
+        return as_torch(sizes, state, batch_first).train(self.training)
+
+    # ---------------------------------------------------------------- parts of forward
+
+    def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None, positions: Tensor | None) -> None:
+        weight = self.out_proj.weight
+        for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
+            if tensor is None and name == "context":
+                continue
+            if not isinstance(tensor, Tensor):
+                raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if reason := unfit(tensor):
+                raise OperandError(f"{name} must be a plain tensor, got {reason}")
+            if tensor.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+                raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
+            if tensor.dim() != 3 or tensor.shape[-1] != width:
+                hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""
+                raise LoweringError(f"{name} must be [B, length, {width}], got {list(tensor.shape)}{hint}")
+        if context is not None and context.shape[0] != x.shape[0]:
+            raise LoweringError(f"x and context must have one batch, got {x.shape[0]} and {context.shape[0]} sequences")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise OperandError(f"cache must be a flexmask.KVCache, got {type(cache).__name__}")
+        if cache is not None:
+            cache.claim(self._identity)
+        if positions is not None:
+            fits = isinstance(positions, Tensor) and not unfit(positions)
+            fits = fits and not (positions.is_floating_point() or positions.dtype == torch.bool)
+            if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
+                wanted = f"int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}]"
+                raise LoweringError(f"positions must be {wanted}, got {kind_of(positions)}")
+        holds = cache is not None and cache.holds_context
+        if context is None and not holds and self.d_context != self.d_in:
+            raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
+
+    def _bound(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> Mask | BlockMask | None:
+        """The mask of a call with its parameters; without them where there is nothing to attend with."""
+        mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask, device)
+        wanted = set(mask.params) if isinstance(mask, Mask) else set()
+        if not wanted and not parameters:
+            return cast("Mask | BlockMask | None", mask)
+        what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else "a BlockMask" if mask is not None else "no mask, which"
+        missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
+        if unknown:
+            has = f"it has {', '.join(sorted(wanted))}" if wanted else "it has none"
+            hints = "".join(f"\n  {name}: {ELSEWHERE[name]}" for name in unknown if name in ELSEWHERE)
+            raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}{hints}")
+        if missing:
+            calls = ", ".join(f"{name}=..." for name in missing)
+            raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
+        return cast(Mask, mask).bind(**parameters) if bind else None
+
+    def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
+        """As :meth:`_project`, queries and keys turned by ``rope``; positions that are not given count from 0."""
+        query, *others = self._project(x, context, keys=keys)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        query = self._turned(query, positions)
+        if not others:
+            return [query]
+        key, value = others
+        of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
+        return [query, self._turned(key, of_keys), value]
+
+    def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
+        return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)
+
+    def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
+        """Queries, keys and values, as heads; without the keys and values, which are not needed, where a cache holds them."""
+        inner, others = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
+        if self.d_context != self.d_in:
+            parts = (self.q_proj(x), *self.kv_proj(cast(Tensor, context)).split(others, -1)) if keys else (self.q_proj(x),)
+        elif context is None and keys:
+            parts = self.in_proj(x).split((inner, others, others), -1)
+        else:
+            weight, bias = self.in_proj.weight, self.in_proj.bias
+            parts = (F.linear(x, weight[:inner], None if bias is None else bias[:inner]),)
+            if keys:
+                both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
+                parts = (*parts, *both.split(others, -1))
+        return [part.unflatten(-1, (part.shape[-1] // self.d_head, self.d_head)).transpose(1, 2) for part in parts]
+
+    def _cached(
+        self, cache: KVCache, new: list[Tensor], mask: Mask | BlockMask | None, *, is_context: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values to attend to: of a context, or of all tokens so far."""
+        if new and not is_context:
+            whole = isinstance(mask, BlockMask) and mask.seq_lengths[1] == cache.capacity
+            return cache.append(new[0], new[1], whole=whole)
+        if new:
+            cache.store(new[0], new[1])
+            return new[0], new[1]
+        return cast(Tensor, cache.key), cast(Tensor, cache.value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the mask's tensors with the weights."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.mask is not None:
+            self.mask = self.mask.to(self.out_proj.weight.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """The sizes, as the module prints them."""
+        parts = [f"d_in={self.d_in}, d_out={self.d_out}, n_heads={self.n_heads}"]
+        if self.n_kv_heads != self.n_heads:
+            parts.append(f"n_kv_heads={self.n_kv_heads}")
+        if self.d_head * self.n_heads != self.d_out:
+            parts.append(f"d_head={self.d_head}")
+        if self.d_context != self.d_in:
+            parts.append(f"d_context={self.d_context}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.mask is not None:
+            parts.append(f"mask={self.mask.brief()!r}")
+        return ", ".join(parts)
+
+
+def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
+    if mask is None:
+        return None
+    if isinstance(mask, BlockMask):
+        raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
+    found = as_mask(mask, also="None", device=device)
+    if TAKEN & set(found.params):
+        taken = ", ".join(sorted(TAKEN & set(found.params)))
+        raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
+    return found
+
+
+def _moved(score_mod: ScoreMod | None, offset: int | Tensor, first: int | Tensor, x: Tensor) -> ScoreMod | None:
+    """A score_mod of the whole sequence as one of the queries and keys that are there."""
+    if score_mod is None:
+        return None
+    rows, columns = (torch.as_tensor(start, device=x.device).expand(x.shape[0]) for start in (offset, first))
+
+    def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
+
+    return moved

@@ -1,0 +1,310 @@
+"""The text form of masks: an expression in a subset of Python's grammar, read with ``ast`` and never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from flexmask import registry
+from flexmask._checks import nearest
+from flexmask.catalogue import __all__ as _built_in
+from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
+from flexmask.expr.index import Index, Symbol, maximum, minimum
+from flexmask.expr.mask import Mask, where
+from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.node import MAX_DEPTH
+from flexmask.expr.packing import document_ids, document_starts
+from flexmask.expr.tables import Literal, Param, Table, param, table
+from flexmask.registry import misfit
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["kept_mask", "parse"]
+
+#: The longest text, in characters, and the deepest nesting that is read: that of an expression, and of what data adds to it.
+MAX_LENGTH = 1_000_000
+MAX_NESTING = MAX_DEPTH + 10
+
+assert set(_built_in) <= set(NAMES)
+SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "document_ids": document_ids,
+    "document_starts": document_starts,
+    "maximum": maximum,
+    "minimum": minimum,
+    "param": param,
+    "table": table,
+    "where": where,
+}
+PARAMETERS = " Another name is a parameter, which stands for a number or for data: ids[b, q] == ids[b, kv]."
+BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
+COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+#: What people write, and what a mask's text has instead.
+INSTEAD: dict[type[ast.AST], str] = {
+    ast.And: "write a & b for `a and b`",
+    ast.Or: "write a | b for `a or b`",
+    ast.Not: "write ~a for `not a`",
+    ast.Div: "write // to divide and round down",
+    ast.IfExp: "write where(condition, a, b) for a choice",
+    ast.Attribute: "attributes are not part of a mask's text",
+    ast.Lambda: "functions are not part of a mask's text",
+    ast.Is: "write == to compare",
+    ast.In: "compare with == and join with |",
+}
+
+
+def parse(text: str, /, **values: object) -> Mask:
+    """Reads a mask from text, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
+
+    The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
+    expressions, the symbols ``b h q kv q_len kv_len``, the named masks (without parentheses where they have no arguments),
+    ``abs minimum maximum where table document_ids document_starts``, numbers, lists, strings, ``None``, ``True`` and
+    ``False``. Any other name is a parameter, to be bound with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``.
+    Plugins are loaded when a name stands there that flexmask itself does not have.
+
+    Args:
+        text: the mask.
+        values: of its parameters, by name: numbers, or data. Those that shape a mask, such as a canvas, can only be given here.
+
+    Raises:
+        ExpressionError: a value for a parameter that the text does not have.
+        DuplicateNameError: two packages define a mask of one name.
+        TextError: text that is not a mask; shows the column and the nearest known name.
+        OperandError: ``text`` is not a string.
+    """
+    if not isinstance(text, str):
+        raise OperandError(f"parse() reads a string, got {type(text).__name__} {text!r}")
+    if len(text) > MAX_LENGTH:
+        raise TextError(f"the text has {len(text)} characters; at most {MAX_LENGTH} are read. Bind long data: mask.bind(ids=...)")
+    if not text.strip():
+        raise TextError("the text is empty; write a mask, e.g. causal & key_padding(lengths=[3, 5, 4])")
+    line = " ".join(text.split())  # a mask may stand on several lines
+    _check_nesting(line)
+    try:
+        tree = ast.parse(line, mode="eval")
+    except (MemoryError, RecursionError):
+        raise TextError("the expression is too long or too deeply nested to be read", line[:100]) from None
+    except (SyntaxError, ValueError) as error:
+        column = getattr(error, "offset", None) or 1
+        raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
+    reader = _Reader(line, values)
+    mask = reader.mask(tree.body)
+    unknown = sorted(set(values) - reader.used)
+    if unknown:
+        known = ", ".join(sorted({*reader.used, *mask.params})) or "none"
+        raise ExpressionError(f"the mask {mask.brief()} has no parameter {', '.join(unknown)}; it has {known}")
+    return mask
+
+
+def kept_mask(text: str, device: torch.device | None = None) -> Mask:
+    """The mask of a text, which is read once and kept for the next time.
+
+    Args:
+        text: the mask.
+        device: where the mask is lowered. Tensors that the data in a text becomes there are kept with the text on the CPU only;
+            elsewhere, and where no device is said, they last as long as the mask that is returned.
+
+    Raises:
+        TextError: text that is not a mask.
+    """
+    kept = _kept(text)
+    return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
+
+
+@lru_cache(maxsize=256)
+def _kept(text: str) -> Mask:
+    return parse(text)
+
+
+def _with_own_data(kept: Mask) -> Mask:
+    """The same mask with literal data of its own, so that the tensors which it becomes do not outlast the caller's mask."""
+    if "literal" not in kept.memo:
+        kept.memo["literal"] = any(isinstance(node, Literal) for node in kept.walk())
+    if not kept.memo["literal"]:
+        return kept
+    return cast(Mask, kept.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
+
+
+def _check_nesting(line: str) -> None:
+    depth = 0
+    for column, character in enumerate(line):
+        depth += (character in "([") - (character in ")]")
+        if depth > MAX_NESTING:
+            raise TextError(f"brackets are nested more than {MAX_NESTING} deep", line[: column + 1], column)
+
+
+class _Reader:
+    """Reads the syntax tree of one text."""
+
+    def __init__(self, line: str, values: dict[str, object]) -> None:
+        self.line = line
+        self.values = values
+        self.used: set[str] = set()
+        self.depth = 0
+
+    def fail(self, node: ast.AST, reason: str) -> NoReturn:
+        column = getattr(node, "col_offset", 0)
+        raise TextError(reason, self.line, len(self.line.encode()[:column].decode(errors="ignore")))
+
+    def mask(self, node: ast.expr) -> Mask:
+        value = self.value(node)
+        if isinstance(value, Param):
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, registry.names()) or PARAMETERS}")
+        if isinstance(value, bool | int | float) or value is None:
+            self.fail(node, f"{value} is not a mask; everything is `full`, nothing is `empty`")
+        if not isinstance(value, Mask):
+            self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. ({ast.unparse(node)[:40]}) == 0")
+        return value
+
+    def value(self, node: ast.expr) -> Any:
+        self.depth += 1
+        if self.depth > MAX_NESTING:
+            self.fail(node, f"the expression is nested more than {MAX_NESTING} deep")
+        try:
+            return self.read(node)
+        except (TextError, DuplicateNameError):
+            raise
+        except (FlexmaskError, TypeError, ValueError) as error:
+            self.fail(node, str(error))
+        finally:
+            self.depth -= 1
+
+    def read(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value) if value is None or isinstance(value, int | float | str):
+                return value
+            case ast.Name(name):
+                return self.name(node, name)
+            case ast.List(items) | ast.Tuple(items):
+                return self.items(items)
+            case ast.UnaryOp(sign, operand) if type(sign) in UNARY:
+                return UNARY[type(sign)](self.operand(operand))
+            case ast.BinOp(op=sign) if type(sign) in BINARY:
+                return self.chain(node)
+            case ast.Compare(left, [sign], [right]) if type(sign) in COMPARE:
+                return COMPARE[type(sign)](self.operand(left), self.operand(right))
+            case ast.Compare(ops=[_, _, *_]):
+                self.fail(node, "a chain of comparisons: write each in parentheses and join them with &, (a <= b) & (b < c)")
+            case ast.Subscript(source, index):
+                return self.subscript(node, source, index)
+            case ast.Call(function, arguments, keywords):
+                return self.call(node, function, arguments, keywords)
+        kinds = [type(node), *(type(getattr(node, "op", None)),), *(type(op) for op in getattr(node, "ops", []))]
+        instead = next(
+            (INSTEAD[kind] for kind in kinds if kind in INSTEAD), f"{type(node).__name__} is not part of a mask's text"
+        )
+        self.fail(node, f"`{ast.unparse(node)[:60]}`: {instead}")
+
+    def items(self, items: list[ast.expr]) -> list[Any]:
+        if all(isinstance(item, ast.Constant) for item in items):  # the usual case of long data, without a call for each
+            return [item.value for item in items]  # type: ignore[attr-defined]
+        return [self.value(item) for item in items]
+
+    def operand(self, node: ast.expr) -> Any:
+        value = self.value(node)
+        if isinstance(value, Index | Mask) or type(value) is int:
+            return value
+        self.fail(node, f"{_kind(value)} cannot be an operand; data is looked up by index: table([...])[b, q]")
+
+    def chain(self, node: ast.BinOp) -> Any:
+        """Reads ``a & b & c``, which the tree holds as ``(a & b) & c``, from the left, so that length is no depth."""
+        links = [node]
+        while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in BINARY:
+            links.append(links[-1].left)
+        value = self.operand_of(links[-1].left, links[-1].op)
+        for link in reversed(links):
+            value = BINARY[type(link.op)](value, self.operand_of(link.right, link.op))
+        return value
+
+    def operand_of(self, node: ast.expr, sign: ast.operator) -> Any:
+        value = self.operand(node)
+        if isinstance(value, Param) and isinstance(sign, ast.BitAnd | ast.BitOr | ast.BitXor):
+            self.fail(node, f"{value} is not a named mask.{nearest(value.name, registry.names()) or PARAMETERS}")
+        return value
+
+    def name(self, node: ast.AST, name: str) -> Any:
+        if name in SYMBOLS:
+            return SYMBOLS[name]
+        if name in FUNCTIONS:
+            self.fail(node, f"{name} is a function; write {name}(...)")
+        if name.startswith("_"):
+            self.fail(node, f"a name cannot start with an underscore: {name}")
+        define = registry.find(name)
+        if define is None and name in self.values:
+            self.used.add(name)
+            return self.values[name]
+        if define is None:
+            return Param(name)
+        try:
+            inspect.signature(define).bind()
+        except TypeError as error:
+            self.fail(node, f"{name} needs arguments: {error}; write {name}{signature_of(define)}")
+        return define()
+
+    def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
+        data = self.value(source)
+        if not isinstance(data, Param | Table | Mask | Index):
+            data = table(data)
+        if not isinstance(data, Param | Table):
+            self.fail(node, f"{_kind(data)} is not data that can be looked up")
+        indices = self.value(index)
+        return data[tuple(indices) if isinstance(indices, list) else indices]
+
+    def call(self, node: ast.expr, function: ast.expr, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Any:
+        if not isinstance(function, ast.Name):
+            self.fail(function, f"`{ast.unparse(function)[:60]}` cannot be called; only named masks and functions can")
+        target = FUNCTIONS.get(function.id) or registry.find(function.id)
+        if target is None:
+            hint = nearest(function.id, [*registry.names(), *FUNCTIONS])
+            self.fail(function, f"there is no mask or function {function.id}.{hint}")
+        values = [self.value(argument) for argument in arguments]
+        named = {}
+        for keyword in keywords:
+            if keyword.arg is None:
+                self.fail(keyword.value, "** is not part of a mask's text")
+            named[keyword.arg] = self.value(keyword.value)
+        try:
+            inspect.signature(target).bind(*values, **named)
+        except TypeError as error:
+            self.fail(node, misfit(target, error, values, named))
+        return target(*values, **named)
+
+
+def _kind(value: object) -> str:
+    match value:
+        case Mask():
+            return f"the mask {value.brief()}"
+        case Index():
+            return f"the index expression {value.brief()}"
+        case Table():
+            return "a table"
+        case list():
+            return "a list"
+    return repr(value)[:60]

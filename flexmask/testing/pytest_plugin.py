@@ -1,0 +1,88 @@
+"""The pytest plugin: fixtures with which a test suite checks its own masks in a line each.
+
+It is loaded wherever flexmask is installed, and imports torch only when a fixture is used::
+
+    def test_my_mask(assert_equivalent):
+        assert_equivalent(my_mask(), 128, reference=my_mask_mod)
+
+    def test_my_model(assert_no_leak):
+        assert_no_leak(Model().eval(), my_mask(), torch.randn(2, 32, 64), layers=4)
+
+    def test_my_numbers(assert_batch_invariant):
+        assert_batch_invariant(Model().eval(), torch.randn(700, 64), [300, 150, 250])
+
+``assert_equivalent``, ``assert_no_leak`` and ``assert_batch_invariant`` are those of :mod:`flexmask.testing` on the device
+``flexmask_device``. That is the CPU unless ``--flexmask-device`` says another; given several times, tests that use one of the
+fixtures run on each device. A device that is not there is an error, not a skipped test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+__all__ = [
+    "assert_batch_invariant",
+    "assert_equivalent",
+    "assert_no_leak",
+    "flexmask_device",
+    "pytest_addoption",
+    "pytest_generate_tests",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--flexmask-device``."""
+    parser.getgroup("flexmask", "attention masks").addoption(
+        "--flexmask-device",
+        action="append",
+        metavar="DEVICE",
+        help="The device of flexmask's fixtures, e.g. cuda; cpu by default. Given several times, tests run on each.",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs tests on each of several devices."""
+    devices = metafunc.config.getoption("flexmask_device") or []
+    if len(devices) > 1 and "flexmask_device" in metafunc.fixturenames:
+        metafunc.parametrize("flexmask_device", devices, indirect=True)
+
+
+@pytest.fixture
+def flexmask_device(request: pytest.FixtureRequest) -> str:
+    """The device of the checks, as ``--flexmask-device`` names it."""
+    from flexmask import LoweringError, _sync
+
+    asked = request.config.getoption("flexmask_device") or ["cpu"]
+    device = str(getattr(request, "param", asked[0]))
+    try:
+        _sync.resolve_device(device)
+    except LoweringError as error:
+        raise pytest.UsageError(f"--flexmask-device {device}: {error}") from None
+    return device
+
+
+@pytest.fixture
+def assert_equivalent(flexmask_device: str) -> Callable[..., None]:
+    """:func:`flexmask.testing.assert_equivalent` on the device of the checks."""
+    from flexmask import testing
+
+    return partial(testing.assert_equivalent, device=flexmask_device)
+
+
+@pytest.fixture
+def assert_no_leak(flexmask_device: str) -> Callable[..., None]:
+    """:func:`flexmask.testing.assert_no_leak` on the device of the checks."""
+    from flexmask import testing
+
+    return partial(testing.assert_no_leak, device=flexmask_device)
+
+
+@pytest.fixture
+def assert_batch_invariant(flexmask_device: str) -> Callable[..., None]:
+    """:func:`flexmask.testing.assert_batch_invariant` on the device of the checks."""
+    from flexmask import testing
+
+    return partial(testing.assert_batch_invariant, device=flexmask_device)

@@ -1,0 +1,82 @@
+"""A drop-in replacement for ``torch.nn.attention.flex_attention.create_block_mask``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask import _sync
+from flexmask._checks import integer
+from flexmask.catalogue import empty
+from flexmask.errors import LoweringError, OperandError
+from flexmask.intervals.bind import frame_of
+from flexmask.lowering.block_mask import block_mask
+from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import follow
+
+__all__ = ["create_block_mask"]
+
+
+def create_block_mask(
+    mask_mod: MaskLike,
+    B: int | None,  # noqa: N803 - the names are torch's
+    H: int | None,  # noqa: N803
+    Q_LEN: int,  # noqa: N803
+    KV_LEN: int,  # noqa: N803
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,  # noqa: N803
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The BlockMask that torch's function of this name makes, in time that follows the mask's intervals.
+
+    Args:
+        mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.trace`) and stands in the result
+            as it is; or a mask or its text, whose own ``mask_mod`` does.
+        B: sequences, None for 1; of a mask, None for as many as its data says.
+        H: heads, likewise.
+        Q_LEN: queries.
+        KV_LEN: keys.
+        device: by default, as in torch, the current accelerator, else the CPU; of a mask, where its tensors are.
+        BLOCK_SIZE: tokens in a block, or the pair (queries, keys).
+        _compile: taken and ignored, as nothing has to be compiled.
+        separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which ``mask_mod`` is not called.
+        compute_dq_write_order: whether to add what FlexAttention's deterministic backward pass needs, in time that follows the
+            number of listed blocks (with a host sync on a GPU, to count them). From torch 2.13.
+        dq_kv_order: the order of key blocks in it: True for descending, False for ascending.
+
+    Raises:
+        LoweringError: an argument that is not supported, or a captured tensor that is too short or on another device.
+        OperandError: ``mask_mod`` is neither a mask nor a function of four indices.
+        TraceError: the function gives no truth value for each cell.
+
+    Source: ``torch.nn.attention.flex_attention.create_block_mask``.
+    """
+    if not isinstance(dq_kv_order, bool):
+        raise OperandError(f"dq_kv_order must be True or False, got {dq_kv_order!r}")
+    if compute_dq_write_order and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
+        raise LoweringError(
+            f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
+            "install torch 2.13 or newer, or leave it out"
+        )
+    B, H = (None if n is None else integer(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
+    options: dict[str, Any] = {
+        "separate_full_blocks": separate_full_blocks,
+        "descending": dq_kv_order if compute_dq_write_order else None,
+    }
+    if not callable(mask_mod):
+        mask, where = as_mask(mask_mod, "mask_mod"), device
+    else:
+        where = _sync.resolve_device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
+        mask = follow(mask_mod, device=where)
+        options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
+    if 0 in (B, H):  # without sequences or heads every mask shows the same
+        frame = frame_of(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
+        return block_mask(frame, BLOCK_SIZE, **options, batch=B, heads=H)
+    return block_mask(frame_of(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)

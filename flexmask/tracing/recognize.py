@@ -1,0 +1,235 @@
+"""Recognition: named masks in an expression that was written without their names.
+
+Both sides are brought into one form: comparisons become linear forms that are at most 0, or 0. A pattern is a named mask with
+parameters, and its form is matched against the parts of a conjunction or disjunction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias, cast
+
+from flexmask.errors import FlexmaskError
+from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
+from flexmask.expr.linear import Linear
+from flexmask.expr.mask import And, Compare, Mask, Named, Not, Or, Truth, Xor
+from flexmask.expr.node import Node, key_of
+from flexmask.expr.tables import Lookup, Param, Table
+from flexmask.intervals.solve import linear
+from flexmask.parser import parse
+
+__all__ = ["PATTERNS", "recognise"]
+
+#: Named masks with parameters, in the order in which equally long ones are tried: ``n``, ``m`` and ``k`` stand for numbers, or
+#: one of them for each sequence; ``data`` and ``more`` for tables.
+PATTERNS = (
+    "causal",
+    "causal(offset=n)",
+    "sliding_window(left=n, right=m)",
+    "sliding_window(left=n, right=None)",
+    "dilated_window(left=n, right=m, dilation=k)",
+    "sink_window(n, left=m)",
+    "global_window(data, left=n, right=m)",
+    "prefix_lm(n)",
+    "document(data)",
+    "document(data, more)",
+    "bidirectional_spans(data)",
+    "chunked(n)",
+    "block_causal(n)",
+    "chunk_window(n, left=m)",
+    "key_padding(lengths=data)",
+    "key_padding(start=data)",
+    "key_padding(keep=data)",
+    "query_padding(lengths=data)",
+    "query_padding(start=data)",
+    "query_padding(keep=data)",
+)
+
+Binding: TypeAlias = "dict[str, int | Table]"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A named mask with parameters, and the parts of its form under ``&`` or ``|``, or one part under neither."""
+
+    mask: Mask
+    kind: type[And | Or] | None
+    parts: tuple[Mask, ...]
+
+
+def recognise(mask: Mask) -> Mask:
+    """The same mask with named masks where it equals them; what they compute with stays what it was."""
+    match mask:
+        case And(operands) | Or(operands):
+            return _joined(type(mask), operands)
+        case Not(operand):
+            return Not.make(recognise(operand))
+        case Xor(operands):
+            return Xor.make(tuple(map(recognise, operands)))
+        case Compare():
+            return _named(mask)
+    return mask
+
+
+def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
+    """A conjunction or disjunction, of which the patterns of the most parts are taken out first."""
+    left = list(operands)
+    found: dict[int, Mask] = {}
+    for pattern in (pattern for pattern in _patterns() if pattern.kind is kind):
+        while taken := _taken(pattern, left, kind):
+            chosen, named = taken
+            found[operands.index(chosen[0])] = named
+            left = [operand for operand in left if not any(operand is part for part in chosen)]
+    for operand in left:
+        found[next(i for i, other in enumerate(operands) if other is operand)] = recognise(operand)
+    return kind.make(tuple(found[place] for place in sorted(found)))
+
+
+def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tuple[list[Mask], Mask] | None:
+    """The first operands that are together a pattern, and what they are then."""
+    for chosen, binding in _chosen(pattern, operands, kind):
+        named = _filled(pattern, binding, kind.make(tuple(chosen)))
+        if named is not None:
+            return chosen, named
+    return None
+
+
+def _named(mask: Compare) -> Mask:
+    """A comparison under the name that it has, if any."""
+    kind, parts = _parts(mask)
+    for pattern in _patterns():
+        if pattern.kind is kind and len(parts) == len(pattern.parts):
+            for _, binding in _assigned(pattern.parts, parts, {}):
+                named = _filled(pattern, binding, mask)
+                if named is not None:
+                    return named
+    return mask
+
+
+def _chosen(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> Iterator[tuple[list[Mask], Binding]]:
+    """Some of the operands that are together the pattern, and what its parameters are then."""
+    owners: list[Mask] = []
+    parts: list[Mask] = []
+    for operand in operands:
+        form = _form(operand)
+        own = form.operands if isinstance(form, kind) else (form,)
+        owners += [operand] * len(own)
+        parts += own
+    for places, binding in _assigned(pattern.parts, parts, {}):
+        chosen = [operand for operand in operands if any(owners[place] is operand for place in places)]
+        if sum(any(owner is operand for operand in chosen) for owner in owners) == len(places):
+            yield chosen, binding
+
+
+def _filled(pattern: Pattern, binding: Binding, body: Mask) -> Mask | None:
+    """The named mask with its parameters given; it computes what it did before."""
+    tables = [value for value in binding.values() if isinstance(value, Table)]
+    if len({table.key for table in tables}) < len(tables):
+        return None  # two tables that are one have a shorter pattern
+    try:
+        named = pattern.mask.bind(**binding)
+    except FlexmaskError:  # a window that ends before it starts, and the like, has no name
+        return None
+    return Named(named.name, named.arguments, body, named.define) if isinstance(named, Named) else None
+
+
+@cache
+def _patterns() -> tuple[Pattern, ...]:
+    made = []
+    for text in PATTERNS:
+        mask = parse(text)
+        made.append(Pattern(mask, *_parts(mask)))
+    return tuple(sorted(made, key=lambda pattern: -len(pattern.parts)))
+
+
+def _parts(mask: Mask) -> tuple[type[And | Or] | None, tuple[Mask, ...]]:
+    """The operator of a mask's form and the parts that it joins, or the form alone."""
+    form = _form(mask)
+    return (type(form), form.operands) if isinstance(form, And | Or) else (None, (form,))
+
+
+def _form(mask: Mask) -> Mask:
+    """A mask over comparisons of linear forms with 0."""
+
+    def leaf(node: Node) -> Mask | None:
+        return (
+            linear(node, lambda form, sign: Compare.make(sign, form.index(), Constant(0))) if isinstance(node, Compare) else None
+        )
+
+    return cast(Mask, mask.expand().replace(leaf))
+
+
+# ---------------------------------------------------------------- matching
+
+
+def _assigned(parts: Sequence[Mask], candidates: Sequence[Mask], known: Binding) -> Iterator[tuple[list[int], Binding]]:
+    """Which candidates the parts are, each another one, and what the parameters are then."""
+    if not parts:
+        yield [], known
+        return
+    for place, candidate in enumerate(candidates):
+        for binding in _same(parts[0], candidate, known):
+            others = [other if i != place else Truth(False) for i, other in enumerate(candidates)]
+            for places, whole in _assigned(parts[1:], others, binding):
+                yield [place, *places], whole
+
+
+def _same(pattern: Mask, mask: Mask, known: Binding) -> Iterator[Binding]:
+    match pattern, mask:
+        case Compare(sign, left, Constant(0)), Compare(other_sign, other, Constant(0)) if sign == other_sign:
+            form = Linear.of(other)
+            yield from _same_form(Linear.of(left), form, known)
+            if sign in {"==", "!="}:
+                yield from _same_form(Linear.of(left), -form, known)
+        case (And(parts), And(others)) | (Or(parts), Or(others)) if len(parts) == len(others):
+            yield from (binding for _, binding in _assigned(parts, others, known))
+        case Not(part), Not(other):
+            yield from _same(part, other, known)
+
+
+def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Binding]:
+    """Matches term by term; what is left over is the value of a parameter that stands alone."""
+    if not pattern.terms:
+        if not form.terms and pattern.constant == form.constant:
+            yield known
+        return
+    key, (index, factor) = min(pattern.terms.items(), key=lambda item: _is_number(item[1][0]))
+    rest = pattern.without(key)
+    for other_key, (other, other_factor) in form.terms.items():
+        if factor == other_factor:
+            for binding in _same_index(index, other, known):
+                yield from _same_form(rest, form.without(other_key), binding)
+    if _is_number(index) and abs(factor) == 1:
+        name = index.name if isinstance(index, Param) else cast(Param, cast(Lookup, index).table).name
+        value = known.get(name)
+        if value is None and not rest.terms and not form.terms:
+            yield {**known, name: (form.constant - rest.constant) * factor}
+        elif isinstance(value, int):
+            yield from _same_form(rest + value * factor, form, known)
+
+
+def _is_number(index: Index) -> bool:
+    """Whether an expression is a parameter that may stand for a number."""
+    return isinstance(index, Param) or (
+        isinstance(index, Lookup) and isinstance(index.table, Param) and len(index.table.name) == 1
+    )
+
+
+def _same_index(pattern: Index, index: Index, known: Binding) -> Iterator[Binding]:
+    match pattern, index:
+        case Param(name), Constant(value) if known.get(name, value) == value:
+            yield {**known, name: value}
+        case Lookup(Param(name), wanted), Lookup(Table() as table, indices) if known.get(name, table) == table:
+            if key_of(indices) in (key_of(wanted), key_of(tuple(i for i in wanted if not _is_batch(i)))):
+                yield {**known, name: table}
+        case Arithmetic(sign, left, right), Arithmetic(other_sign, other_left, other_right) if sign == other_sign:
+            for binding in _same_form(Linear.of(left), Linear.of(other_left), known):
+                yield from _same_form(Linear.of(right), Linear.of(other_right), binding)
+        case _ if pattern.key == index.key:
+            yield known
+
+
+def _is_batch(index: Index) -> bool:
+    return isinstance(index, Symbol) and index.name == "b"
