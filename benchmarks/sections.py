@@ -110,7 +110,7 @@ def _generators(device: str) -> Section:
     rows = []
     for one in generated(device):
         sizes = 1, one.heads, one.q_len, one.kv_len
-        exact = flexmask.trace(one.mask_mod, device=device).rows(*sizes[2:], batch=1, heads=one.heads).exact
+        exact = flexmask.from_mask_mod(one.mask_mod, device=device).rows(*sizes[2:], batch=1, heads=one.heads).exact
         name = one.name if exact else f"{one.name} (does not separate)"
         makers = {"flexmask": flexmask.create_block_mask, "create_block_mask": create_block_mask}
         if not same_blocks(*(make(one.mask_mod, *sizes, device=device) for make in makers.values())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmask import Mask, causal, dense, document, h, key_padding, kv, prefix_lm, q, sliding_window
+from flexmask import Mask, causal, document, from_dense, h, key_padding, kv, prefix_lm, q, sliding_window
 
 __all__ = [
     "MaskMod",
@@ -126,7 +126,7 @@ def table_work(length: int, device: str) -> Workload:
     return Workload(
         "window of 256 & dense table (does not separate)",
         length,
-        lambda: sliding_window(size=256) & dense(cells),
+        lambda: sliding_window(size=256) & from_dense(cells),
         lambda b, h, q, kv: (q >= kv) & (q - kv < 256) & cells[q, kv],
     )
 

@@ -20,7 +20,8 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flexmask import FlexmaskError, Mask, MultiheadFlexAttention, causal, document
+from flexmask import Mask, MultiheadFlexAttention, causal, document
+from flexmask.errors import FlexmaskError
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEADS, LAYERS = 64, 4, 2

@@ -22,7 +22,8 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flexmask import KVCache, Mask, MaskCache, MultiheadFlexAttention, causal, cross_length, key_padding, plot_scores
+from flexmask import KVCache, Mask, MaskCache, MultiheadFlexAttention, causal, cross_length, key_padding
+from flexmask.plotting.mpl import plot_scores
 from flexmask.testing import assert_no_leak
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Plugins: installed packages that register masks under the entry-point group ``flexmask.masks``.
 
-An entry point names a module; importing it runs its functions under :func:`flexmask.named`, which register themselves. The
+An entry point names a module; importing it runs its functions under :func:`named`, which register themselves. The
 families of flexmask are registered in the same way. Nothing is imported before a name is asked for that is not known.
 
 - A plugin whose import fails is reported with a warning and contributes no mask, also none that it had registered before it
@@ -265,7 +265,7 @@ def _broken(entry: EntryPoint, error: BaseException) -> str:
 def _silent(entry: EntryPoint) -> str:
     return (
         f"the plugin {_package(entry)} registers no mask: importing its entry point {entry.name} = {entry.value} has to define "
-        f"a function under @flexmask.named. `pip uninstall {_package(entry)}` removes it"
+        f"a function under @flexmask.registry.named. `pip uninstall {_package(entry)}` removes it"
     )
 
 

@@ -348,7 +348,7 @@ def inside(draw: st.DrawFn, shape: Shape) -> Case:
         return Case(fm.query_padding(keep=keep), oracle.query_keep(keep))
     sizes = (shape.batch, shape.heads, shape.q_end, shape.kv_len)
     table = draw(filled(BOOLS, *draw(st.sampled_from([sizes[2:], (sizes[0], *sizes[2:]), sizes]))))
-    return Case(fm.dense(table), oracle.dense(table))
+    return Case(fm.from_dense(table), oracle.dense(table))
 
 
 # ---------------------------------------------------------------- whole masks
@@ -384,11 +384,11 @@ def mask_cases(draw: st.DrawFn, shape: Shape, depth: int = 3) -> Case:
     if kind == "shift":
         case = draw(below(replace(shape, anywhere=True)))
         down, right = draw(st.integers(-4, 4)), draw(st.integers(-4, 4))
-        return Case(fm.shift(case.mask, q=down, kv=right), oracle.shift(case.allowed, down, right))
+        return Case(fm.masks.shift(case.mask, q=down, kv=right), oracle.shift(case.allowed, down, right))
     if kind == "transpose":
         swapped = replace(shape, q_len=shape.kv_len, kv_len=shape.q_len, q_offset=0, lengths=SWAPPED[shape.lengths])
         case = draw(below(replace(swapped, anywhere=shape.anywhere or shape.q_offset != 0)))
-        return Case(fm.transpose(case.mask), oracle.transpose(case.allowed))
+        return Case(fm.masks.transpose(case.mask), oracle.transpose(case.allowed))
     if kind == "per_document":
         return draw(per_documents(shape, draw(below(replace(shape, lengths=())))))
     if kind == "per_head":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flexmask as fm
+from flexmask.errors import ExpressionError, LoweringError, OperandError, TextError
 
 
 @pytest.mark.parametrize(
@@ -113,37 +114,37 @@ REFUSED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_refused(text: str, message: str) -> None:
-    with pytest.raises(fm.TextError, match=message):
+    with pytest.raises(TextError, match=message):
         fm.parse(text)
 
 
 def test_parents_on_a_device_are_refused() -> None:
-    with pytest.raises(fm.OperandError, match=r"write tensor.tolist\(\), or give ancestors="):
-        fm.tree(parents=torch.tensor([-1, 0]))
+    with pytest.raises(OperandError, match=r"write tensor.tolist\(\), or give ancestors="):
+        fm.masks.tree(parents=torch.tensor([-1, 0]))
 
 
 def test_a_prefix_must_be_known() -> None:
-    with pytest.raises(fm.ExpressionError, match=r"names the document -1, but it is for 2 documents.*names itself"):
-        fm.shared_prefix([0, 1], prefix_of=[-1, 0])
-    with pytest.raises(fm.ExpressionError, match=r"names the document 5"):
-        fm.shared_prefix([0, 0, 1, 1], prefix_of=[0, 5])
-    with pytest.raises(fm.LoweringError, match=r"prefix_of must be at least 0, got -1"):
-        fm.shared_prefix([0, 1], prefix_of=torch.tensor([-1, 0])).dense(2)
+    with pytest.raises(ExpressionError, match=r"names the document -1, but it is for 2 documents.*names itself"):
+        fm.masks.shared_prefix([0, 1], prefix_of=[-1, 0])
+    with pytest.raises(ExpressionError, match=r"names the document 5"):
+        fm.masks.shared_prefix([0, 0, 1, 1], prefix_of=[0, 5])
+    with pytest.raises(LoweringError, match=r"prefix_of must be at least 0, got -1"):
+        fm.masks.shared_prefix([0, 1], prefix_of=torch.tensor([-1, 0])).dense(2)
 
 
 def test_values_that_shape_a_mask_come_with_its_text() -> None:
     mask = fm.parse("neighborhood(canvas, kernel=[1, n]) & random_cells(p=share)", canvas=[2, 4], n=3, share=0.5)
-    assert mask == fm.neighborhood([2, 4], [1, 3]) & fm.random_cells(0.5)
+    assert mask == fm.masks.neighborhood([2, 4], [1, 3]) & fm.masks.random_cells(0.5)
     text = "document(ids) & (ids[b, kv] > m)"
     assert fm.parse(text, ids=[[0, 1]], m=0) == fm.parse(text).bind(ids=[[0, 1]], m=0)
-    with pytest.raises(fm.ExpressionError, match="has no parameter other; it has ids"):
+    with pytest.raises(ExpressionError, match="has no parameter other; it has ids"):
         fm.parse("document(ids)", other=1)
 
 
 FORGOTTEN: list[Callable[[], object]] = [
     lambda: fm.full() & fm.causal,  # type: ignore[operator]
     lambda: fm.causal & fm.full(),
-    lambda: fm.transpose(fm.causal),  # type: ignore[arg-type]
+    lambda: fm.masks.transpose(fm.causal),  # type: ignore[arg-type]
     lambda: fm.per_head([fm.causal, fm.full()]),  # type: ignore[list-item]
     lambda: fm.where(fm.causal, fm.full(), fm.empty()),  # type: ignore[call-overload]
 ]
@@ -151,11 +152,11 @@ FORGOTTEN: list[Callable[[], object]] = [
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_forgotten_parentheses_are_named(forgotten: Callable[[], object]) -> None:
-    with pytest.raises(fm.OperandError, match=r"the function causal: call it, causal\(\)"):
+    with pytest.raises(OperandError, match=r"the function causal: call it, causal\(\)"):
         forgotten()
 
 
 @pytest.mark.parametrize("data", [(1, 2), ([1], 2), (1, [2])], ids=str)
 def test_ranges_are_lists(data: tuple[Any, Any]) -> None:
-    with pytest.raises(fm.ExpressionError, match="must be a list, one entry for each range"):
-        fm.qk_sparse(*data)
+    with pytest.raises(ExpressionError, match="must be a list, one entry for each range"):
+        fm.masks.qk_sparse(*data)

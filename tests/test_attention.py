@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import flexmask as fm
-from flexmask import LoweringError, Mask, MultiheadFlexAttention, OperandError, attention, h, kv, q
+from flexmask import Mask, MultiheadFlexAttention, attention, h, kv, q
 from flexmask.backends.api import choose_backend
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from tests import oracle
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -109,7 +110,7 @@ CASES: dict[str, Case] = {
     "documents": Case(fm.document(PACKED), oracle.document(PACKED), 9, 9),
     "prefix": Case(fm.prefix_lm([4, 0]), oracle.prefix_lm([4, 0]), 9, 9),
     "per head": Case(fm.per_head(HEADS), oracle.per_head(SAME_HEADS), 9, 9, heads=4),
-    **{f"table, {axes} axes": Case(fm.dense(table), oracle.dense(table.tolist()), 9, 11) for axes, table in TABLES.items()},
+    **{f"table, {axes} axes": Case(fm.from_dense(table), oracle.dense(table.tolist()), 9, 11) for axes, table in TABLES.items()},
     "diagonals": Case((q - kv) % 3 == 0, third_diagonals, 9, 11),
     "diagonals of one head": Case(((q - kv) % 3 == 0) & (h == 1) & (kv < q), one_head, 9, 9),
     "documents by prefix": Case(fm.per_document(fm.prefix_lm(2), PACKED), oracle.per_document(oracle.prefix_lm(2), PACKED), 9, 9),
@@ -427,10 +428,10 @@ REFUSED: dict[str, Row] = {
     "head sizes": (attend(key=ONE[..., :3]), LoweringError, r"head size must agree.*\[2, 2, 5, 3\]"),
     "fewer heads": (attend(key=ONE[:, :1], value=ONE[:, :1]), LoweringError, "2 heads, key 1.*enable_gqa=True"),
     "heads that do not divide": (attend(key=THREE, value=THREE, enable_gqa=True), LoweringError, "2 heads.*multiple.*3"),
-    "backend": (attend(backend="cudnn"), fm.ExpressionError, "'auto', 'flex' or 'sdpa'.*'cudnn'"),
-    "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.dense\(tensor\)"),
+    "backend": (attend(backend="cudnn"), ExpressionError, "'auto', 'flex' or 'sdpa'.*'cudnn'"),
+    "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.from_dense\(tensor\)"),
     "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
-    "text that is no mask": (attend("casual"), fm.FlexmaskError, "causal"),
+    "text that is no mask": (attend("casual"), FlexmaskError, "causal"),
     "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
     "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),
@@ -442,10 +443,10 @@ REFUSED: dict[str, Row] = {
     "batch of the BlockMask": (attend(fm.key_padding([1, 2, 3]).block_mask(5)), LoweringError, r"3, 1, 5, 5\].*2, 2, 5, 5\]"),
     "offset with a BlockMask": (attend(fm.causal().block_mask(5), q_offset=3), LoweringError, "q_offset.*block_mask"),
     "no tensors": (lambda: fm.attention(*cast(Any, (None, None, None))), OperandError, "query.*NoneType"),
-    "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), fm.ExpressionError, "nope"),  # type: ignore[arg-type]
+    "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), ExpressionError, "nope"),  # type: ignore[arg-type]
     "module: float width": (lambda: MultiheadFlexAttention(8, 8.0, 2), OperandError, "d_out.*8.0"),  # type: ignore[arg-type]
-    "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), fm.ExpressionError, "n_heads.*d_out=9, n_heads=2"),
-    "module: no heads": (lambda: MultiheadFlexAttention(8, 8, 0), fm.ExpressionError, "n_heads=0"),
+    "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), ExpressionError, "n_heads.*d_out=9, n_heads=2"),
+    "module: no heads": (lambda: MultiheadFlexAttention(8, 8, 0), ExpressionError, "n_heads=0"),
     "module: width": (module(X[..., :7]), LoweringError, r"x.*8\].*\[2, 5, 7\]"),
     "module: axes": (module(X[0]), LoweringError, r"x must be.*\[5, 8\]"),
     "module: width of context": (module(X, X[..., :7]), LoweringError, r"context.*8\].*\[2, 5, 7\]"),
@@ -458,7 +459,7 @@ def test_is_refused(name: str) -> None:
     attempt, kind, message = REFUSED[name]
     with pytest.raises(kind) as caught:
         attempt()
-    assert isinstance(caught.value, fm.FlexmaskError)
+    assert isinstance(caught.value, FlexmaskError)
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 
@@ -563,7 +564,7 @@ def test_flex_takes_more_shapes_than_the_compiler_keeps_by_default() -> None:
 def test_the_other_order_of_axes_is_named(shapes: Any, options: dict[str, Any], wanted: str) -> None:
     query, key = (torch.randn(shape) for shape in shapes)
     hint = r".* as \[B, length, H, D\]: if they are that, take tensor.transpose\(1, 2\)"
-    with pytest.raises(fm.LoweringError, match=wanted + hint):
+    with pytest.raises(LoweringError, match=wanted + hint):
         fm.attention(query, key, key, **options)
     fm.attention(query.transpose(1, 2), key.transpose(1, 2), key.transpose(1, 2), **options)
 
@@ -571,10 +572,10 @@ def test_the_other_order_of_axes_is_named(shapes: Any, options: dict[str, Any], 
 def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
     query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 3, 7, 8)
     for other, mask in ((key, None), (query, fm.document([0] * 5))):
-        with pytest.raises(fm.LoweringError) as caught:
+        with pytest.raises(LoweringError) as caught:
             fm.attention(query, other, other, mask)
         assert "transpose" not in str(caught.value)
-    with pytest.raises(fm.LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
+    with pytest.raises(LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
         fm.attention(torch.randn(2, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8))
 
 
@@ -594,10 +595,10 @@ def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
 def test_options_of_another_kind_are_refused(options: dict[str, Any], wanted: str) -> None:
     query = torch.randn(1, 2, 5, 8)
     for backend in ("sdpa", "flex"):
-        with pytest.raises(fm.FlexmaskError, match=wanted):
+        with pytest.raises(FlexmaskError, match=wanted):
             fm.attention(query, query, query, backend=backend, **options)
-    with pytest.raises(fm.FlexmaskError, match=wanted):
-        fm.attention_weights(query, query, **options)
+    with pytest.raises(FlexmaskError, match=wanted):
+        fm.backends.attention_weights(query, query, **options)
     if "mask" not in options:
-        with pytest.raises(fm.FlexmaskError, match=wanted):
+        with pytest.raises(FlexmaskError, match=wanted):
             fm.MultiheadFlexAttention(8, 8, 2, **options)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask import FlexmaskError, Mask, OperandError, RenderError
+from flexmask import Mask
+from flexmask.errors import FlexmaskError, OperandError, RenderError
 from flexmask.plotting.annotations import MAX_STRETCHES
 from flexmask.plotting.raster import Picture, picture
 

@@ -11,6 +11,7 @@ import torch
 
 import flexmask as fm
 from flexmask import Mask
+from flexmask.errors import LoweringError
 from tests import oracle
 from tests.strategies import Case, Shape
 
@@ -80,12 +81,18 @@ PLAIN: dict[str, tuple[Callable[[], Mask], oracle.Predicate]] = {
     "window size": (lambda: fm.sliding_window(size=3), oracle.sliding_window(size=3)),
     "window size 1": (lambda: fm.sliding_window(size=1), oracle.sliding_window(size=1)),
     "window longer": (lambda: fm.sliding_window(left=99, right=99), oracle.sliding_window(99, 99)),
-    "shift": (lambda: fm.shift(fm.causal(), q=2, kv=-1), oracle.shift(oracle.causal(), 2, -1)),
-    "shift down": (lambda: fm.shift(fm.sliding_window(left=1, right=1), q=3), oracle.shift(oracle.sliding_window(1, 1), 3, 0)),
-    "shift right": (lambda: fm.shift(fm.sliding_window(left=1, right=1), kv=3), oracle.shift(oracle.sliding_window(1, 1), 0, 3)),
-    "transpose": (lambda: fm.transpose(fm.causal()), oracle.transpose(oracle.causal())),
+    "shift": (lambda: fm.masks.shift(fm.causal(), q=2, kv=-1), oracle.shift(oracle.causal(), 2, -1)),
+    "shift down": (
+        lambda: fm.masks.shift(fm.sliding_window(left=1, right=1), q=3),
+        oracle.shift(oracle.sliding_window(1, 1), 3, 0),
+    ),
+    "shift right": (
+        lambda: fm.masks.shift(fm.sliding_window(left=1, right=1), kv=3),
+        oracle.shift(oracle.sliding_window(1, 1), 0, 3),
+    ),
+    "transpose": (lambda: fm.masks.transpose(fm.causal()), oracle.transpose(oracle.causal())),
     "transpose lower_right": (
-        lambda: fm.transpose(fm.causal(align="lower_right", offset=1)),
+        lambda: fm.masks.transpose(fm.causal(align="lower_right", offset=1)),
         oracle.transpose(oracle.causal("lower_right", 1)),
     ),
     "where": (
@@ -207,7 +214,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
     "document position_ids": document_position_ids,
     "prefix_lm": simple(fm.prefix_lm, oracle.prefix_lm, key_lengths),
     "dense": simple(
-        fm.dense,
+        fm.from_dense,
         oracle.dense,
         lambda shape, batched: (
             draw(5, BOOLS, shape.batch, shape.q_end, shape.kv_len) if batched else draw(5, BOOLS, shape.q_end, shape.kv_len)
@@ -282,7 +289,7 @@ def test_mask_with_data(name: str, shape: Shape, form: str, batched: bool) -> No
 def test_dense_table_for_each_head(form: str) -> None:
     shape = SHAPES["odd"]
     data = draw(3, BOOLS, shape.batch, shape.heads, shape.q_len, shape.kv_len)
-    dense = assert_means(Case(fm.dense(FORMS[form](data)), oracle.dense(data)), shape)
+    dense = assert_means(Case(fm.from_dense(FORMS[form](data)), oracle.dense(data)), shape)
     assert dense.shape == (3, 2, 9, 13)
 
 
@@ -314,7 +321,7 @@ def test_offset_as_a_tensor(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", sorted(FROM_THE_END))
 def test_offset_of_a_mask_that_places_queries_by_q_len(name: str) -> None:
-    with pytest.raises(fm.LoweringError, match=r"q_len.*q_offset"):
+    with pytest.raises(LoweringError, match=r"q_len.*q_offset"):
         named(name, SHAPES["offset"]).mask.dense(4, 11, q_offset=7)
 
 
@@ -393,13 +400,13 @@ PICTURES: list[tuple[str, Mask, oracle.Predicate, int, int, str]] = [
     ),
     (
         "shift",
-        fm.shift(fm.causal(), q=1, kv=2),
+        fm.masks.shift(fm.causal(), q=1, kv=2),
         oracle.shift(oracle.causal(), 1, 2),
         4,
         5,
         "##... ###.. ####. #####",
     ),
-    ("transpose", fm.transpose(fm.causal()), oracle.transpose(oracle.causal()), 3, 4, "#### .### ..##"),
+    ("transpose", fm.masks.transpose(fm.causal()), oracle.transpose(oracle.causal()), 3, 4, "#### .### ..##"),
 ]
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask import LoweringError, Mask, OperandError
+from flexmask import Mask
 from flexmask.blocks import survey
+from flexmask.errors import LoweringError, OperandError
 from flexmask.report.compare import Cell
 from tests.strategies import Case, Shape, mask_cases, shapes
 from tests.test_lowerings import LargestTensor
@@ -20,7 +21,7 @@ def first_of(cells: torch.Tensor) -> Cell | None:
     return Cell(*found[0].tolist()) if len(found) else None
 
 
-def check_difference(found: fm.Difference, own: torch.Tensor, its: torch.Tensor) -> None:
+def check_difference(found: fm.report.Difference, own: torch.Tensor, its: torch.Tensor) -> None:
     """Against the dense masks, ``bool[B, H, q_len, kv_len]``."""
     own, its = torch.broadcast_tensors(own, its)
     assert found.cells == own.numel()

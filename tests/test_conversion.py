@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import testing
+from flexmask.errors import FlexmaskError, OperandError
 from flexmask.plotting.raster import picture
 from flexmask.plotting.sheet import sheet
 from flexmask.tracing.as_mask import as_mask
@@ -70,7 +71,7 @@ USES: dict[str, Use] = {
     "equals": lambda mask: fm.causal().equals(mask, N),
     "difference": lambda mask: fm.causal().difference(mask, N),
     "attention": lambda mask: fm.attention(HEADS, HEADS, HEADS, mask),
-    "attention_weights": lambda mask: fm.attention_weights(HEADS, HEADS, mask),
+    "attention_weights": lambda mask: fm.backends.attention_weights(HEADS, HEADS, mask),
     "create_block_mask": lambda mask: fm.create_block_mask(mask, 1, 1, N, N, "cpu", 2).kv_num_blocks,
     "MaskCache.get": cached,
     "module": lambda mask: module(mask=mask)(X),
@@ -90,7 +91,7 @@ USES: dict[str, Use] = {
     "sheet against": lambda mask: [one.shares.tolist() for one in sheet(fm.causal(), N, against=mask).pictures],
     "plot against": lambda mask: written(fm.causal().plot(N, against=mask, title="one for all")),
     "html against": lambda mask: len(fm.causal().html(N, against=mask)) > 1000,
-    "plot_scores": lambda mask: written(fm.plot_scores(WEIGHTS, mask, title="one for all")),
+    "plot_scores": lambda mask: written(fm.plotting.mpl.plot_scores(WEIGHTS, mask, title="one for all")),
 }
 
 
@@ -136,11 +137,11 @@ STRANGE: dict[str, tuple[Any, str]] = {
         fm.sliding_window,
         r"call it with its arguments, sliding_window\(\*, left=..., right=..., size=None\)",
     ),
-    "mask of four arguments that is not called": (fm.sliding_tile, r"call it with its arguments, sliding_tile\("),
+    "mask of four arguments that is not called": (fm.masks.sliding_tile, r"call it with its arguments, sliding_tile\("),
     "misspelt text": ("casual", "Did you mean causal"),
-    "boolean tensor": (torch.ones(N, N, dtype=torch.bool), r"Tensor bool\[6, 6\].*flexmask.dense\(tensor\).*hide=tensor"),
-    "tensor of 0 and 1": (torch.ones(2, N), r"Tensor float32\[2, 6\].*flexmask.dense\(tensor == 0\)"),
-    "tensor of integers": (torch.ones(2, N, dtype=torch.long), r"Tensor int64\[2, 6\].*flexmask.dense\(tensor != 0\)"),
+    "boolean tensor": (torch.ones(N, N, dtype=torch.bool), r"Tensor bool\[6, 6\].*flexmask.from_dense\(tensor\).*hide=tensor"),
+    "tensor of 0 and 1": (torch.ones(2, N), r"Tensor float32\[2, 6\].*flexmask.from_dense\(tensor == 0\)"),
+    "tensor of integers": (torch.ones(2, N, dtype=torch.long), r"Tensor int64\[2, 6\].*flexmask.from_dense\(tensor != 0\)"),
     "list of masks": ([fm.causal(), fm.full()], r"flexmask.per_head\(\[...\]\)"),
     "index": (fm.q - fm.kv, r"Compare it to get a mask, e.g. \(q - kv == 0\)"),
     "parameter": (fm.param("ids"), r"\(ids == 0\)|\(param\('ids'\) == 0\)"),
@@ -158,7 +159,7 @@ TAKES_NO_LIST = [use for use in TAKES_ONE if use != "assert_no_leak"]
 def test_what_is_no_mask_is_refused_everywhere(name: str) -> None:
     strange, wanted = STRANGE[name]
     for use in TAKES_NO_LIST if isinstance(strange, list) else TAKES_ONE:
-        with pytest.raises(fm.FlexmaskError) as caught:
+        with pytest.raises(FlexmaskError) as caught:
             USES[use](strange)
         assert re.search(wanted, str(caught.value)), f"{use}: {caught.value}"
 
@@ -166,7 +167,7 @@ def test_what_is_no_mask_is_refused_everywhere(name: str) -> None:
 def test_a_block_mask_is_refused_where_it_has_no_cells_to_give() -> None:
     block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 128, 128, device="cpu")
     for use in ("explain", "difference", "assert_subset", "picture", "plot_scores", "module", "module's weights"):
-        with pytest.raises(fm.OperandError, match="BlockMask"):
+        with pytest.raises(OperandError, match="BlockMask"):
             USES[use](block_mask)
 
 
@@ -177,10 +178,10 @@ def test_operators_join_masks_alone(sign: str) -> None:
     join = {"&": operator.and_, "|": operator.or_, "^": operator.xor, "-": operator.sub}[sign]
     wanted = {
         "full": r"the text 'full': read it, flexmask.parse\('full'\)",
-        window: r"the function window: if it is a mask_mod, trace it, flexmask.trace\(window\)",
+        window: r"the function window: if it is a mask_mod, trace it, flexmask.from_mask_mod\(window\)",
         fm.causal: r"the function causal: call it, causal\(\)",
         fm.document: r"the function document: call it with its arguments, document\(ids=None",
     }
     for other, message in wanted.items():
-        with pytest.raises(fm.OperandError, match=message):
+        with pytest.raises(OperandError, match=message):
             join(fm.full(), other)

@@ -14,7 +14,8 @@ import torch._dynamo  # not first in the 200th call
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
-from flexmask import ExpressionError, Mask, TextError, h, kv, q
+from flexmask import Mask, h, kv, q
+from flexmask.errors import ExpressionError, TextError, TraceError
 from flexmask.expr.node import MAX_DEPTH
 from tests.test_drop_in import check_lists
 
@@ -49,7 +50,7 @@ STEPS: dict[str, tuple[Any, Callable[[Any, int], Any]]] = {
     "not separable": ((q * kv) % 3 == 0, not_separable),
     "not": (fm.causal(), lambda mask, i: ~(mask & (kv != i))),
     "exclusive": (fm.causal(), lambda mask, i: (mask ^ (kv == i)) | (q == i)),
-    "named": (fm.causal(), lambda mask, i: fm.shift(mask, q=1 - 2 * (i % 2))),
+    "named": (fm.causal(), lambda mask, i: fm.masks.shift(mask, q=1 - 2 * (i % 2))),
     "by head": (fm.causal(), by_head),
     "sum": (q, lambda index, i: index + (kv if i % 2 else q)),
     "remainder": (q, lambda index, i: (index * (kv + 1)) % (i + 2)),
@@ -171,8 +172,8 @@ def cuts(b: Any, h: Any, q: Any, kv: Any) -> Any:
 def test_deep_functions_are_kept_as_calls() -> None:
     found = fm.create_block_mask(cuts, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=16)
     check_lists(found, create_block_mask(cuts, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=16))
-    with pytest.raises(fm.TraceError, match="operations inside each other"):
-        fm.trace(cuts, strict=True)
+    with pytest.raises(TraceError, match="operations inside each other"):
+        fm.from_mask_mod(cuts, strict=True)
 
 
 def test_many_piecewise_values_inside_each_other() -> None:

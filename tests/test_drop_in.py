@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
 
 import flexmask as fm
+from flexmask.errors import LoweringError, OperandError, TraceError
 from tests.test_paths import WAYS, path
 
 #: What torch's function takes, which differs between its versions.
@@ -177,7 +178,7 @@ def test_write_order_of_a_part(way: str) -> None:
 
 @pytest.mark.skipif("compute_dq_write_order" in THEIR_ARGUMENTS, reason="this torch has a write order")
 def test_no_write_order() -> None:
-    with pytest.raises(fm.LoweringError, match=r"torch 2\.13 or newer"):
+    with pytest.raises(LoweringError, match=r"torch 2\.13 or newer"):
         fm.create_block_mask(causal, 1, 1, 40, 40, device="cpu", compute_dq_write_order=True)
 
 
@@ -220,16 +221,16 @@ def test_compile_is_taken_and_ignored() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"separate_full_blocks": "no"}, fm.OperandError, "separate_full_blocks .* 'no'"),
-    ({"B": -1}, fm.LoweringError, "batch"),
-    ({"B": 0, "H": -1}, fm.LoweringError, "heads"),
-    ({"dq_kv_order": "kv"}, fm.OperandError, "dq_kv_order .* 'kv'"),
-    ({"BLOCK_SIZE": 0}, fm.LoweringError, "block"),
-    ({"Q_LEN": 0}, fm.LoweringError, "q_len"),
-    ({"mask_mod": 3}, fm.OperandError, "int 3"),
-    ({"mask_mod": lambda b, h, q: q > 2}, fm.OperandError, "too many positional"),
-    ({"mask_mod": lambda b, h, q, kv: q - kv}, fm.TraceError, "int64"),
-    ({"mask_mod": documents, "KV_LEN": 400}, fm.LoweringError, "300"),
+    ({"separate_full_blocks": "no"}, OperandError, "separate_full_blocks .* 'no'"),
+    ({"B": -1}, LoweringError, "batch"),
+    ({"B": 0, "H": -1}, LoweringError, "heads"),
+    ({"dq_kv_order": "kv"}, OperandError, "dq_kv_order .* 'kv'"),
+    ({"BLOCK_SIZE": 0}, LoweringError, "block"),
+    ({"Q_LEN": 0}, LoweringError, "q_len"),
+    ({"mask_mod": 3}, OperandError, "int 3"),
+    ({"mask_mod": lambda b, h, q: q > 2}, OperandError, "too many positional"),
+    ({"mask_mod": lambda b, h, q, kv: q - kv}, TraceError, "int64"),
+    ({"mask_mod": documents, "KV_LEN": 400}, LoweringError, "300"),
 ]
 
 
@@ -263,5 +264,5 @@ def test_heads_that_are_the_same_share_their_memory() -> None:
 
 
 def test_no_such_device() -> None:
-    with pytest.raises(fm.LoweringError, match="there is no device 'gpu'"):
+    with pytest.raises(LoweringError, match="there is no device 'gpu'"):
         fm.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 8, 8, device="gpu")

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
-from flexmask import ExpressionError, LoweringError, Mask, OperandError, attention, kv, q
+from flexmask import Mask, attention, kv, q
 from flexmask.backends.dropout import dropout_cells
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 
 # ---------------------------------------------------------------- the hash, written anew
 

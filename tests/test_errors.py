@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexmask
-from flexmask import FlexmaskError
+from flexmask.errors import FlexmaskError
 
 # Any, since the tests misuse them on purpose
 fm: Any = flexmask

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 import flexmask as fm
 from flexmask.cli import main
+from flexmask.errors import LoweringError
 from tests import oracle
 from tests.test_cli import PLAIN
 
@@ -84,16 +85,16 @@ def test_leaves(mask: fm.Mask, wanted: list[tuple[str, bool]]) -> None:
 
 
 def test_traced_functions() -> None:
-    found = fm.explain(fm.trace(lambda b, h, q, kv: (q >= kv) & (torch.sin(q - kv) > 0)), 16)
+    found = fm.explain(fm.from_mask_mod(lambda b, h, q, kv: (q >= kv) & (torch.sin(q - kv) > 0)), 16)
     assert found.mask.startswith("causal & ")
     assert not found.exact
     assert [leaf.separates for leaf in found.leaves].count(False) == 1
 
 
 def test_lengths_that_do_not_fit() -> None:
-    with pytest.raises(fm.LoweringError, match="4"):
+    with pytest.raises(LoweringError, match="4"):
         fm.explain(fm.document([0, 0, 1, 1]), 9)
-    with pytest.raises(fm.LoweringError, match="block"):
+    with pytest.raises(LoweringError, match="block"):
         fm.explain(fm.causal(), 9, block_size=0)
 
 

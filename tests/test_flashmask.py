@@ -76,7 +76,7 @@ def document(n: int) -> tuple[Mask, Columns, bool]:
 
 def shared_question(n: int) -> tuple[Mask, Columns, bool]:
     """The first document is the question, the others are its answers."""
-    mask = fm.shared_prefix(lengths=lengths(n), prefix_of=[0] * len(lengths(n)))
+    mask = fm.masks.shared_prefix(lengths=lengths(n), prefix_of=[0] * len(lengths(n)))
     return mask, each(n, lambda key, start, end: [n if start == 0 else end]), True
 
 
@@ -94,7 +94,7 @@ def global_and_sliding_window(n: int) -> tuple[Mask, Columns, bool]:
 
 def causal_blockwise(n: int) -> tuple[Mask, Columns, bool]:
     test = documents(n)[-1][0]
-    mask = fm.in_context(lengths=lengths(n), test_start=test)
+    mask = fm.masks.in_context(lengths=lengths(n), test_start=test)
     return mask, each(n, lambda key, start, end: [min(end, test) if start < test else n, test if start < test else n]), True
 
 
@@ -111,7 +111,7 @@ def prefix_lm_document(n: int) -> tuple[Mask, Columns, bool]:
 def qk_sparse(n: int) -> tuple[Mask, Columns, bool]:
     ranges = [(n // 5, n // 6), (n // 2, n // 4)]
     ends = [next((start + size for start, size in ranges if start <= key < start + size), None) for key in range(n)]
-    mask = causal() & fm.qk_sparse([start for start, _ in ranges], [size for _, size in ranges])
+    mask = causal() & fm.masks.qk_sparse([start for start, _ in ranges], [size for _, size in ranges])
     return mask, [[n, n] if end is None else [key, end] for key, end in enumerate(ends)], True
 
 
@@ -127,7 +127,7 @@ def hash_sparse(n: int) -> tuple[Mask, Columns, bool]:
 def random_eviction(n: int) -> tuple[Mask, Columns, bool]:
     numbers = random.Random(n)
     steps = [numbers.randint(key + 1, n) for key in range(n)]
-    return causal() & fm.eviction(steps), [[step] for step in steps], True
+    return causal() & fm.masks.eviction(steps), [[step] for step in steps], True
 
 
 TYPES = [

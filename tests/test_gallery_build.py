@@ -25,6 +25,7 @@ from PIL import Image
 
 import flexmask as fm
 from flexmask.cli import main
+from flexmask.errors import FlexmaskError
 from flexmask.gallery.build import build
 from flexmask.gallery.drawn import Drawn, drawn
 from flexmask.gallery.entry import Entry
@@ -353,7 +354,5 @@ def test_wrong_file_is_named(tmp_path: Path, text: str | None, message: str) -> 
 
 def test_titles_that_name_the_same_files(tmp_path: Path) -> None:
     given = source(tmp_path, MINE | {"title": '"One, two"'}, MINE | {"title": '"one two"'})
-    with pytest.raises(
-        fm.FlexmaskError, match=r"entry 2 \('one two'\): title names the same files as that of entry 1 .*: one-two"
-    ):
+    with pytest.raises(FlexmaskError, match=r"entry 2 \('one two'\): title names the same files as that of entry 1 .*: one-two"):
         read(given)

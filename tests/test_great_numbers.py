@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import flexmask as fm
-from flexmask import FlexmaskError, Mask, _sync
+from flexmask import Mask, _sync
+from flexmask.errors import FlexmaskError, LoweringError
 from tests import oracle
 
 EXAMPLES = int(os.environ.get("FLEXMASK_GREAT_NUMBERS", "250"))
@@ -301,7 +302,7 @@ class Report:
         self.outcomes["overflows, yet right" if overflows else "exact" if mask.rows(**setting.lowering).exact else "bounded"] += 1
         if not overflows and setting.q_offset == 0 and seed % 4 == 0:
             tables: dict[int, Tensor] = {}
-            traced = fm.trace(torch_function(tree, tables))
+            traced = fm.from_mask_mod(torch_function(tree, tables))
             self.outcomes["traced"] += 1
             found += [f"traced: {name}" for name in differences(traced, setting, wanted, draw.random)]
         if not overflows and seed % 3 == 0:
@@ -368,7 +369,7 @@ WRITTEN: list[tuple[Mask, Any]] = [
 def test_no_limit(mask: Mask, allowed: Any, unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(8, 8, 1, 2, 0)
     if allowed is None:
-        with pytest.raises(fm.LoweringError, match="beyond 64-bit"):
+        with pytest.raises(LoweringError, match="beyond 64-bit"):
             mask.stats(8)
         return
     if unread:
@@ -408,7 +409,7 @@ def test_mask_mods_without_a_limit(name: str) -> None:
     index = [torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate((2, 2, 256, 256))]
     wanted = create_mask(MODS[name], 2, 2, 256, 256, "cpu")
     assert torch.equal(ours.mask_mod(*index).expand_as(wanted), wanted)
-    assert torch.equal(fm.trace(MODS[name]).dense(256, batch=2, heads=2).expand_as(wanted), wanted)
+    assert torch.equal(fm.from_mask_mod(MODS[name]).dense(256, batch=2, heads=2).expand_as(wanted), wanted)
 
 
 if __name__ == "__main__":

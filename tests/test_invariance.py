@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flexmask as fm
-from flexmask import AlignedDocuments, Mask, align_documents
+from flexmask import Mask
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.lowering import AlignedDocuments, align_documents
 from flexmask.testing import assert_batch_invariant
 from flexmask.tracing.as_mask import as_mask
 
@@ -86,17 +88,17 @@ def test_the_device() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"lengths": [3, -1]}, fm.LoweringError, "must not be negative"),
-    ({"lengths": []}, fm.LoweringError, "at least one token"),
-    ({"lengths": [[0], []]}, fm.LoweringError, "at least one token"),
-    ({"lengths": 3}, fm.OperandError, "lengths must be integers"),
-    ({"lengths": [1.5]}, fm.OperandError, "lengths must be integers, got 1.5"),
-    ({"lengths": [True]}, fm.OperandError, "lengths must be integers, got True"),
-    ({"lengths": [[1], 2]}, fm.OperandError, "got both"),
-    ({"length": 12}, fm.LoweringError, "a multiple of 8 and at least 16"),
-    ({"length": 20}, fm.LoweringError, "a multiple of 8 and at least 16"),
-    ({"length": 1.0}, fm.OperandError, "length must be an integer"),
-    ({"block_size": 0}, fm.LoweringError, "block_size"),
+    ({"lengths": [3, -1]}, LoweringError, "must not be negative"),
+    ({"lengths": []}, LoweringError, "at least one token"),
+    ({"lengths": [[0], []]}, LoweringError, "at least one token"),
+    ({"lengths": 3}, OperandError, "lengths must be integers"),
+    ({"lengths": [1.5]}, OperandError, "lengths must be integers, got 1.5"),
+    ({"lengths": [True]}, OperandError, "lengths must be integers, got True"),
+    ({"lengths": [[1], 2]}, OperandError, "got both"),
+    ({"length": 12}, LoweringError, "a multiple of 8 and at least 16"),
+    ({"length": 20}, LoweringError, "a multiple of 8 and at least 16"),
+    ({"length": 1.0}, OperandError, "length must be an integer"),
+    ({"block_size": 0}, LoweringError, "block_size"),
 ]
 
 
@@ -109,9 +111,9 @@ def test_refusals(changed: dict[str, Any], kind: type[Exception], wanted: str) -
 
 def test_tensors_that_do_not_fit() -> None:
     documents = align_documents([3, 4], 8)
-    with pytest.raises(fm.LoweringError, match=r"tokens must be \[7, \.\.\.\].*got a tensor \[6, 2\]"):
+    with pytest.raises(LoweringError, match=r"tokens must be \[7, \.\.\.\].*got a tensor \[6, 2\]"):
         documents.pack(torch.zeros(6, 2))
-    with pytest.raises(fm.LoweringError, match=r"\[B, length, \.\.\.\] = \[1, 16\] and more, got \[1, 15, 2\]"):
+    with pytest.raises(LoweringError, match=r"\[B, length, \.\.\.\] = \[1, 16\] and more, got \[1, 15, 2\]"):
         documents.unpack(torch.zeros(1, 15, 2))
 
 
@@ -187,7 +189,7 @@ def padded_blockwise(x: Tensor, mask: Mask) -> Tensor:
     length = x.shape[1]
     inside = (fm.q < length) & (fm.kv < length)
     cells = F.pad(mask.dense(length), (0, -length % 128, 0, -length % 128))
-    return blockwise(F.pad(x, (0, 0, 0, -length % 128)), fm.dense(cells) & inside)[:, :length]
+    return blockwise(F.pad(x, (0, 0, 0, -length % 128)), fm.from_dense(cells) & inside)[:, :length]
 
 
 @pytest.mark.parametrize("function", [whole, tiled], ids=["whole", "tiled"])
@@ -268,17 +270,17 @@ def test_the_sign_of_zero_is_a_bit() -> None:
 
 
 UNFIT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"function": 3}, fm.OperandError, "wanted a function and a tensor"),
-    ({"x": [1, 2]}, fm.OperandError, "wanted a function and a tensor"),
-    ({"lengths": [9]}, fm.LoweringError, "two or more documents"),
-    ({"lengths": [4, 4]}, fm.LoweringError, re.escape("got [9, 2] for the lengths [4, 4]")),
-    ({"x": torch.zeros(())}, fm.LoweringError, "two or more documents"),
-    ({"function": lambda x: x}, fm.OperandError, "a parameter mask or documents"),
-    ({"function": lambda x, mask: None}, fm.OperandError, "must give a tensor"),
-    ({"function": lambda x, mask: x[:, 1:]}, fm.LoweringError, re.escape("[B, length, ...] = [1, 8]")),
-    ({"function": lambda x, mask: torch.rand_like(x)}, fm.ExpressionError, "two outputs for one input"),
-    ({"x": torch.arange(9), "gradients": True}, fm.OperandError, "floating point"),
-    ({"mask": 3}, fm.OperandError, "mask must be a Mask, its text or a mask_mod"),
+    ({"function": 3}, OperandError, "wanted a function and a tensor"),
+    ({"x": [1, 2]}, OperandError, "wanted a function and a tensor"),
+    ({"lengths": [9]}, LoweringError, "two or more documents"),
+    ({"lengths": [4, 4]}, LoweringError, re.escape("got [9, 2] for the lengths [4, 4]")),
+    ({"x": torch.zeros(())}, LoweringError, "two or more documents"),
+    ({"function": lambda x: x}, OperandError, "a parameter mask or documents"),
+    ({"function": lambda x, mask: None}, OperandError, "must give a tensor"),
+    ({"function": lambda x, mask: x[:, 1:]}, LoweringError, re.escape("[B, length, ...] = [1, 8]")),
+    ({"function": lambda x, mask: torch.rand_like(x)}, ExpressionError, "two outputs for one input"),
+    ({"x": torch.arange(9), "gradients": True}, OperandError, "floating point"),
+    ({"mask": 3}, OperandError, "mask must be a Mask, its text or a mask_mod"),
 ]
 
 

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.nn.growing import Tokens, _lookback, check_window
 from flexmask.report.compare import difference
 from tests import oracle
@@ -265,7 +266,7 @@ def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
     found += [module(part, cache=cache, context=context if place else None, lengths=lengths) for place, part in enumerate(rest)]
     check_close(torch.cat(found, 1), expected)
     assert cache.length == 9
-    with pytest.raises(fm.LoweringError, match="holds the keys of a context"):
+    with pytest.raises(LoweringError, match="holds the keys of a context"):
         cache.append(torch.ones(2, 2, 1, 2), torch.ones(2, 2, 1, 2))
 
 
@@ -339,7 +340,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
     with torch.no_grad():
         expected = dense_forward(case, module, x)
         module(x[:, :9], cache=cache, **case.data)
-        with pytest.raises(fm.LoweringError, match="9 values along kv, but the keys reach position 12"):
+        with pytest.raises(LoweringError, match="9 values along kv, but the keys reach position 12"):
             module(x[:, 9:12], cache=cache, ids=torch.tensor(IDS)[:, :9])
         check_close(module(x[:, 9:12], cache=cache, **case.data), expected[:, 9:12])
 
@@ -386,75 +387,83 @@ def grown_to(mask: str | None, chunks: list[int], cache: KVCache, **data: Any) -
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "float": (lambda: KVCache(2.0), fm.OperandError, r"capacity.*2\.0"),  # type: ignore[arg-type]
-    "nothing": (lambda: KVCache(0), fm.ExpressionError, "capacity.*at least 1.*0"),
-    "no window": (lambda: KVCache(window=0), fm.ExpressionError, "window.*at least 1.*0"),
-    "no cache": (call({}), fm.OperandError, "KVCache.*dict"),
-    "no capacity": (call(KVCache()), fm.LoweringError, r"KVCache\(capacity\)"),
-    "overflow": (call(filled(6, KVCache(8))), fm.LoweringError, "capacity=8.*6 are taken.*3 more.*window=.*reset"),
-    "another batch": (call(filled(3, KVCache(8)), inputs(1, batch=3)), fm.LoweringError, "2 sequences.*reset"),
-    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), fm.LoweringError, "holds tokens.*own"),
-    "truncate the empty": (lambda: KVCache(8).truncate(0), fm.LoweringError, "empty"),
-    "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), fm.LoweringError, "empty"),
-    "truncate to more": (lambda: filled(3, KVCache(8)).truncate([4, 1]), fm.LoweringError, r"\[3, 3\].*\[4, 1\]"),
-    "truncate three": (lambda: filled(3, KVCache(8)).truncate([1, 1, 1]), fm.LoweringError, r"int\[2\].*\[3\]"),
+    "float": (lambda: KVCache(2.0), OperandError, r"capacity.*2\.0"),  # type: ignore[arg-type]
+    "nothing": (lambda: KVCache(0), ExpressionError, "capacity.*at least 1.*0"),
+    "no window": (lambda: KVCache(window=0), ExpressionError, "window.*at least 1.*0"),
+    "no cache": (call({}), OperandError, "KVCache.*dict"),
+    "no capacity": (call(KVCache()), LoweringError, r"KVCache\(capacity\)"),
+    "overflow": (call(filled(6, KVCache(8))), LoweringError, "capacity=8.*6 are taken.*3 more.*window=.*reset"),
+    "another batch": (call(filled(3, KVCache(8)), inputs(1, batch=3)), LoweringError, "2 sequences.*reset"),
+    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), LoweringError, "holds tokens.*own"),
+    "truncate the empty": (lambda: KVCache(8).truncate(0), LoweringError, "empty"),
+    "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), LoweringError, "empty"),
+    "truncate to more": (lambda: filled(3, KVCache(8)).truncate([4, 1]), LoweringError, r"\[3, 3\].*\[4, 1\]"),
+    "truncate three": (lambda: filled(3, KVCache(8)).truncate([1, 1, 1]), LoweringError, r"int\[2\].*\[3\]"),
     "window gone": (
         lambda: filled(3, filled(9, KVCache(window=4))).truncate(7),
-        fm.LoweringError,
+        LoweringError,
         r"window of 4.*\[7, 7\].*\[6, 6\]",
     ),
-    "unbound": (call(KVCache(8), mask="key_padding(n)"), fm.ExpressionError, "n=..."),
+    "unbound": (call(KVCache(8), mask="key_padding(n)"), ExpressionError, "n=..."),
     "padding on the left that moves": (
         call(KVCache(8), mask="causal & key_padding(lengths=[2, 3], side='left')"),
-        fm.LoweringError,
+        LoweringError,
         r"key_padding\(lengths=\[2, 3\], side='left'\) depends on kv_len.*KVCache.*key_padding\(start=\.\.\.\)",
     ),
     "queries padded on the left": (
         call(KVCache(8), mask="query_padding(lengths=[2, 3], side='left')"),
-        fm.LoweringError,
+        LoweringError,
         "depends on q_len.*start=",
     ),
-    "lower_right": (call(KVCache(8), mask="causal('lower_right')"), fm.LoweringError, r"kv_len and q_len.*causal\(\)"),
+    "lower_right": (call(KVCache(8), mask="causal('lower_right')"), LoweringError, r"kv_len and q_len.*causal\(\)"),
     "a comparison with kv_len": (
         call(KVCache(8), mask="causal & (kv > kv_len - 3)"),
-        fm.LoweringError,
+        LoweringError,
         "kv > kv_len - 3 depends",
     ),
     "lower_right over a context": (
         call(KVCache(), mask="causal('lower_right')", context=inputs(5)),
-        fm.LoweringError,
+        LoweringError,
         r"causal\(align='lower_right'\) depends on q_len",
     ),
     "causal in a window": (
         grown_to("causal", [3, 1], KVCache(window=3)),
-        fm.LoweringError,
+        LoweringError,
         r"causal shows.* position 3 the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
     ),
-    "everything in a window": (grown_to(None, [3, 1], KVCache(window=3)), fm.LoweringError, r"full shows.*window=4 or more"),
+    "everything in a window": (
+        grown_to(None, [3, 1], KVCache(window=3)),
+        LoweringError,
+        r"full shows.*window=4 or more",
+    ),
     "sinks in a window": (
         grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
-        fm.LoweringError,
+        LoweringError,
         "position 3 the key at position 0",
     ),
-    "a longer window": (grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)), fm.LoweringError, "window=5 or more"),
+    "a longer window": (
+        grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)),
+        LoweringError,
+        "window=5 or more",
+    ),
     "a longer document": (
         grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
-        fm.LoweringError,
+        LoweringError,
         "query at position 4 the key at position 1.*window=4",
     ),
     "diagonals beyond a window": (
         grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
-        fm.LoweringError,
+        LoweringError,
         "position 4 the key at position 0.*window=5",
     ),
     "documents that end": (
         grown_to("causal & document(lengths=[[2, 3], [3, 1]])", [3, 1, 1], KVCache(8)),
-        fm.LoweringError,
+        LoweringError,
         "lengths of sequence 1 cover 4 of 5 tokens.*padding=True",
     ),
     "right padding that was not cut": (
         grown_to("causal & key_padding(lengths=[4, 2])", [4, 1], KVCache(8)),
-        fm.LoweringError,
+        LoweringError,
         r"every token of this call padding.*position 4.*truncate\(lengths\).*key_padding\(start=",
     ),
 }
@@ -483,7 +492,7 @@ def test_a_cache_is_right_or_refuses(case: DrawnCase, chunks: list[int], window:
         for part in x.split(chunks, 1):
             try:
                 found = module(part, mask, cache=cache)
-            except fm.LoweringError as error:
+            except LoweringError as error:
                 if not re.search("has dropped" if window else "makes every token of this call padding", str(error)):
                     raise
                 return
@@ -524,7 +533,7 @@ def test_a_window_on_another_device() -> None:
     length = torch.zeros(2, dtype=torch.int64, device=device)
     for tokens in (Tokens(2, 1, 7, 8, 5, device), Tokens(2, 1, length, 8, length, device)):
         for text in ("causal", "chunked(8) & causal", "document(lengths=[8])"):
-            with pytest.raises(fm.LoweringError, match="query at position 7 the key at position 0"):
+            with pytest.raises(LoweringError, match="query at position 7 the key at position 0"):
                 check_window(fm.parse(text), tokens, 3, 4)
         check_window(fm.sliding_window(size=3), tokens, 3, 4)
         check_window(fm.parse("causal & chunked(2)"), tokens, 3, 4)
@@ -577,12 +586,12 @@ def test_a_cache_belongs_to_one_layer() -> None:
         cache = KVCache(S)
         second(inputs(0), cache=cache, **contexts) if not contexts else None
         found = first(inputs(3), cache=cache, **contexts)
-        with pytest.raises(fm.LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
+        with pytest.raises(LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
             second(inputs(3), cache=cache, **contexts)
         assert cache.length == 3
         cache.reset()
         second(inputs(3), cache=cache, **contexts)
-        with pytest.raises(fm.LoweringError, match="another layer"):
+        with pytest.raises(LoweringError, match="another layer"):
             first(inputs(3), cache=cache, **contexts)
         cache.reset()
         check_close(first(inputs(3), cache=cache, **contexts), found)
@@ -593,7 +602,7 @@ def test_a_copy_of_a_cache_goes_on_in_a_copy_of_the_layer(copied: Callable[[KVCa
     module, x, cache = CASES["causal"].module(), inputs(5), KVCache(S)
     twin = copy.deepcopy(module)
     module(x[:, :3], cache=cache)
-    with pytest.raises(fm.LoweringError, match="another layer"):
+    with pytest.raises(LoweringError, match="another layer"):
         twin(x[:, 3:], cache=cache)
     check_close(twin(x[:, 3:], cache=copied(cache)), module(x[:, 3:], cache=cache))
 
@@ -615,7 +624,7 @@ def test_a_call_that_the_window_refuses_leaves_the_cache_as_it_was() -> None:
         expected = dense_forward(case, module, x)
         module(x[:, :9], cache=cache)
         for _ in range(2):
-            with pytest.raises(fm.LoweringError, match=r"position 0.*window=10"):
+            with pytest.raises(LoweringError, match=r"position 0.*window=10"):
                 module(x[:, 9:11], "causal", cache=cache)
         check_close(module(x[:, 9:], cache=cache), expected[:, 9:])
 
@@ -626,7 +635,7 @@ def test_the_window_is_that_of_each_sequence() -> None:
     with torch.no_grad():
         module(inputs(6), "causal", cache=cache)
         cache.truncate([6, 4])
-        with pytest.raises(fm.LoweringError, match=r"position 6 the key at position 3.*window=4"):
+        with pytest.raises(LoweringError, match=r"position 6 the key at position 3.*window=4"):
             module(inputs(1), "causal & (kv // 3 == q // 3 - (b == 0))".replace("(b == 0)", "where(b == 0, 1, 0)"), cache=cache)
         module(inputs(1), "causal & (kv // 3 == q // 3)", cache=cache)
 
@@ -673,7 +682,7 @@ def test_a_prompt_that_is_compiled_moves_the_position() -> None:
 def test_a_context_is_checked_with_a_cache_too(mask: fm.Mask) -> None:
     layer, x, context = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(2, 3, 8), torch.randn(2, 5, 8)
     for cache in (None, fm.KVCache()):
-        with pytest.raises(fm.LoweringError):
+        with pytest.raises(LoweringError):
             layer(x, mask, context=context, cache=cache)
 
 
@@ -690,5 +699,5 @@ def test_a_prompt_in_inference_mode_can_go_on_without() -> None:
 def test_lengths_to_keep_are_integers(lengths: Any) -> None:
     layer, cache = fm.MultiheadFlexAttention(8, 8, 2), fm.KVCache(8)
     layer(torch.randn(2, 4, 8), fm.causal(), cache=cache)
-    with pytest.raises(fm.OperandError, match="lengths must be integers"):
+    with pytest.raises(OperandError, match="lengths must be integers"):
         cache.truncate(lengths)

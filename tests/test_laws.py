@@ -406,9 +406,9 @@ SOLVED = [
     abs(DATA - LIMIT) <= q,
     2 * kv % 3 + 1 + 2 * DATA == 2 * DATA,
     kv - kv <= q - q,
-    fm.chunked(64) & fm.sliding_window(left=3, right=5),
-    fm.chunk_window(16, left=2),
-    fm.block_causal(8),
+    fm.masks.chunked(64) & fm.sliding_window(left=3, right=5),
+    fm.masks.chunk_window(16, left=2),
+    fm.masks.block_causal(8),
 ]
 
 

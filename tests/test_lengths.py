@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flexmask as fm
+from flexmask.errors import OperandError
 from flexmask.report.lengths import lengths_of, said_lengths
 
 #: A mask, and the numbers of queries and keys that follow from it.
@@ -105,5 +106,5 @@ def test_data_of_every_kind() -> None:
 
 def test_no_mask() -> None:
     assert lengths_of("causal & key_padding(5)") == lengths_of(fm.causal() & fm.key_padding(5)) == (5, 5)
-    with pytest.raises(fm.OperandError, match="mask must be a Mask, its text or a mask_mod function, got int 3"):
+    with pytest.raises(OperandError, match="mask must be a Mask, its text or a mask_mod function, got int 3"):
         lengths_of(3)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
 from flexmask import Mask
+from flexmask.errors import LoweringError
 from tests import oracle
 from tests.strategies import Case, Shape, mask_cases, shaped_masks
 from tests.test_catalogue import NAMES, SHAPES, name_and_shape, named
@@ -22,7 +23,7 @@ MOST_INTERVALS = 8  # of the interval form of a mask_mod
 # ---------------------------------------------------------------- checks
 
 
-def assert_canonical(rows: fm.Rows, shape: Shape) -> None:
+def assert_canonical(rows: fm.intervals.Rows, shape: Shape) -> None:
     """Each row lists its maximal runs in order; unused slots are (kv_len, kv_len) and stand last."""
     assert rows.bounds.dtype == torch.int32
     assert rows.bounds.shape[-1] == 2
@@ -35,14 +36,14 @@ def assert_canonical(rows: fm.Rows, shape: Shape) -> None:
         assert intervals == used + [[shape.kv_len] * 2] * (slots - len(used))
 
 
-def own_cells_of(rows: fm.Rows) -> torch.Tensor:
+def own_cells_of(rows: fm.intervals.Rows) -> torch.Tensor:
     """The keys that rows show, with 1 for each axis that they do not depend on."""
     keys = torch.arange(rows.kv_len)
     low, high = rows.bounds[..., 0, None], rows.bounds[..., 1, None]
     return ((keys >= low) & (keys < high)).any(dim=-2)
 
 
-def cells_of(rows: fm.Rows, shape: Shape) -> torch.Tensor:
+def cells_of(rows: fm.intervals.Rows, shape: Shape) -> torch.Tensor:
     """The element mask that rows describe, bool [batch, heads, q_len, kv_len]."""
     return own_cells_of(rows).expand(shape.batch, shape.heads, shape.q_len, shape.kv_len)
 
@@ -73,7 +74,7 @@ def has_intervals(case: Case, shape: Shape) -> bool:
 def check_mask_mod(case: Case, shape: Shape, expected: torch.Tensor) -> None:
     for form in ("auto", "interval", "expression"):
         if form == "interval" and not has_intervals(case, shape):
-            with pytest.raises(fm.LoweringError, match="interval"):
+            with pytest.raises(LoweringError, match="interval"):
                 case.mask.mask_mod(**shape.lowering, form=form)
             continue
         mask_mod = case.mask.mask_mod(**shape.lowering, form=form)
@@ -331,7 +332,7 @@ SEPARABLE = [
     fm.full(),
     fm.causal() & fm.document(lengths=[512] * 8),
     fm.sliding_window(left=256, right=0) | (fm.kv < 4),
-    fm.per_head([fm.causal(), fm.transpose(fm.causal()), ~fm.sliding_window(left=3, right=3)]),
+    fm.per_head([fm.causal(), fm.masks.transpose(fm.causal()), ~fm.sliding_window(left=3, right=3)]),
     fm.prefix_lm([100, 2000]) & fm.key_padding([4000, 3000]) & fm.query_padding([4000, 3000]),
     fm.per_document(fm.causal(), lengths=[512] * 8),
     (fm.q // 16 == fm.kv // 16) ^ fm.causal(offset=-1000),

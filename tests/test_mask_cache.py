@@ -15,6 +15,7 @@ import flexmask as fm
 from flexmask import KVCache, MaskCache, MultiheadFlexAttention
 from flexmask.backends import api as functional
 from flexmask.backends.cache import _ACTIVE
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.bounds import analyse
 
 LAYERS, S = 4, 12
@@ -176,7 +177,7 @@ def test_the_innermost_cache_serves() -> None:
         with MaskCache() as inner, outer, inner:
             functional.attention(query, query, query, fm.sliding_window(size=2))
         assert (outer.builds, inner.builds) == (0, 1)
-        with pytest.raises(fm.LoweringError), inner:
+        with pytest.raises(LoweringError), inner:
             functional.attention(query, query, query, "key_padding(lengths=99)")
         functional.attention(query, query, query, fm.sliding_window(size=2))
         assert outer.builds == 1
@@ -248,7 +249,7 @@ def test_changed_data_is_seen_on_cuda(change: str) -> None:
     assert torch.equal(found, functional.attention(query, query, query, fm.document(ids.tolist()), backend="sdpa"))
 
 
-@pytest.mark.parametrize(("size", "kind"), [(0, fm.ExpressionError), (1.5, fm.OperandError), (True, fm.OperandError)])
+@pytest.mark.parametrize(("size", "kind"), [(0, ExpressionError), (1.5, OperandError), (True, OperandError)])
 def test_sizes_that_are_refused(size: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="size"):
         MaskCache(size)

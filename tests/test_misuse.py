@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import testing
+from flexmask.errors import FlexmaskError
 from flexmask.expr.names import NAMES
 from flexmask.registry import package_of, withdraw
 
@@ -86,7 +87,7 @@ WRONG: dict[str, Any] = {
     "a class": Thing,
     "a mask that is not called": fm.causal,
     "a window that is not called": fm.sliding_window,
-    "a mask of four arguments": fm.sliding_tile,
+    "a mask of four arguments": fm.masks.sliding_tile,
     "a mask_mod": window,
     "a mask_mod of numbers": of_numbers,
     "a function of one": abs,
@@ -354,7 +355,7 @@ def foreign_error(name: str, argument: str, wrong: Any, lowers: bool) -> str:
     function, right = FUNCTIONS[name]
     try:
         run(function, {**right, argument: wrong}, lowers)
-    except fm.FlexmaskError as error:
+    except FlexmaskError as error:
         return "" if 0 < len(str(error)) < 2500 else f"a message of {len(str(error))} characters"
     except AssertionError as error:  # a mask that is another than the reference
         return "" if name.startswith("assert_") else f"AssertionError: {error}"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask import MultiheadFlexAttention
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from tests import oracle
 from tests.test_kv_cache import turn
 
@@ -192,7 +193,7 @@ def test_the_mask_moves_with_the_weights() -> None:
     assert set(module.state_dict()) == {"in_proj.weight", "out_proj.weight", "out_proj.bias"}
     moved = copy.deepcopy(module).to("meta").mask
     assert moved is not None
-    with pytest.raises(fm.LoweringError, match="on meta, not on cpu"):
+    with pytest.raises(LoweringError, match="on meta, not on cpu"):
         moved.dense(6, device="cpu")
 
 
@@ -322,61 +323,61 @@ def call(mask: Any = None, given: Any = None, /, **options: Any) -> Callable[[],
 
 PADDED = "causal & key_padding(lengths)"
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "key heads": (lambda: MultiheadFlexAttention(6, 8, 4, n_kv_heads=3), fm.ExpressionError, "n_kv_heads=3, n_heads=4"),
-    "no key heads": (make(n_kv_heads=0), fm.ExpressionError, "at least 1.*n_kv_heads=0"),
-    "float": (make(d_head=4.0), fm.OperandError, r"d_head.*4\.0"),
-    "heads that do not divide": (lambda: MultiheadFlexAttention(6, 9, 2), fm.ExpressionError, "d_out=9.*d_head="),
-    "dropout": (make(dropout=1.5), fm.FlexmaskError, "1.5"),
-    "text": (make(mask="casual"), fm.FlexmaskError, "causal"),
-    "tensor as mask": (make(mask=torch.ones(5, 5).bool()), fm.OperandError, "mask.*Tensor"),
-    "BlockMask of its own": (make(mask=fm.causal().block_mask(5)), fm.OperandError, "BlockMask; give it to forward"),
-    "taken name": (make(mask="document(ids=context)"), fm.ExpressionError, "parameter context.*rename"),
-    "missing": (call(PADDED), fm.ExpressionError, r"key_padding\(lengths=lengths\).*not given.*lengths=\.\.\."),
-    "misspelt": (call(PADDED, lenghts=[5, 3]), fm.ExpressionError, "lenghts.*no such parameter; it has lengths"),
-    "unknown": (call("causal", ids=[0] * 5), fm.ExpressionError, "ids.*causal.*it has none"),
-    "no mask": (call(lengths=[5, 3]), fm.ExpressionError, "lengths.*no mask"),
-    "of the mask that is not used": (call(PADDED, "causal", lengths=[5, 3]), fm.ExpressionError, "lengths.*causal.*none"),
-    "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), fm.ExpressionError, "ids.*BlockMask"),
-    "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), fm.LoweringError, "batch.*2.*3"),
-    "missing in text": (call(None, "document(ids)"), fm.ExpressionError, r"ids=\.\.\."),
-    "mask that is not called": (call(None, fm.causal), fm.OperandError, r"the function causal: call it, causal\(\)"),
+    "key heads": (lambda: MultiheadFlexAttention(6, 8, 4, n_kv_heads=3), ExpressionError, "n_kv_heads=3, n_heads=4"),
+    "no key heads": (make(n_kv_heads=0), ExpressionError, "at least 1.*n_kv_heads=0"),
+    "float": (make(d_head=4.0), OperandError, r"d_head.*4\.0"),
+    "heads that do not divide": (lambda: MultiheadFlexAttention(6, 9, 2), ExpressionError, "d_out=9.*d_head="),
+    "dropout": (make(dropout=1.5), FlexmaskError, "1.5"),
+    "text": (make(mask="casual"), FlexmaskError, "causal"),
+    "tensor as mask": (make(mask=torch.ones(5, 5).bool()), OperandError, "mask.*Tensor"),
+    "BlockMask of its own": (make(mask=fm.causal().block_mask(5)), OperandError, "BlockMask; give it to forward"),
+    "taken name": (make(mask="document(ids=context)"), ExpressionError, "parameter context.*rename"),
+    "missing": (call(PADDED), ExpressionError, r"key_padding\(lengths=lengths\).*not given.*lengths=\.\.\."),
+    "misspelt": (call(PADDED, lenghts=[5, 3]), ExpressionError, "lenghts.*no such parameter; it has lengths"),
+    "unknown": (call("causal", ids=[0] * 5), ExpressionError, "ids.*causal.*it has none"),
+    "no mask": (call(lengths=[5, 3]), ExpressionError, "lengths.*no mask"),
+    "of the mask that is not used": (call(PADDED, "causal", lengths=[5, 3]), ExpressionError, "lengths.*causal.*none"),
+    "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), ExpressionError, "ids.*BlockMask"),
+    "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), LoweringError, "batch.*2.*3"),
+    "missing in text": (call(None, "document(ids)"), ExpressionError, r"ids=\.\.\."),
+    "mask that is not called": (call(None, fm.causal), OperandError, r"the function causal: call it, causal\(\)"),
     "is_causal": (
         call(is_causal=True),
-        fm.ExpressionError,
+        ExpressionError,
         "is_causal.*no such parameter.*is_causal: here the mask says it: mask='causal'",
     ),
     "attn_mask": (
         call(attn_mask=torch.ones(5, 5).bool()),
-        fm.ExpressionError,
-        r"True is for hidden, ~flexmask.dense\(attn_mask\).*True is for visible, flexmask.dense\(attn_mask\)",
+        ExpressionError,
+        r"True is for hidden, ~flexmask.from_dense\(attn_mask\).*True is for visible, flexmask.from_dense\(attn_mask\)",
     ),
     "key_padding_mask": (
         call("causal", key_padding_mask=torch.zeros(2, 5).bool()),
-        fm.ExpressionError,
+        ExpressionError,
         r"its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
     ),
-    "attention_mask": (call(attention_mask=X), fm.ExpressionError, r"its 1 is for a real token.*keep=attention_mask"),
-    "need_weights": (call(need_weights=False), fm.ExpressionError, r"module.attention_weights\(x, mask\)"),
+    "attention_mask": (call(attention_mask=X), ExpressionError, r"its 1 is for a real token.*keep=attention_mask"),
+    "need_weights": (call(need_weights=False), ExpressionError, r"module.attention_weights\(x, mask\)"),
     "several of torch's module": (
         call(need_weights=False, key_padding_mask=None, ids=[0]),
-        fm.ExpressionError,
+        ExpressionError,
         "ids, key_padding_mask, need_weights.*\n  key_padding_mask: .*\n  need_weights: ",
     ),
     "query, key, value": (
         lambda: MultiheadFlexAttention(6, 8, 2)(X, X, X),
-        fm.OperandError,
+        OperandError,
         r"got 1 more.*module\(x, context=key\)",
     ),
-    "one sequence": (lambda: MultiheadFlexAttention(6, 8, 2)(X[0]), fm.LoweringError, r"\[5, 6\]; .*unsqueeze\(0\)"),
+    "one sequence": (lambda: MultiheadFlexAttention(6, 8, 2)(X[0]), LoweringError, r"\[5, 6\]; .*unsqueeze\(0\)"),
     "sparse input": (
         lambda: MultiheadFlexAttention(6, 8, 2)(X.to_sparse()),
-        fm.OperandError,
+        OperandError,
         r"x must be a plain tensor.*to_dense",
     ),
-    "no context": (lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X), fm.LoweringError, r"give context=.*length, 4"),
+    "no context": (lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X), LoweringError, r"give context=.*length, 4"),
     "width of the context": (
         lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X, context=X),
-        fm.LoweringError,
+        LoweringError,
         r"context must be \[B, length, 4\].*\[2, 5, 6\]",
     ),
 }
@@ -403,8 +404,8 @@ def test_rope_in_float32_under_autocast() -> None:
 def test_names_that_forward_takes() -> None:
     layer, x = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(1, 3, 8)
     for text in ("kv < self", "kv < context"):
-        with pytest.raises(fm.ExpressionError, match="which forward takes itself"):
+        with pytest.raises(ExpressionError, match="which forward takes itself"):
             layer(x, text)
-    with pytest.raises(fm.OperandError, match="mask must be a Mask"):
+    with pytest.raises(OperandError, match="mask must be a Mask"):
         layer(x, torch.ones(3, 3, dtype=torch.bool), cache=fm.KVCache(4))
     assert fm.parse("kv < text", **{"text": 3}) == fm.parse("kv < 3")

@@ -118,7 +118,7 @@ LONG: list[fm.Mask] = [
     fm.document([i % 7 for i in range(2020)]),
     ~fm.causal() ^ (fm.q // 100 == fm.kv // 100),
     fm.sliding_window(left=40, right=40) & ((fm.q - fm.kv) % 3 == 0),
-    fm.per_head([fm.causal(), fm.transpose(fm.causal())]),
+    fm.per_head([fm.causal(), fm.masks.transpose(fm.causal())]),
 ]
 
 

@@ -106,7 +106,7 @@ PATTERNS: dict[str, Pattern] = {
         lambda b, h, q, kv, *_: kv <= q,
         [Shape(3, 24, batch=2, q_offset=(4, 21))],
     ),
-    "anti-causal": Pattern(fm.transpose(causal()), lambda b, h, q, kv, *_: q - kv <= 0, ANY),
+    "anti-causal": Pattern(fm.masks.transpose(causal()), lambda b, h, q, kv, *_: q - kv <= 0, ANY),
     "bi-causal": Pattern((kv <= q + 3) & (kv >= q - 2), lambda b, h, q, kv, *_: 3 + q >= kv and -2 + q <= kv, ANY),
     "causal sliding window": Pattern(fm.sliding_window(size=6), lambda b, h, q, kv, *_: 0 <= q - kv < 6, ANY),
     "window": Pattern(fm.sliding_window(left=4, right=2), lambda b, h, q, kv, *_: -2 <= q - kv <= 4, ANY),
@@ -117,13 +117,13 @@ PATTERNS: dict[str, Pattern] = {
     ),
     "left-bounded window": Pattern(fm.sliding_window(left=5, right=None), lambda b, h, q, kv, *_: kv + 6 > q, ANY),
     "dilated window": Pattern(
-        fm.dilated_window(left=8, right=8, dilation=3), lambda b, h, q, kv, *_: abs(q - kv) <= 8 and (q - kv) % 3 == 0, ANY
+        fm.masks.dilated_window(left=8, right=8, dilation=3), lambda b, h, q, kv, *_: abs(q - kv) <= 8 and (q - kv) % 3 == 0, ANY
     ),
     "sinks and window": Pattern(
-        fm.sink_window(sinks=2, size=5), lambda b, h, q, kv, *_: q - kv >= 0 and (q - kv < 5 or kv < 2), ANY
+        fm.masks.sink_window(sinks=2, size=5), lambda b, h, q, kv, *_: q - kv >= 0 and (q - kv < 5 or kv < 2), ANY
     ),
     "global and window (Longformer)": Pattern(
-        fm.global_window(GLOBAL, left=3, right=3),
+        fm.masks.global_window(GLOBAL, left=3, right=3),
         lambda b, h, q, kv, *_: GLOBAL[q] or GLOBAL[kv] or abs(q - kv) <= 3,
         [long],
     ),
@@ -132,19 +132,19 @@ PATTERNS: dict[str, Pattern] = {
         lambda b, h, q, kv, *_: kv < 3 or q < 3 or -4 <= q - kv <= 2,
         ANY,
     ),
-    "chunked causal": Pattern(fm.chunked(5) & causal(), lambda b, h, q, kv, *_: q // 5 == kv // 5 and q - kv >= 0, ANY),
+    "chunked causal": Pattern(fm.masks.chunked(5) & causal(), lambda b, h, q, kv, *_: q // 5 == kv // 5 and q - kv >= 0, ANY),
     "chunked causal, padded on the left": Pattern(
-        fm.chunked(5, start=[3, 0]) & causal(),
+        fm.masks.chunked(5, start=[3, 0]) & causal(),
         lambda b, h, q, kv, *_: (q - [3, 0][b]) // 5 == (kv - [3, 0][b]) // 5 and q >= kv,
         [two],
     ),
     "fixed blocks": Pattern(
-        fm.per_chunk(causal() | (kv == 3), 6),
+        fm.masks.per_chunk(causal() | (kv == 3), 6),
         lambda b, h, q, kv, *_: q // 6 == kv // 6 and (kv % 6 <= q % 6 or kv % 6 == 3),
         ANY,
     ),
-    "block-causal": Pattern(fm.block_causal(4), lambda b, h, q, kv, *_: q // 4 >= kv // 4, ANY),
-    "streaming chunks": Pattern(fm.chunk_window(4, left=2), lambda b, h, q, kv, *_: 0 <= q // 4 - kv // 4 <= 2, ANY),
+    "block-causal": Pattern(fm.masks.block_causal(4), lambda b, h, q, kv, *_: q // 4 >= kv // 4, ANY),
+    "streaming chunks": Pattern(fm.masks.chunk_window(4, left=2), lambda b, h, q, kv, *_: 0 <= q // 4 - kv // 4 <= 2, ANY),
     "key padding": Pattern(fm.key_padding([9, 4]), lambda b, h, q, kv, *_: kv < [9, 4][b], [two, Shape(5, 10, batch=2)]),
     "key padding on the left": Pattern(
         kv >= table([9, 4])[b], lambda b, h, q, kv, *_: kv >= [9, 4][b], [two, Shape(5, 10, batch=2)]
@@ -154,12 +154,12 @@ PATTERNS: dict[str, Pattern] = {
     "documents": Pattern(fm.document(DOC), lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1, [long]),
     "causal documents": Pattern(causal() & fm.document(DOC), lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1 and kv <= q, [long]),
     "a mask within documents": Pattern(
-        fm.per_document(fm.dilated_window(left=4, right=4, dilation=2) | (kv == 1), DOC),
+        fm.per_document(fm.masks.dilated_window(left=4, right=4, dilation=2) | (kv == 1), DOC),
         lambda b, h, q, kv, *_: DOC[q] == DOC[kv] != -1 and ((abs(q - kv) <= 4 and (q - kv) % 2 == 0) or kv - START[kv] == 1),
         [long],
     ),
     "packed queries and keys of other lengths": Pattern(
-        fm.cross_document(causal(), q_lengths=[3, 4, 2], kv_lengths=[8, 4, 12], align="lower_right"),
+        fm.masks.cross_document(causal(), q_lengths=[3, 4, 2], kv_lengths=[8, 4, 12], align="lower_right"),
         lambda b, h, q, kv, *_: (
             (q < 3 and kv <= q + 5)
             or (3 <= q < 7 and 8 <= kv < 12 and kv - 8 <= q - 3)
@@ -168,17 +168,17 @@ PATTERNS: dict[str, Pattern] = {
         [Shape(9, 24)],
     ),
     "packed queries, padded keys of a fixed stride": Pattern(
-        fm.cross_document(q_lengths=[3, 4, 2], kv_lengths=[8, 8, 8]) & (kv % 8 < table([8, 3, 5])[kv // 8]),
+        fm.masks.cross_document(q_lengths=[3, 4, 2], kv_lengths=[8, 8, 8]) & (kv % 8 < table([8, 3, 5])[kv // 8]),
         lambda b, h, q, kv, *_: [0, 0, 0, 1, 1, 1, 1, 2, 2][q] == kv // 8 and kv % 8 < [8, 3, 5][kv // 8],
         [Shape(9, 24)],
     ),
     "shared prefix": Pattern(
-        fm.shared_prefix(DOC, prefix_of=[0, 0, 0]),
+        fm.masks.shared_prefix(DOC, prefix_of=[0, 0, 0]),
         lambda b, h, q, kv, *_: DOC[q] >= 0 and kv <= q and (DOC[q] == DOC[kv] or DOC[kv] == 0),
         [long],
     ),
     "causal blockwise": Pattern(
-        fm.in_context(DOC, test_start=12),
+        fm.masks.in_context(DOC, test_start=12),
         lambda b, h, q, kv, *_: -1 not in (DOC[q], DOC[kv]) and kv <= q and (DOC[q] == DOC[kv] or DOC[q] == 2),
         [long],
     ),
@@ -196,7 +196,7 @@ PATTERNS: dict[str, Pattern] = {
         [long],
     ),
     "bidirectional blocks in causal": Pattern(
-        fm.bidirectional_spans(DOC), lambda b, h, q, kv, *_: kv <= q or DOC[q] == DOC[kv] != -1, [long]
+        fm.masks.bidirectional_spans(DOC), lambda b, h, q, kv, *_: kv <= q or DOC[q] == DOC[kv] != -1, [long]
     ),
     "bidirectional blocks in a window": Pattern(
         fm.sliding_window(size=3) | fm.document(DOC),
@@ -204,7 +204,7 @@ PATTERNS: dict[str, Pattern] = {
         [long],
     ),
     "QK-sparse": Pattern(
-        causal() & fm.qk_sparse([2, 10], [3, 6]),
+        causal() & fm.masks.qk_sparse([2, 10], [3, 6]),
         lambda b, h, q, kv, *_: kv <= q and not any(o <= kv < o + n and q < o + n for o, n in ((2, 3), (10, 6))),
         ANY,
     ),
@@ -212,83 +212,83 @@ PATTERNS: dict[str, Pattern] = {
         causal() & fm.document(BUCKETS), lambda b, h, q, kv, *_: kv <= q and BUCKETS[q] == BUCKETS[kv], [long]
     ),
     "random eviction": Pattern(
-        causal() & fm.eviction(EVICT), lambda b, h, q, kv, *_: kv <= q < EVICT[b][h][kv], [Shape(24, 24, batch=2, heads=2)]
+        causal() & fm.masks.eviction(EVICT), lambda b, h, q, kv, *_: kv <= q < EVICT[b][h][kv], [Shape(24, 24, batch=2, heads=2)]
     ),
     "image-text cross attention": Pattern(
-        fm.image_cross(SPANS, 4), lambda b, h, q, kv, *_: SPANS[kv // 4][0] <= q < SPANS[kv // 4][1], [Shape(12, 12)]
+        fm.masks.image_cross(SPANS, 4), lambda b, h, q, kv, *_: SPANS[kv // 4][0] <= q < SPANS[kv // 4][1], [Shape(12, 12)]
     ),
     "neighborhood": Pattern(
-        fm.neighborhood([4, 6], [3, 5]),
+        fm.masks.neighborhood([4, 6], [3, 5]),
         lambda b, h, q, kv, *_: natten(COLUMN[q], COLUMN[kv], 4, 3) and natten(ROW[q], ROW[kv], 6, 5),
         [long],
     ),
     "neighborhood in tiles": Pattern(
-        fm.neighborhood([4, 6], [3, 3], tile=[2, 3]),
+        fm.masks.neighborhood([4, 6], [3, 3], tile=[2, 3]),
         lambda b, h, q, kv, *_: all(natten(x, y, n, 3) for x, y, n in zip(tiled(q), tiled(kv), (4, 6), strict=True)),
         [long],
     ),
     "neighborhood in Morton order": Pattern(
-        fm.reorder(fm.neighborhood([4, 4], [3, 3]), q=MORTON, kv=MORTON),
+        fm.masks.reorder(fm.masks.neighborhood([4, 4], [3, 3]), q=MORTON, kv=MORTON),
         lambda b, h, q, kv, *_: all(
             natten((q >> s & 1) | (q >> s + 1 & 2), (kv >> s & 1) | (kv >> s + 1 & 2), 4, 3) for s in (0, 1)
         ),
         [Shape(16, 16)],
     ),
     "sliding tile": Pattern(
-        fm.sliding_tile([4, 8], [4, 4], [2, 2], text=2),
+        fm.masks.sliding_tile([4, 8], [4, 4], [2, 2], text=2),
         lambda b, h, q, kv, *_: (
             kv < 34 and (q >= 32 or kv >= 32 or (sta(q // 16, kv // 16, 2, 2) and sta(q // 4 % 4, kv // 4 % 4, 4, 2)))
         ),
         [Shape(34, 34), Shape(35, 36)],
     ),
     "sliding tile, 3-D": Pattern(
-        fm.sliding_tile([2, 2, 6], [2, 1, 3], [1, 1, 1]),
+        fm.masks.sliding_tile([2, 2, 6], [2, 1, 3], [1, 1, 1]),
         lambda b, h, q, kv, *_: sta(q // 6 % 2, kv // 6 % 2, 2, 1) and sta(q % 6, kv % 6, 6, 3),
         [long],
     ),
     "spatial head of a video": Pattern(
-        fm.svg_spatial(5, width=2, prompt=4, round_to=4),
+        fm.masks.svg_spatial(5, width=2, prompt=4, round_to=4),
         lambda b, h, q, kv, *_: abs(q - kv) < 2 * 5 // 4 * 4 or q < 4 or kv < 4,
         [long],
     ),
     "spatial head of a video, with a sink": Pattern(
-        fm.svg_spatial(5, width=1, prompt=4, sinks=1),
+        fm.masks.svg_spatial(5, width=1, prompt=4, sinks=1),
         lambda b, h, q, kv, *_: abs(q - kv) < 5 or q < 4 or kv < 4 + 5,
         [long],
     ),
     "temporal head of a video": Pattern(
-        fm.svg_temporal(5, frames=4, width=2, prompt=4),
+        fm.masks.svg_temporal(5, frames=4, width=2, prompt=4),
         lambda b, h, q, kv, *_: video(q, kv) or q < 4 or kv < 4,
         [long],
     ),
     "top-k tiles": Pattern(
-        fm.tile_topk(TOPK, 6, sizes=SIZES),
+        fm.masks.tile_topk(TOPK, 6, sizes=SIZES),
         lambda b, h, q, kv, *_: kv // 6 in TOPK[b][h][q // 6] and kv % 6 < SIZES[kv // 6],
         [Shape(24, 24, heads=2)],
     ),
-    "block diffusion": Pattern(fm.block_diffusion(12, 5), lambda b, h, q, kv, *_: diffusion(q, kv, 12, 5), [long]),
+    "block diffusion": Pattern(fm.masks.block_diffusion(12, 5), lambda b, h, q, kv, *_: diffusion(q, kv, 12, 5), [long]),
     "drafts after anchors": Pattern(
-        fm.draft_anchors([[2, 9], [11, 0]], 4, context=12),
+        fm.masks.draft_anchors([[2, 9], [11, 0]], 4, context=12),
         lambda b, h, q, kv, *_: kv < [[2, 9], [11, 0]][b][q // 4] if kv < 12 else (kv - 12) // 4 == q // 4,
         [Shape(8, 20, batch=2)],
     ),
     "training of a draft head": Pattern(
-        fm.draft_blocks(7, 4),
+        fm.masks.draft_blocks(7, 4),
         lambda b, h, q, kv, *_: kv < 7 or ((kv - 7) // 4 == q // 4 and kv - 7 <= q),
         [Shape(12, 19)],
     ),
     "tree of drafts": Pattern(
-        fm.tree(parents=PARENTS, prefix=9),
+        fm.masks.tree(parents=PARENTS, prefix=9),
         lambda b, h, q, kv, *_: kv < 9 or ancestor(q, kv - 9),
         [Shape(8, 17)],
     ),
     "training-time test": Pattern(
-        fm.training_time_test(8, 2),
+        fm.masks.training_time_test(8, 2),
         lambda b, h, q, kv, *_: (kv < 8 and kv <= q) or (kv >= 8 and (kv - q) % 8 == 0),
         [Shape(8, 24)],
     ),
     "multi-item scoring": Pattern(
-        fm.multi_item(6, ITEMS),
+        fm.masks.multi_item(6, ITEMS),
         lambda b, h, q, kv, *_: kv <= q and (q < 6 or kv < 6 or q - kv < ITEMS[q - 6]),
         [long, Shape(5, 24, q_offset=19)],
     ),
@@ -300,25 +300,25 @@ PATTERNS: dict[str, Pattern] = {
     "a mask for groups of heads": Pattern(
         fm.where(h < 2, causal(), fm.full()), lambda b, h, q, kv, *_: h >= 2 or kv <= q, [Shape(9, 13, heads=3)]
     ),
-    "dense": Pattern(fm.dense(CELLS), lambda b, h, q, kv, *_: CELLS[q][kv], [long]),
+    "dense": Pattern(fm.from_dense(CELLS), lambda b, h, q, kv, *_: CELLS[q][kv], [long]),
     "random": Pattern(
-        fm.random_cells(0.4, seed=3 * b + h),
+        fm.masks.random_cells(0.4, seed=3 * b + h),
         lambda b, h, q, kv, *_: mixed(3 * b + h, q, kv) < 0.4 * (2**31 - 1),
         [Shape(21, 24, batch=2, heads=3)],
     ),
     # ------------------------------------------------ transforms of the index
     "head-tail shards": Pattern(
-        fm.reorder(causal(), q=[0, 1, 2, 9, 10, 11]),
+        fm.masks.reorder(causal(), q=[0, 1, 2, 9, 10, 11]),
         lambda b, h, q, kv, *_: kv <= [0, 1, 2, 9, 10, 11][q],
         [Shape(6, 12)],
     ),
     "paged keys": Pattern(
-        fm.paged(fm.sliding_window(size=5), PAGES, page_size=6),
+        fm.masks.paged(fm.sliding_window(size=5), PAGES, page_size=6),
         lambda b, h, q, kv, *_: PAGES[b][kv // 6] >= 0 and 0 <= q - (PAGES[b][kv // 6] * 6 + kv % 6) < 5,
         [Shape(18, 24, batch=2), Shape(1, 24, batch=2, q_offset=(17, 9))],
     ),
     "a coarse mask": Pattern(
-        fm.coarse(fm.sink_window(1, size=2), 4),
+        fm.masks.coarse(fm.masks.sink_window(1, size=2), 4),
         lambda b, h, q, kv, *_: kv // 4 <= q // 4 and (q // 4 - kv // 4 < 2 or kv // 4 < 1),
         ANY,
     ),

@@ -175,7 +175,7 @@ def test_golden_scores(tmp_path: Path) -> None:
     place = torch.arange(9.0)
     query = torch.stack([torch.cos(place), torch.sin(place)], -1).expand(1, 3, 9, 2) * torch.tensor([1.0, 3, 9]).view(1, 3, 1, 1)
     mask = fm.causal() & fm.key_padding(7)
-    weights = fm.attention_weights(query, query[:, :1], mask)
+    weights = fm.backends.attention_weights(query, query[:, :1], mask)
     tokens = "The quick brown fox jumps over the <pad> <pad>"
     assert_golden("scores", tmp_path, lambda path: save(score_picture(weights, mask, tokens=tokens), path))
     assert_golden("score_heads", tmp_path, lambda path: save_sheet(score_sheet(weights, mask, tokens=tokens), path))

@@ -24,6 +24,7 @@ from click.testing import CliRunner, Result
 
 import flexmask as fm
 from flexmask.cli import main
+from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError
 from flexmask.expr.names import NAMES
 from flexmask.registry import GROUP, named, origin
 
@@ -34,7 +35,8 @@ EXAMPLE = re.findall(r"^`([\w./-]+)`\n\n```\w+\n(.*?)^```", README, re.DOTALL | 
 BUILT_IN = sorted(name for name in NAMES if origin(name).package == "flexmask")
 
 ONE = """
-from flexmask import kv, named
+from flexmask import kv
+from flexmask.registry import named
 
 @named
 def {name}(every: int = 2):
@@ -185,7 +187,7 @@ def test_unknown_names_get_the_nearest_of_all(tmp_path: Path) -> None:
         for use in (lambda: flexmask.parse("landmark"), lambda: flexmask.parse("landmark(3)"), lambda: flexmask.masks.landmark):
             try:
                 use()
-            except (flexmask.TextError, AttributeError) as error:
+            except (flexmask.errors.TextError, AttributeError) as error:
                 print(str(error).splitlines()[0])
     """
     assert printed(tmp_path, code) == [
@@ -313,7 +315,7 @@ def test_warnings_as_errors_leave_everything_loaded(tmp_path: Path) -> None:
         import flexmask
         try:
             flexmask.parse("whole")
-        except flexmask.PluginWarning as warning:
+        except flexmask.errors.PluginWarning as warning:
             print("warned")
         print(flexmask.parse("whole & (kv < n)"))
     """
@@ -365,7 +367,7 @@ def refusals(folder: Path, code: str, *texts: str) -> list[str]:
             for text in {texts!r}:
                 try:
                     print(flexmask.parse(text))
-                except flexmask.DuplicateNameError as error:
+                except flexmask.errors.DuplicateNameError as error:
                     print(error)
             """
         ),
@@ -404,7 +406,7 @@ def test_the_script_takes_a_name_of_a_plugin(tmp_path: Path) -> None:
 
 
 def test_a_name_in_use_says_by_which_package() -> None:
-    with pytest.raises(fm.DuplicateNameError, match="a mask named causal: flexmask and tests") as caught:
+    with pytest.raises(DuplicateNameError, match="a mask named causal: flexmask and tests") as caught:
 
         @named
         def causal() -> fm.Mask:
@@ -414,7 +416,7 @@ def test_a_name_in_use_says_by_which_package() -> None:
 
 
 def test_the_error_about_a_name_survives_pickling() -> None:
-    error = fm.DuplicateNameError("landmarks", "one", "two")
+    error = DuplicateNameError("landmarks", "one", "two")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.name, again.packages) == (str(error), "landmarks", ("one", "two"))
 
@@ -425,7 +427,7 @@ def test_names_that_text_cannot_have(name: str) -> None:
         return fm.full()
 
     define.__name__ = name
-    with pytest.raises(fm.ExpressionError, match=re.escape(name)):
+    with pytest.raises(ExpressionError, match=re.escape(name)):
         named(define)
 
 
@@ -438,9 +440,9 @@ def test_data_becomes_a_tensor() -> None:
     for data in ([[1, 2], [3, 4]], [True, False], 7):
         made = fm.table(data).to_tensor()
         assert (made.tolist(), made.dtype) == (data, torch.tensor(data).dtype)
-    lengths = fm.document_ids(lengths=[3, 4])
-    assert isinstance(lengths, fm.Table)
-    with pytest.raises(fm.FlexmaskError, match="has no values"):
+    lengths = fm.expr.document_ids(lengths=[3, 4])
+    assert isinstance(lengths, fm.expr.Table)
+    with pytest.raises(FlexmaskError, match="has no values"):
         lengths.to_tensor()
 
 

@@ -95,14 +95,14 @@ def test_every_pattern_is_listed() -> None:
 
 @pytest.mark.parametrize(("body", "text"), ROWS, ids=[body for body, _ in ROWS])
 def test_recognised(body: str, text: str) -> None:
-    mask = fm.trace(of_text(body))
+    mask = fm.from_mask_mod(of_text(body))
     assert str(mask) == text
     check(body, mask)
 
 
 @pytest.mark.parametrize(("body", "name"), NEAR, ids=[body for body, _ in NEAR])
 def test_near_misses(body: str, name: str) -> None:
-    mask = fm.trace(of_text(body))
+    mask = fm.from_mask_mod(of_text(body))
     assert name not in str(mask)
     check(body, mask)
 
@@ -113,17 +113,17 @@ def test_body_is_what_was_written(body: str, text: str) -> None:
     from flexmask.tracing.trace import follow
 
     written = follow(of_text(body))
-    assert fm.trace(of_text(body)).expand().key == written.key
+    assert fm.from_mask_mod(of_text(body)).expand().key == written.key
 
 
 def test_parts_of_a_whole() -> None:
-    mask = fm.trace(of_text("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)"))
+    mask = fm.from_mask_mod(of_text("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)"))
     assert str(mask) == "causal & document(ids=<int64[2, 12]>) & (kv % 3 != 1)"
     check("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)", mask)
-    assert str(fm.trace(of_text("~((q // 4 == kv // 4) ^ (q >= kv))"))).count("chunked(size=4)") == 1
+    assert str(fm.from_mask_mod(of_text("~((q // 4 == kv // 4) ^ (q >= kv))"))).count("chunked(size=4)") == 1
 
 
 def test_each_part_is_named_and_twice_the_same_table_is_one() -> None:
     body = "(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (others[b, q] == others[b, kv]) & (others[b, q] >= 0)"
-    assert str(fm.trace(of_text(body))).count("document(ids=") == 2
-    assert "kv_ids" not in str(fm.trace(of_text(body)))
+    assert str(fm.from_mask_mod(of_text(body))).count("document(ids=") == 2
+    assert "kv_ids" not in str(fm.from_mask_mod(of_text(body)))

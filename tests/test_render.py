@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import flexmask as fm
-from flexmask import FlexmaskError, LoweringError, Mask, OperandError, RenderError
+from flexmask import Mask
+from flexmask.errors import FlexmaskError, LoweringError, OperandError, RenderError
 from flexmask.plotting import density
 from flexmask.plotting.caption import notes, numbered, shortened, title_lines
 from flexmask.plotting.mpl.plot import save
@@ -95,7 +96,7 @@ def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, i
     [
         fm.causal() & fm.document(packed(500, 40)),
         fm.sliding_window(left=30, right=5) | (fm.kv < 7) | fm.key_padding(keep=[i % 5 > 0 for i in range(500)]),
-        fm.dense([[(7 * x + y * y) % 3 == 0 for x in range(500)] for y in range(500)]),
+        fm.from_dense([[(7 * x + y * y) % 3 == 0 for x in range(500)] for y in range(500)]),
         fm.full(),
         fm.empty(),
         STRIDED,

@@ -12,7 +12,8 @@ from matplotlib.colors import to_rgb
 from torch import Tensor
 
 import flexmask as fm
-from flexmask import FlexmaskError, LoweringError, Mask, MultiheadFlexAttention, OperandError, RenderError
+from flexmask import Mask, MultiheadFlexAttention
+from flexmask.errors import FlexmaskError, LoweringError, OperandError, RenderError
 from flexmask.plotting.palette import HIDDEN
 from flexmask.plotting.scores import score_picture, score_sheet
 
@@ -37,7 +38,7 @@ def softmax_over(query: Tensor, key: Tensor, cells: Tensor, scale: float) -> lis
 def test_weights_are_those_of_a_softmax(scale: float | None) -> None:
     query, key = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8, seed=1)
     mask = MASK & (fm.q != 2)  # a query without keys
-    found = fm.attention_weights(query, key, mask, scale=scale)
+    found = fm.backends.attention_weights(query, key, mask, scale=scale)
     for b in range(2):
         for h in range(4):
             wanted = softmax_over(query[b, h], key[b, h // 2], mask.dense(6)[b, 0], 8**-0.5 if scale is None else scale)
@@ -48,7 +49,7 @@ def test_weights_are_those_of_a_softmax(scale: float | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_weights_times_values_are_attention(dtype: torch.dtype) -> None:
     query, key, value = (drawn(1, 3, 7, 4, seed=seed).to(dtype) for seed in range(3))
-    weights = fm.attention_weights(query, key, "sliding_window(size=3)")
+    weights = fm.backends.attention_weights(query, key, "sliding_window(size=3)")
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     out = fm.attention(query, key, value, "sliding_window(size=3)")
     assert torch.allclose(
@@ -62,7 +63,7 @@ def test_a_score_mod_and_an_offset_count() -> None:
     def nearer(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - (h + 1) * (q_idx + 4 - kv_idx)
 
-    found = fm.attention_weights(query, key, fm.causal(), score_mod=nearer, q_offset=4)
+    found = fm.backends.attention_weights(query, key, fm.causal(), score_mod=nearer, q_offset=4)
     scores = query @ key.transpose(-1, -2) / 2
     for h in range(2):
         for q in range(2):
@@ -78,7 +79,7 @@ def test_the_module_gives_its_weights() -> None:
     found = layer.attention_weights(x, lengths=[3, 6])
     assert torch.equal(torch.get_rng_state(), state)
     _, query, key = layer(x, lengths=[3, 6], return_qk=True)
-    assert torch.equal(found, fm.attention_weights(query, key, MASK, scale=0.7))
+    assert torch.equal(found, fm.backends.attention_weights(query, key, MASK, scale=0.7))
     assert not found.requires_grad
     crossed = layer.attention_weights(x, "key_padding(lengths)", context=torch.randn(2, 4, 8), lengths=[1, 4])
     assert crossed.shape == (2, 4, 6, 4)
@@ -89,7 +90,7 @@ def test_the_module_gives_its_weights() -> None:
 
 
 def example() -> Tensor:
-    return fm.attention_weights(3 * drawn(2, 4, 6, 8), drawn(2, 2, 6, 8, seed=1), MASK)
+    return fm.backends.attention_weights(3 * drawn(2, 4, 6, 8), drawn(2, 2, 6, 8, seed=1), MASK)
 
 
 def test_one_head_and_the_mean() -> None:
@@ -105,7 +106,7 @@ def test_one_head_and_the_mean() -> None:
 
 def test_numbers_and_colours_are_the_weights() -> None:
     weights = example()
-    ax = fm.plot_scores(weights, MASK, head=0, tokens="a b c d e f")
+    ax = fm.plotting.mpl.plot_scores(weights, MASK, head=0, tokens="a b c d e f")
     written = {
         (int(text.get_position()[1]), int(text.get_position()[0])): text.get_text() for text in ax.texts if "." in text.get_text()
     }
@@ -125,12 +126,12 @@ def test_numbers_and_colours_are_the_weights() -> None:
 
 
 def test_large_tables_are_averaged_without_numbers() -> None:
-    weights = fm.attention_weights(drawn(1, 1, 1500, 4), drawn(1, 1, 2100, 4, seed=1))
+    weights = fm.backends.attention_weights(drawn(1, 1, 1500, 4), drawn(1, 1, 2100, 4, seed=1))
     shown = score_picture(weights)
     assert shown.scores is not None
     assert shown.step == (2, 3)
     assert np.allclose(shown.scores.values[7, 9], weights[0, 0, 14:16, 27:30].mean(), atol=1e-7)
-    assert not [text for text in fm.plot_scores(weights).texts if "." in text.get_text()]
+    assert not [text for text in fm.plotting.mpl.plot_scores(weights).texts if "." in text.get_text()]
 
 
 def test_heads_stand_beside_each_other_on_one_scale() -> None:
@@ -138,19 +139,19 @@ def test_heads_stand_beside_each_other_on_one_scale() -> None:
     shown = score_sheet(weights, MASK, batch="all", head=[0, 3])
     assert shown.titles == ("sequence 0, head 0", "sequence 0, head 3", "sequence 1, head 0", "sequence 1, head 3")
     assert {picture.scores.most for picture in shown.pictures if picture.scores} == {float(weights[:, [0, 3]].max())}
-    figure = fm.plot_score_panels(weights, MASK)
+    figure = fm.plotting.mpl.plot_score_panels(weights, MASK)
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["head 0", "head 1", "head 2", "head 3"]
 
 
 def test_the_mean_shows_what_any_head_sees() -> None:
     mask = fm.per_head([fm.causal(), fm.kv < 1])
-    weights = fm.attention_weights(drawn(1, 2, 4, 4), drawn(1, 2, 4, 4, seed=1), mask)
+    weights = fm.backends.attention_weights(drawn(1, 2, 4, 4), drawn(1, 2, 4, 4, seed=1), mask)
     assert np.array_equal(score_picture(weights, mask).cells == 0, fm.causal().dense(4)[0, 0])
     assert np.array_equal(score_picture(weights, mask, head=1).cells == 0, (fm.kv < 1).dense(4)[0, 0].expand(4, 4))
 
 
 def test_later_queries() -> None:
-    weights = fm.attention_weights(drawn(1, 1, 2, 4), drawn(1, 1, 5, 4), fm.causal(), q_offset=3)
+    weights = fm.backends.attention_weights(drawn(1, 1, 2, 4), drawn(1, 1, 5, 4), fm.causal(), q_offset=3)
     shown = score_picture(weights, fm.causal(), q_offset=3, tokens="a b c d e")
     assert (shown.q_offset, shown.q_tokens) == (3, ("d", "e"))
     assert (shown.cells == 0).sum(1).tolist() == [4, 5]
@@ -158,25 +159,37 @@ def test_later_queries() -> None:
 
 W = torch.full((1, 2, 3, 3), 1 / 3)
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
-    ("three axes", lambda: fm.plot_scores(W[0]), OperandError, r"\[B, H, q_len, kv_len\], got torch.float32\[2, 3, 3\]"),
-    ("no tensor", lambda: fm.plot_scores([1.0]), OperandError, "got list"),  # type: ignore[arg-type]
-    ("integers", lambda: fm.plot_scores(W.long()), OperandError, "floating-point"),
-    ("head", lambda: fm.plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
-    ("sequence", lambda: fm.plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
-    ("none", lambda: fm.plot_scores(W[:, :, :0]), RenderError, "no weights"),
-    ("no heads", lambda: fm.plot_score_panels(W, head=[]), OperandError, r"head must be an index, a list .* got \[\]"),
-    ("not finite", lambda: fm.plot_scores(W * torch.nan), RenderError, "finite"),
-    ("mask", lambda: fm.plot_scores(W, fm.key_padding([1, 2])), LoweringError, "batch"),
-    ("query", lambda: fm.attention_weights(W[0], W), OperandError, r"query must be a tensor \[B, H, length, d_head\]"),
-    ("key", lambda: fm.attention_weights(W, W[..., :2]), LoweringError, "does not fit"),
-    ("heads", lambda: fm.attention_weights(W, W[:, [0, 0, 0]]), LoweringError, "multiple"),
+    (
+        "three axes",
+        lambda: fm.plotting.mpl.plot_scores(W[0]),
+        OperandError,
+        r"\[B, H, q_len, kv_len\], got torch.float32\[2, 3, 3\]",
+    ),
+    ("no tensor", lambda: fm.plotting.mpl.plot_scores([1.0]), OperandError, "got list"),  # type: ignore[arg-type]
+    ("integers", lambda: fm.plotting.mpl.plot_scores(W.long()), OperandError, "floating-point"),
+    ("head", lambda: fm.plotting.mpl.plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
+    ("sequence", lambda: fm.plotting.mpl.plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
+    ("none", lambda: fm.plotting.mpl.plot_scores(W[:, :, :0]), RenderError, "no weights"),
+    (
+        "no heads",
+        lambda: fm.plotting.mpl.plot_score_panels(W, head=[]),
+        OperandError,
+        r"head must be an index, a list .* got \[\]",
+    ),
+    ("not finite", lambda: fm.plotting.mpl.plot_scores(W * torch.nan), RenderError, "finite"),
+    ("mask", lambda: fm.plotting.mpl.plot_scores(W, fm.key_padding([1, 2])), LoweringError, "batch"),
+    ("query", lambda: fm.backends.attention_weights(W[0], W), OperandError, r"query must be a tensor \[B, H, length, d_head\]"),
+    ("key", lambda: fm.backends.attention_weights(W, W[..., :2]), LoweringError, "does not fit"),
+    ("heads", lambda: fm.backends.attention_weights(W, W[:, [0, 0, 0]]), LoweringError, "multiple"),
     (
         "too large",
-        lambda: fm.attention_weights(W.expand(9, 2, 3, 3).repeat(1, 1, 9999, 1), W.expand(9, 2, 3, 3).repeat(1, 1, 9999, 1)),
+        lambda: fm.backends.attention_weights(
+            W.expand(9, 2, 3, 3).repeat(1, 1, 9999, 1), W.expand(9, 2, 3, 3).repeat(1, 1, 9999, 1)
+        ),
         LoweringError,
         "GiB",
     ),
-    ("BlockMask", lambda: fm.attention_weights(W, W, fm.causal().block_mask(3)), OperandError, "BlockMask"),  # type: ignore[arg-type]
+    ("BlockMask", lambda: fm.backends.attention_weights(W, W, fm.causal().block_mask(3)), OperandError, "BlockMask"),  # type: ignore[arg-type]
 ]
 
 

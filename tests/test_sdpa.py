@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask import LoweringError, OperandError
 from flexmask.backends import tiling as tile_plan
 from flexmask.backends.tile import Tile
 from flexmask.backends.tiled_sdpa import block_sdpa
 from flexmask.backends.tiling import plan_tiles
+from flexmask.errors import LoweringError, OperandError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

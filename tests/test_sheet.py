@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import flexmask as fm
-from flexmask import FlexmaskError, OperandError, RenderError
+from flexmask.errors import FlexmaskError, OperandError, RenderError
 from flexmask.plotting.html.view import block_size_for, view_of
 from flexmask.plotting.palette import looks_of
 from flexmask.plotting.sheet import sheet, term_sheet
@@ -224,5 +224,5 @@ def test_pictures_of_masks_on_a_gpu(pixels: tuple[int, int]) -> None:
         assert np.array_equal(one.shares, other.shares)
         assert one.bands == other.bands
     query, key = torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
-    weights = fm.attention_weights(query, key, fm.causal())
-    assert torch.allclose(weights, fm.attention_weights(query.cuda(), key.cuda(), fm.causal()).cpu(), atol=1e-5)
+    weights = fm.backends.attention_weights(query, key, fm.causal())
+    assert torch.allclose(weights, fm.backends.attention_weights(query.cuda(), key.cuda(), fm.causal()).cpu(), atol=1e-5)

@@ -175,10 +175,10 @@ def cells_counted() -> Iterator[list[int]]:
 SHARES: list[tuple[Mask, float, float]] = [
     (((q - kv) % 64 == 0) | (abs(q - kv) < 128), 1 / 1000, 1 / 50),
     (fm.causal() & ((q * kv) % 3 == 0), 1 / 1000, 1 / 50),
-    (fm.dilated_window(left=None, right=0, dilation=1000), 1 / 1000, 1 / 50),
+    (fm.masks.dilated_window(left=None, right=0, dilation=1000), 1 / 1000, 1 / 50),
     ((q // 128 - kv // 128) % 4 == 0, 0, 0),
     ((q // 64 - kv // 64) % 4 == 0, 1 / 1000, 1 / 50),
-    (fm.random_cells(0.5), 1 / 50, 1),
+    (fm.masks.random_cells(0.5), 1 / 50, 1),
     (fm.per_head([(q - kv) % 3 == 0, fm.causal()]), 1 / 1000, 1 / 50),
     ((q - kv + h) % 3 == 0, 1 / 1000, 1 / 50),
     (fm.table([[i % 3 == j % 2 for i in range(64)] for j in range(64)])[q // 128, kv // 128] != 0, 0, 0),

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 import flexmask as fm
-from flexmask import LoweringError, Mask
+from flexmask import Mask
+from flexmask.errors import LoweringError
 from flexmask.plotting import density
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, picture
 from flexmask.plotting.sheet import Sheet, sheet, term_sheet

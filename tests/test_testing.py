@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import flexmask as fm
-from flexmask import ExpressionError, LoweringError, Mask, MultiheadFlexAttention, OperandError
+from flexmask import Mask, MultiheadFlexAttention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.rows import Rows
 from flexmask.testing import assert_equivalent, assert_no_leak, assert_subset
 from flexmask.testing.equivalence import agreement
@@ -86,7 +87,7 @@ def test_every_kind_of_reference(name: str) -> None:
     assert_equivalent(PACKED, 12, reference=REFERENCES[name])
     if isinstance(REFERENCES[name], Tensor):
         assert_equivalent(PACKED, 12, reference=REFERENCES[name][:, 0])
-        assert_equivalent(fm.dense(REFERENCES[name][0, 0]), 12, reference=REFERENCES[name][0, 0])
+        assert_equivalent(fm.from_dense(REFERENCES[name][0, 0]), 12, reference=REFERENCES[name][0, 0])
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,7 @@ def test_a_model_keeps_to_what_its_layers_reach() -> None:
 
 
 def test_layers_of_several_masks() -> None:
-    masks = [fm.sliding_window(left=2, right=0), fm.chunked(4) & fm.causal()]
+    masks = [fm.sliding_window(left=2, right=0), fm.masks.chunked(4) & fm.causal()]
     first, second = Decoder(1), Decoder(1)
     second.head = nn.Linear(8, 8)
     first.head = nn.Linear(8, 8)
@@ -618,7 +619,7 @@ def test_a_modules_own_mask_is_what_is_checked() -> None:
 
 
 def test_a_mask_that_would_not_be_looked_at_is_refused() -> None:
-    with pytest.raises(fm.ExpressionError, match="self_mask is for a model with context="):
+    with pytest.raises(ExpressionError, match="self_mask is for a model with context="):
         assert_no_leak(lambda x: x, fm.full(), torch.randn(1, 3, 2), self_mask=fm.causal())
-    with pytest.raises(fm.OperandError, match="wanted a function, a mask and a tensor, got function, Named and list"):
+    with pytest.raises(OperandError, match="wanted a function, a mask and a tensor, got function, Named and list"):
         assert_no_leak(lambda x: x, fm.causal(), [[1.0]])

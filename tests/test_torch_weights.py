@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import MultiheadFlexAttention
+from flexmask.errors import LoweringError, OperandError
 
 D, HEADS, BATCH, Q, KV = 12, 3, 2, 7, 5
 #: True for padding.
@@ -56,7 +57,7 @@ def test_self_attention(bias: bool, batch_first: bool) -> None:
     both = torch_forward(theirs, x, x, attn_mask=future, key_padding_mask=HIDDEN_SELF)
     real = ~HIDDEN_SELF[:, :1].expand(-1, Q)  # a first token that is padding leaves a query nothing to see: NaN there, 0 here
     check_close(ours(x, fm.causal() & fm.key_padding(hide=HIDDEN_SELF))[real], both[real])
-    check_close(ours(x, ~fm.dense(future) & fm.key_padding(hide=HIDDEN_SELF))[real], both[real])
+    check_close(ours(x, ~fm.from_dense(future) & fm.key_padding(hide=HIDDEN_SELF))[real], both[real])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -71,7 +72,7 @@ def test_cross_attention(d_context: int, bias: bool) -> None:
     per_head = torch.rand(BATCH * HEADS, Q, KV, generator=torch.Generator().manual_seed(0)) < 0.4
     per_head[..., 0] = False
     expected = torch_forward(theirs, x, context, attn_mask=per_head)
-    check_close(ours(x, ~fm.dense(per_head.view(BATCH, HEADS, Q, KV)), context=context), expected)
+    check_close(ours(x, ~fm.from_dense(per_head.view(BATCH, HEADS, Q, KV)), context=context), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 8, "vdim": 8}, {"kdim": 8, "vdim": 8, "bias": False}])
@@ -109,15 +110,35 @@ def test_the_mask_is_the_modules_own() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "not torch's": (lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)), fm.OperandError, "got Linear"),  # type: ignore[arg-type]
-    "two widths": (lambda: MultiheadFlexAttention.from_torch(torch_module(kdim=8, vdim=6)), fm.LoweringError, "kdim=8.*vdim=6"),
-    "bias of keys": (lambda: MultiheadFlexAttention.from_torch(torch_module(add_bias_kv=True)), fm.LoweringError, "add_bias_kv"),
-    "zero key": (lambda: MultiheadFlexAttention.from_torch(torch_module(add_zero_attn=True)), fm.LoweringError, "add_zero_attn"),
-    "widths": (lambda: MultiheadFlexAttention(8, D, HEADS).to_torch(), fm.LoweringError, "differs in d_in$"),
-    "heads": (lambda: MultiheadFlexAttention(D, D, 3, n_kv_heads=1).to_torch(), fm.LoweringError, "differs in n_kv_heads$"),
-    "head width": (lambda: MultiheadFlexAttention(D, D, 3, d_head=6).to_torch(), fm.LoweringError, "differs in d_head$"),
-    "scale": (lambda: MultiheadFlexAttention(D, D, 3, scale=2.0).to_torch(), fm.LoweringError, "differs in scale$"),
-    "rope": (lambda: MultiheadFlexAttention(D, D, 3, rope=lambda x, p: x).to_torch(), fm.LoweringError, "differs in rope$"),
+    "not torch's": (lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)), OperandError, "got Linear"),  # type: ignore[arg-type]
+    "two widths": (
+        lambda: MultiheadFlexAttention.from_torch(torch_module(kdim=8, vdim=6)),
+        LoweringError,
+        "kdim=8.*vdim=6",
+    ),
+    "bias of keys": (
+        lambda: MultiheadFlexAttention.from_torch(torch_module(add_bias_kv=True)),
+        LoweringError,
+        "add_bias_kv",
+    ),
+    "zero key": (
+        lambda: MultiheadFlexAttention.from_torch(torch_module(add_zero_attn=True)),
+        LoweringError,
+        "add_zero_attn",
+    ),
+    "widths": (lambda: MultiheadFlexAttention(8, D, HEADS).to_torch(), LoweringError, "differs in d_in$"),
+    "heads": (
+        lambda: MultiheadFlexAttention(D, D, 3, n_kv_heads=1).to_torch(),
+        LoweringError,
+        "differs in n_kv_heads$",
+    ),
+    "head width": (lambda: MultiheadFlexAttention(D, D, 3, d_head=6).to_torch(), LoweringError, "differs in d_head$"),
+    "scale": (lambda: MultiheadFlexAttention(D, D, 3, scale=2.0).to_torch(), LoweringError, "differs in scale$"),
+    "rope": (
+        lambda: MultiheadFlexAttention(D, D, 3, rope=lambda x, p: x).to_torch(),
+        LoweringError,
+        "differs in rope$",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask, or_masks
 
 import flexmask as fm
+from flexmask.errors import LoweringError, OperandError, TraceError
 
 Q, KV, B, H = 13, 11, 2, 2
 PLACES = 40  # captured tensors are longer than the mask
@@ -170,7 +171,7 @@ EACH = [(kind, body) for kind, bodies in EXACT.items() for body in bodies]
 @pytest.mark.parametrize("body", [body for _, body in EACH], ids=[f"{kind}: {body}" for kind, body in EACH])
 def test_expressions(body: str) -> None:
     mask_mod = of_text(body)
-    mask = fm.trace(mask_mod, strict=True)
+    mask = fm.from_mask_mod(mask_mod, strict=True)
     check(mask_mod, mask)
     assert not uses_calls(mask)
 
@@ -178,20 +179,20 @@ def test_expressions(body: str) -> None:
 @pytest.mark.parametrize(("body", "operation"), OPAQUE, ids=[body for body, _ in OPAQUE])
 def test_calls(body: str, operation: str) -> None:
     mask_mod = of_text(body)
-    mask = fm.trace(mask_mod)
+    mask = fm.from_mask_mod(mask_mod)
     check(mask_mod, mask)
     assert uses_calls(mask)
-    with pytest.raises(fm.TraceError, match=rf"\w*({operation})\w* has no expression"):
-        fm.trace(mask_mod, strict=True)
+    with pytest.raises(TraceError, match=rf"\w*({operation})\w* has no expression"):
+        fm.from_mask_mod(mask_mod, strict=True)
 
 
 @pytest.mark.parametrize("body", WHOLE)
 def test_whole_functions(body: str) -> None:
     mask_mod = of_text(body)
-    mask = fm.trace(mask_mod)
+    mask = fm.from_mask_mod(mask_mod)
     check(mask_mod, mask)
-    with pytest.raises(fm.TraceError, match="lambda"):
-        fm.trace(mask_mod, strict=True)
+    with pytest.raises(TraceError, match="lambda"):
+        fm.from_mask_mod(mask_mod, strict=True)
 
 
 # ---------------------------------------------------------------- functions and objects
@@ -253,14 +254,14 @@ FUNCTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("mask_mod", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_functions(mask_mod: Any) -> None:
-    mask = fm.trace(mask_mod, strict=True)
+    mask = fm.from_mask_mod(mask_mod, strict=True)
     assert not uses_calls(mask)
     check(mask_mod, mask)
 
 
 def test_masks_are_returned_as_they_are() -> None:
     mask = fm.causal()
-    assert fm.trace(mask) is mask
+    assert fm.from_mask_mod(mask) is mask
 
 
 def test_caught_questions() -> None:
@@ -272,7 +273,7 @@ def test_caught_questions() -> None:
         except Exception:
             return q > kv
 
-    check(caught, fm.trace(caught))
+    check(caught, fm.from_mask_mod(caught))
 
 
 # ---------------------------------------------------------------- operations in place
@@ -348,7 +349,7 @@ IN_PLACE = [and_in_place, other_name, argument, copied, clamped, first_power, lo
 @pytest.mark.parametrize("mask_mod", [*IN_PLACE, viewed, viewed_from], ids=lambda mask_mod: mask_mod.__name__)
 def test_in_place(mask_mod: Any) -> None:
     before = LONG.clone()
-    mask = fm.trace(mask_mod)
+    mask = fm.from_mask_mod(mask_mod)
     check(mask_mod, mask)
     check(mask_mod, mask | fm.empty())
     assert uses_calls(mask) == (mask_mod in (viewed, viewed_from))
@@ -362,7 +363,7 @@ def test_whole_function_changes_no_index() -> None:
         q.view(1).add_(1)
         return q > kv
 
-    mask = fm.trace(steps) & (fm.q < 3)
+    mask = fm.from_mask_mod(steps) & (fm.q < 3)
     expected = torch.ones(5, 5, dtype=torch.bool).tril() & (torch.arange(5) < 3)[:, None]
     for _ in range(2):
         assert torch.equal(mask.dense(5, batch=1, heads=1)[0, 0], expected)
@@ -372,7 +373,7 @@ def test_whole_function_changes_no_index() -> None:
 
 
 def test_structure_around_a_call() -> None:
-    mask = fm.trace(of_text("(q >= kv) & (F[q] > F[kv])"))
+    mask = fm.from_mask_mod(of_text("(q >= kv) & (F[q] > F[kv])"))
     found = mask.rows(Q)
     assert not found.exact
     assert torch.equal(found.upper.bounds[0, 0, :, 0], torch.stack((torch.zeros(Q), torch.arange(Q) + 1), -1).int())
@@ -382,14 +383,14 @@ def test_structure_around_a_call() -> None:
 def test_call_of_one_side_separates() -> None:
     """What a call gives for the key alone is a column like any other."""
     mask_mod = of_text("torch.floor(kv / 3) > 1")
-    mask = fm.trace(mask_mod)
+    mask = fm.from_mask_mod(mask_mod)
     assert mask.rows(Q, KV).exact
     check(mask_mod, mask)
 
 
 def test_expressions_are_exact() -> None:
-    assert fm.trace(of_text("(q >= kv) & (D[b, q] == D[b, kv])")).rows(Q).exact
-    assert fm.trace(of_text("((q - kv).abs() < 3) | (kv < 2)")).rows(Q).exact
+    assert fm.from_mask_mod(of_text("(q >= kv) & (D[b, q] == D[b, kv])")).rows(Q).exact
+    assert fm.from_mask_mod(of_text("((q - kv).abs() < 3) | (kv < 2)")).rows(Q).exact
 
 
 def test_vectors_are_evaluated_once() -> None:
@@ -401,15 +402,15 @@ def test_vectors_are_evaluated_once() -> None:
             values = values.cumsum(0)
         return values.sum() > kv
 
-    check(mask_mod, fm.trace(mask_mod))
-    text = fm.trace(mask_mod)
+    check(mask_mod, fm.from_mask_mod(mask_mod))
+    text = fm.from_mask_mod(mask_mod)
     steps = {node.key for node in text.walk() if type(node).__name__ == "Opaque"}
     assert len(steps) < 40
 
 
 def test_captured_tensors_stay_the_functions_own() -> None:
     ids = torch.tensor([0, 0, 1, 1])
-    mask = fm.trace(lambda b, h, q, kv: ids[q] == ids[kv])
+    mask = fm.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv])
     assert mask.dense(4).sum() == 8
     ids.fill_(1)
     assert mask.dense(4).sum() == 16
@@ -417,46 +418,51 @@ def test_captured_tensors_stay_the_functions_own() -> None:
 
 def test_index_out_of_range() -> None:
     with pytest.raises(IndexError, match="index 40 is out of"):
-        fm.trace(of_text("L[40] > q"))
-    with pytest.raises(fm.LoweringError, match=r"ranges from 30 to 42.*40 values"):
-        fm.trace(of_text("L[q + 30] > 3")).dense(Q)
+        fm.from_mask_mod(of_text("L[40] > q"))
+    with pytest.raises(LoweringError, match=r"ranges from 30 to 42.*40 values"):
+        fm.from_mask_mod(of_text("L[q + 30] > 3")).dense(Q)
     with pytest.raises(IndexError):
-        fm.trace(of_text("L[q + kv + 30] > 3")).dense(Q)
+        fm.from_mask_mod(of_text("L[q + kv + 30] > 3")).dense(Q)
 
 
 # ---------------------------------------------------------------- refusals
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
-    ("too few arguments", lambda b, h, q: q > 1, fm.OperandError, "too many positional"),
-    ("too many arguments", lambda b, h, q, kv, x: q > 1, fm.OperandError, "missing a required argument: 'x'"),
-    ("number", 3, fm.OperandError, "int 3"),
-    ("text", "causal", fm.OperandError, r"str 'causal'; flexmask.parse reads a text"),
-    ("class", torch.Tensor, fm.OperandError, "got the class Tensor; give an object"),
-    ("class of a function", type(lambda: 0), fm.OperandError, "got the class function"),
-    ("module of another signature", torch.nn.Linear(2, 2), fm.OperandError, "Linear: too many positional"),
-    ("mask that is not called", fm.causal, fm.OperandError, r"the function causal: call it, causal\(\)"),
-    ("mask of four arguments", fm.sliding_tile, fm.OperandError, r"call it with its arguments, sliding_tile\(canvas, "),
-    ("score_mod", lambda score, b, h, q, kv: score, fm.OperandError, "a score_mod is given as score_mod="),
+    ("too few arguments", lambda b, h, q: q > 1, OperandError, "too many positional"),
+    ("too many arguments", lambda b, h, q, kv, x: q > 1, OperandError, "missing a required argument: 'x'"),
+    ("number", 3, OperandError, "int 3"),
+    ("text", "causal", OperandError, r"str 'causal'; flexmask.parse reads a text"),
+    ("class", torch.Tensor, OperandError, "got the class Tensor; give an object"),
+    ("class of a function", type(lambda: 0), OperandError, "got the class function"),
+    ("module of another signature", torch.nn.Linear(2, 2), OperandError, "Linear: too many positional"),
+    ("mask that is not called", fm.causal, OperandError, r"the function causal: call it, causal\(\)"),
+    (
+        "mask of four arguments",
+        fm.masks.sliding_tile,
+        OperandError,
+        r"call it with its arguments, sliding_tile\(canvas, ",
+    ),
+    ("score_mod", lambda score, b, h, q, kv: score, OperandError, "a score_mod is given as score_mod="),
     (
         "function that makes a mask",
         lambda b, h, q, kv: fm.causal(),
-        fm.TraceError,
+        TraceError,
         "gives a mask, causal, .* give that mask itself",
     ),
-    ("tensor", torch.ones(3, 3), fm.OperandError, "Tensor"),
-    ("index", lambda b, h, q, kv: q - kv, fm.TraceError, r"\[\] and torch\.int64; compare"),
-    ("float", lambda b, h, q, kv: (q > kv).float(), fm.TraceError, r"torch\.float32"),
-    ("vector", lambda b, h, q, kv: (q > kv).unsqueeze(0), fm.TraceError, r"shape \[1\]"),
-    ("list", lambda b, h, q, kv: [q > kv], fm.TraceError, "list"),
-    ("nothing", lambda b, h, q, kv: None, fm.TraceError, "NoneType"),
-    ("integer", lambda b, h, q, kv: 1, fm.TraceError, "int"),
+    ("tensor", torch.ones(3, 3), OperandError, "Tensor"),
+    ("index", lambda b, h, q, kv: q - kv, TraceError, r"\[\] and torch\.int64; compare"),
+    ("float", lambda b, h, q, kv: (q > kv).float(), TraceError, r"torch\.float32"),
+    ("vector", lambda b, h, q, kv: (q > kv).unsqueeze(0), TraceError, r"shape \[1\]"),
+    ("list", lambda b, h, q, kv: [q > kv], TraceError, "list"),
+    ("nothing", lambda b, h, q, kv: None, TraceError, "NoneType"),
+    ("integer", lambda b, h, q, kv: 1, TraceError, "int"),
 ]
 
 
 @pytest.mark.parametrize(("function", "kind", "wanted"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_refusals(function: Any, kind: type[Exception], wanted: str) -> None:
     with pytest.raises(kind, match=wanted):
-        fm.trace(function)
+        fm.from_mask_mod(function)
 
 
 QUESTIONS: list[tuple[str, Callable[..., Any]]] = [
@@ -471,10 +477,10 @@ QUESTIONS: list[tuple[str, Callable[..., Any]]] = [
 @pytest.mark.parametrize(("name", "function"), QUESTIONS, ids=[name for name, _ in QUESTIONS])
 def test_questions_have_no_expression(name: str, function: Any) -> None:
     """Nor does torch answer them, when the mask is lowered."""
-    with pytest.raises(fm.TraceError, match=name):
-        fm.trace(function, strict=True)
-    mask = fm.trace(function)
-    with pytest.raises(fm.LoweringError, match=r"fails for the indices of cells.*(vmap|item|data-dependent|data pointer)"):
+    with pytest.raises(TraceError, match=name):
+        fm.from_mask_mod(function, strict=True)
+    mask = fm.from_mask_mod(function)
+    with pytest.raises(LoweringError, match=r"fails for the indices of cells.*(vmap|item|data-dependent|data pointer)"):
         mask.dense(4, batch=1, heads=1)
 
 
@@ -484,27 +490,27 @@ def test_errors_of_the_function_are_its_own(strict: bool) -> None:
         raise KeyError("ids")
 
     with pytest.raises(KeyError, match="ids"):
-        fm.trace(broken, strict=strict)
+        fm.from_mask_mod(broken, strict=strict)
     with pytest.raises(NameError, match="lenghts"):
-        fm.trace(lambda b, h, q, kv: q >= lenghts[b], strict=strict)  # type: ignore[name-defined]  # noqa: F821
+        fm.from_mask_mod(lambda b, h, q, kv: q >= lenghts[b], strict=strict)  # type: ignore[name-defined]  # noqa: F821
 
 
 def test_errors_of_a_function_that_is_called_for_cells_name_it() -> None:
     def of_numbers(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= {0: kv}[int(q)]
 
-    mask = fm.trace(of_numbers)
+    mask = fm.from_mask_mod(of_numbers)
     for lower in (mask.dense, mask.block_mask, mask.stats):
-        with pytest.raises(fm.LoweringError, match="of_numbers, which tracing kept as a call, fails") as caught:
+        with pytest.raises(LoweringError, match="of_numbers, which tracing kept as a call, fails") as caught:
             lower(4, batch=1, heads=1)
         assert caught.value.__cause__ is not None
-    with pytest.raises(fm.LoweringError, match=r"choose with torch\.where instead of `if`"):
-        fm.trace(lambda b, h, q, kv: q > 3 if q > kv else kv > 3).dense(4, batch=1, heads=1)
+    with pytest.raises(LoweringError, match=r"choose with torch\.where instead of `if`"):
+        fm.from_mask_mod(lambda b, h, q, kv: q > 3 if q > kv else kv > 3).dense(4, batch=1, heads=1)
 
 
 def test_random_numbers_are_refused() -> None:
-    with pytest.raises(fm.TraceError, match="rand draws random numbers"):
-        fm.trace(lambda b, h, q, kv: torch.rand(()) < 0.5)
+    with pytest.raises(TraceError, match="rand draws random numbers"):
+        fm.from_mask_mod(lambda b, h, q, kv: torch.rand(()) < 0.5)
 
 
 def test_older_names_of_types() -> None:
@@ -512,14 +518,14 @@ def test_older_names_of_types() -> None:
         return (q % 3 != 0) == (kv % 3).type("torch.BoolTensor")
 
     table = [[(row % 3 != 0) == (column % 3 != 0) for column in range(7)] for row in range(7)]
-    assert fm.trace(body).dense(7, batch=1, heads=1)[0, 0].tolist() == table
+    assert fm.from_mask_mod(body).dense(7, batch=1, heads=1)[0, 0].tolist() == table
 
 
 def test_data_that_changes_later() -> None:
     """What was simplified may not rest on the values that a captured tensor had."""
     ids, offset = torch.tensor([0, 1, 1, 2]), torch.tensor(5)
-    clamped = fm.trace(lambda b, h, q, kv: ids[q].clamp(min=0) == ids[kv])
-    cut = fm.trace(lambda b, h, q, kv: torch.div(q + offset, 4, rounding_mode="trunc") == kv)
+    clamped = fm.from_mask_mod(lambda b, h, q, kv: ids[q].clamp(min=0) == ids[kv])
+    cut = fm.from_mask_mod(lambda b, h, q, kv: torch.div(q + offset, 4, rounding_mode="trunc") == kv)
     ids[3], offset[...] = -1, -3
     assert clamped.dense(4)[0, 0].tolist() == [[max(a, 0) == b for b in ids.tolist()] for a in ids.tolist()]
     assert cut.dense(4)[0, 0].tolist() == [[int((row - 3) / 4) == column for column in range(4)] for row in range(4)]
@@ -528,8 +534,8 @@ def test_data_that_changes_later() -> None:
 def test_one_tensor_of_a_function_and_of_a_mask() -> None:
     """A function's tensors may be longer than the mask; a mask's own may not, in either order."""
     ids = torch.zeros(8, dtype=torch.int64)
-    strict, traced = fm.document(ids), fm.trace(lambda b, h, q, kv: ids[q] == ids[kv])
+    strict, traced = fm.document(ids), fm.from_mask_mod(lambda b, h, q, kv: ids[q] == ids[kv])
     assert traced.dense(4).all()
     for mask in (strict & traced, traced & strict):
-        with pytest.raises(fm.LoweringError, match="has 8 values along"):
+        with pytest.raises(LoweringError, match="has 8 values along"):
             mask.dense(4)

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flexmask as fm
-from flexmask import LoweringError, Mask, attention, h, kv, q
+from flexmask import Mask, attention, h, kv, q
 from flexmask.backends.dropout import dropout_cells
+from flexmask.errors import LoweringError, OperandError
 from tests import oracle
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +48,7 @@ MASKS: dict[str, tuple[Mask | None, oracle.Predicate]] = {
     "documents": (fm.document(PACKED), oracle.document(PACKED)),
     "rows without a key": (fm.causal() & fm.key_padding([0, 5]), oracle.both(oracle.causal(), oracle.key_padding([0, 5]))),
     "per head": (fm.per_head([fm.causal(), fm.empty()]), oracle.per_head([oracle.causal(), oracle.empty()])),
-    "dense": (fm.dense(TABLE), oracle.dense(TABLE.tolist())),
+    "dense": (fm.from_dense(TABLE), oracle.dense(TABLE.tolist())),
     "diagonals": ((q - kv) % 3 == 0, diagonals),
     "cells of one head": (((q * kv) % 3 != 1) & (h == 1) & (q != 2), second_head),
 }
@@ -378,7 +379,7 @@ class TestMasks:
         def loss(x: Tensor, mask: Callable[[Tensor], Mask]) -> Tensor:
             return attention(x, x, x, mask(ids // 2)).square().sum()
 
-        for mask in (fm.document, lambda ids: (q * kv) % 3 != fm.table(ids)[q], lambda ids: fm.dense(ids[:, None] == ids)):
+        for mask in (fm.document, lambda ids: (q * kv) % 3 != fm.table(ids)[q], lambda ids: fm.from_dense(ids[:, None] == ids)):
             wanted = x.clone().requires_grad_()
             loss(wanted, mask).backward()
             torch.testing.assert_close(grad(loss)(x, mask), wanted.grad)
@@ -446,7 +447,7 @@ class TestWithoutValues:
     @pytest.mark.parametrize(("name", "variant"), PAIRS)
     def test_attention(self, kind: str, name: str, variant: str) -> None:
         case = Case(name, variant)
-        case.mask = fm.dense(TABLE.tolist()) if name == "dense" else case.mask
+        case.mask = fm.from_dense(TABLE.tolist()) if name == "dense" else case.mask
         options = {**case.options, **({"score_mod": lambda score, b, h, q, kv: score * 2 + h} if "score_mod" in variant else {})}
         sizes = [tensor.shape for tensor in case.inputs()]
         with tensors_without_values(kind) as make:
@@ -464,7 +465,7 @@ class TestWithoutValues:
             out = layer(make(2, 6, 8), lengths=[3, 6])
             assert isinstance(out, Tensor)
             assert (out.shape, out.device) == ((2, 6, 8), device)
-            with pytest.raises(fm.OperandError, match=r"x is torch.float64, the module torch.bfloat16"):
+            with pytest.raises(OperandError, match=r"x is torch.float64, the module torch.bfloat16"):
                 layer(make(2, 6, 8).double(), lengths=[3, 6])
             out.sum().backward()
             assert [p.grad.shape for p in layer.parameters() if p.grad is not None] == [p.shape for p in layer.parameters()]
@@ -485,7 +486,7 @@ class TestFakeTensors:
     def test_on_a_device_that_is_not_there(self, name: str, variant: str) -> None:
         """FlexAttention is not asked: it would compile a kernel."""
         case = Case(name, variant)
-        case.mask = fm.dense(TABLE.tolist()) if name == "dense" else case.mask
+        case.mask = fm.from_dense(TABLE.tolist()) if name == "dense" else case.mask
         sizes = [(HEADS, Q_LEN, 32), (case.key_heads, KV_LEN, 32), (case.key_heads, KV_LEN, 32)]
         with FakeTensorMode():
             query, key, value = (torch.empty(BATCH, *size, device="cuda") for size in sizes)

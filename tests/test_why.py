@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import flexmask as fm
-from flexmask import Mask, OperandError, RenderError
+from flexmask import Mask
+from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.raster import picture
 from flexmask.plotting.terms import terms

@@ -44,7 +44,8 @@ class MaskCache:
     Masks are the same where they are equal: the same text bound with the same tensors in two layers is. Sizes, ``q_offset``
     and device count as well. A result is made anew once a tensor of its mask holds other values: on the CPU the values are
     compared with a copy, which also sees writes through NumPy; elsewhere torch's count of changes is, which does not see writes
-    through ``.data``. What a function that :func:`flexmask.trace` kept as a call reads besides its tensors is not watched.
+    through ``.data``. What a function that :func:`flexmask.from_mask_mod` kept as a call reads besides its tensors is not
+    watched.
     Nothing is shared in code that ``torch.compile`` traces; give that a BlockMask.
 
     It may be used again, in several threads, and inside others, of which the innermost serves. A new thread starts outside of

@@ -1,7 +1,7 @@
 """The named masks, by family. Each is a short definition on top of the index expressions."""
 
 from flexmask.catalogue.blocks import block_causal, block_diffusion, chunk_window, chunked, per_chunk
-from flexmask.catalogue.combinators import coarse, dense, paged, per_head, reorder, shift, transpose
+from flexmask.catalogue.combinators import coarse, from_dense, paged, per_head, reorder, shift, transpose
 from flexmask.catalogue.documents import cross_document, document, per_document
 from flexmask.catalogue.padding import cross_length, key_padding, query_padding
 from flexmask.catalogue.prefixes import bidirectional_spans, in_context, multi_item, prefix_lm, shared_prefix
@@ -20,13 +20,13 @@ __all__ = [
     "coarse",
     "cross_document",
     "cross_length",
-    "dense",
     "dilated_window",
     "document",
     "draft_anchors",
     "draft_blocks",
     "empty",
     "eviction",
+    "from_dense",
     "full",
     "global_window",
     "image_cross",

@@ -14,21 +14,21 @@ from flexmask.registry import named
 if TYPE_CHECKING:
     from flexmask.expr.tables import Data
 
-__all__ = ["coarse", "dense", "paged", "per_head", "reorder", "shift", "transpose"]
+__all__ = ["coarse", "from_dense", "paged", "per_head", "reorder", "shift", "transpose"]
 
 
 @named
-def dense(table: Data) -> Mask:
+def from_dense(table: Data) -> Mask:
     """A mask given cell by cell.
 
     Predicate: ``table[b, h, q, kv]``
 
-    ``dense(table=[[True, False], [True, True]])`` at 2 x 2::
+    ``from_dense(table=[[True, False], [True, True]])`` at 2 x 2::
 
         ■ ⬚
         ■ ■
 
-    ``dense(table=[[True, False], [True, True], [False, True]])`` at 3 x 2::
+    ``from_dense(table=[[True, False], [True, True], [False, True]])`` at 3 x 2::
 
         ■ ⬚
         ■ ■
@@ -43,7 +43,7 @@ def dense(table: Data) -> Mask:
         ExpressionError: another number of axes.
     """
     places = ((q, kv), (b, q, kv), (b, h, q, kv))
-    return lookup(table, "dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth=True) != 0
+    return lookup(table, "from_dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth=True) != 0
 
 
 @named

@@ -240,7 +240,7 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
         if isinstance(distance, bool) or not isinstance(distance, int | Index | None):
             raise OperandError(f"{name}: {side} must be a number of tokens or None, got {distance!r}")
         if isinstance(distance, int) and distance < 0:
-            raise ExpressionError(f"{name}: {side} must be at least 0, got {distance}; use flexmask.shift to move it")
+            raise ExpressionError(f"{name}: {side} must be at least 0, got {distance}; use flexmask.masks.shift to move it")
     mask: Mask = Truth(True)
     if left is not None:
         mask &= kv >= q - left

@@ -122,7 +122,7 @@ def got(value: object) -> str:
     """What was given where a mask is wanted, with what was forgotten where that is plain."""
     if callable(value) and not isinstance(value, type | Node):
         name = getattr(value, "__name__", type(value).__name__)
-        return f"the function {name}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.trace({name})'}"
+        return f"the function {name}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"
     if isinstance(value, str):
         return f"the text {value!r}: read it, flexmask.parse({value!r})"
     return f"{type(value).__name__} {value!s}"
@@ -131,7 +131,7 @@ def got(value: object) -> str:
 def _refuse(sign: str, other: object) -> NoReturn:
     raise OperandError(
         f"{sign} combines two masks, got {got(other)}. Comparisons bind less tightly than {sign}: "
-        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8). A tensor becomes a mask with flexmask.dense(tensor)."
+        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8). A tensor becomes a mask with flexmask.from_dense(tensor)."
     )
 
 

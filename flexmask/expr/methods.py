@@ -167,7 +167,7 @@ class MaskMethods(Node):
             form: see :meth:`mask_mod`.
             separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which kernels do not call
                 ``mask_mod``. False gives the key blocks of a row one order, which batch-invariant numerics need: see
-                :func:`flexmask.align_documents`.
+                :func:`flexmask.lowering.align_documents`.
         """
         from flexmask.lowering.block_mask import block_mask
 

@@ -14,9 +14,9 @@ __all__ = ["ELSEWHERE", "as_torch", "sizes_of_torch", "weights_of_torch"]
 #: What arguments of other attention modules are here. True means attend in a mask, and hidden in those of torch's module.
 ELSEWHERE = {
     "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
-    "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.dense(attn_mask); of "
-    "scaled_dot_product_attention's, whose True is for visible, flexmask.dense(attn_mask); of an additive one, "
-    "flexmask.dense(attn_mask == 0)",
+    "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.from_dense(attn_mask); "
+    "of scaled_dot_product_attention's, whose True is for visible, flexmask.from_dense(attn_mask); of an additive one, "
+    "flexmask.from_dense(attn_mask == 0)",
     "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
     "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
     "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",

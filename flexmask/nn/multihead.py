@@ -35,7 +35,7 @@ class MultiheadFlexAttention(nn.Module):
     """Multi-head self-attention or cross-attention under any mask.
 
     The mask says True for what may be seen. (``torch.nn.MultiheadAttention`` says True for what may not: its
-    ``key_padding_mask`` is ``key_padding(hide=key_padding_mask)``, its boolean ``attn_mask`` is ``~dense(attn_mask)``.)
+    ``key_padding_mask`` is ``key_padding(hide=key_padding_mask)``, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
 
     Under ``torch.compile(fullgraph=True)`` the mask is a BlockMask that :meth:`forward` is given. ``torch.export`` takes, with
     ``strict=False``, a module without a mask, or with one that depends on positions alone.
@@ -219,8 +219,8 @@ class MultiheadFlexAttention(nn.Module):
     ) -> Tensor:
         """What a call with these arguments multiplies the values with, without dropout: ``float[B, n_heads, q_len, kv_len]``.
 
-        The arguments and errors are those of :meth:`forward`. ``flexmask.plot_scores`` draws the weights. A BlockMask has none
-        to give.
+        The arguments and errors are those of :meth:`forward`. :func:`flexmask.plotting.mpl.plot_scores` draws them. A BlockMask
+        has none to give.
         """
         self._check(x, context, None, positions)
         bound = self._bound(mask, parameters, x.device, bind=True)
@@ -236,8 +236,8 @@ class MultiheadFlexAttention(nn.Module):
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
         Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
-        and a boolean ``attn_mask``, this one takes ``key_padding(hide=hidden) & ~dense(attn_mask)``. A query that sees no key
-        gives 0 before the output projection, not NaN.
+        and a boolean ``attn_mask``, this one takes ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A query that sees no
+        key gives 0 before the output projection, not NaN.
 
         Args:
             module: torch's module. With ``kdim == vdim`` other than its width, the keys and values are a context's.

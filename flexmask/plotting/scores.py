@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexmask._checks import unfit
-from flexmask.catalogue import dense
+from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import frame_of
@@ -38,7 +38,7 @@ def score_picture(
     """A picture of the weights of one sequence, and of one head or the mean of all.
 
     Args:
-        weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.attention_weights` gives them.
+        weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.backends.attention_weights` gives them.
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
@@ -102,10 +102,10 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, optio
     values = weights[batch].mean(0) if head is None else weights[batch, head]
     values = values.detach().float().cpu()
     if not values.isfinite().all():
-        raise RenderError("weights must be finite; of a query without keys flexmask.attention_weights gives 0")
+        raise RenderError("weights must be finite; of a query without keys flexmask.backends.attention_weights gives 0")
     batches, heads, q_len, kv_len = weights.shape
     cells, offset = whole.cells[batch], whole.frame.q_offset
-    shown = picture(dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
+    shown = picture(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
     tokens = options.get("tokens")
     pixels = _averaged(values.numpy(), shown.step)

@@ -35,11 +35,11 @@ def assert_batch_invariant(
     """Asserts that a document gives the same output, to the last bit, however it is packed with others.
 
     Each document is computed alone, and then in one sequence with the others in order and in reverse, in two sequences, and as a
-    batch of one document in each sequence. Documents begin at blocks: see :func:`flexmask.align_documents`.
+    batch of one document in each sequence. Documents begin at blocks: see :func:`flexmask.lowering.align_documents`.
 
     ``function`` is called as ``function(x, mask=mask)`` with ``x`` ``[B, length, ...]`` and the mask of the packed documents.
-    Where it has a parameter ``documents``, it gets the :class:`flexmask.AlignedDocuments` as well, for their ids and positions;
-    it needs only one of the two. Wrap it in a lambda where it wants another form::
+    Where it has a parameter ``documents``, it gets the :class:`flexmask.lowering.AlignedDocuments` as well, for their ids and
+    positions; it needs only one of the two. Wrap it in a lambda where it wants another form::
 
         def function(x, mask):
             return model(x, mask.block_mask(x.shape[1], separate_full_blocks=False))

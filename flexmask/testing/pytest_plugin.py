@@ -53,7 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def flexmask_device(request: pytest.FixtureRequest) -> str:
     """The device of the checks, as ``--flexmask-device`` names it."""
-    from flexmask import LoweringError, _sync
+    from flexmask import _sync
+    from flexmask.errors import LoweringError
 
     asked = request.config.getoption("flexmask_device") or ["cpu"]
     device = str(getattr(request, "param", asked[0]))

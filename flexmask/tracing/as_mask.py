@@ -14,11 +14,11 @@ from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import uncalled
 from flexmask.parser import kept_mask
-from flexmask.tracing.trace import MaskMod, trace
+from flexmask.tracing.trace import MaskMod, from_mask_mod
 
 __all__ = ["MaskLike", "as_mask"]
 
-#: What is taken for a mask: a function is traced, see :func:`flexmask.trace`.
+#: What is taken for a mask: a function is traced, see :func:`flexmask.from_mask_mod`.
 MaskLike: TypeAlias = Mask | str | MaskMod
 
 
@@ -43,7 +43,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
     if isinstance(mask, str):
         return kept_mask(mask, None if device is None else torch.device(device))
     if callable(mask) and not isinstance(mask, type) and not uncalled(mask):
-        return trace(mask, device="cpu" if device is None else device)
+        return from_mask_mod(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])
     raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {kind_of(mask)}{_instead(mask)}")
 
@@ -52,13 +52,13 @@ def _instead(value: Any) -> str:
     """What to write instead, as the end of a message."""
     match value:
         case Tensor() if value.is_floating_point():
-            return ". Of an additive mask, 0 for visible and -inf for hidden, take flexmask.dense(tensor == 0)"
+            return ". Of an additive mask, 0 for visible and -inf for hidden, take flexmask.from_dense(tensor == 0)"
         case Tensor():
             table = "tensor" if value.dtype == torch.bool else "tensor != 0"
             return (
-                f". Where its True is for visible, as in SDPA, take flexmask.dense({table}), or of bool[B, kv_len] "
+                f". Where its True is for visible, as in SDPA, take flexmask.from_dense({table}), or of bool[B, kv_len] "
                 "flexmask.key_padding(keep=tensor); where its True is for hidden, as in torch.nn.MultiheadAttention, "
-                f"~flexmask.dense({table}) or flexmask.key_padding(hide=tensor)"
+                f"~flexmask.from_dense({table}) or flexmask.key_padding(hide=tensor)"
             )
         case BlockMask():
             return "; give the Mask that it was made from"

@@ -37,8 +37,8 @@ def create_block_mask(
     """The BlockMask that torch's function of this name makes, in time that follows the mask's intervals.
 
     Args:
-        mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.trace`) and stands in the result
-            as it is; or a mask or its text, whose own ``mask_mod`` does.
+        mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.from_mask_mod`) and stands in the
+            result as it is; or a mask or its text, whose own ``mask_mod`` does.
         B: sequences, None for 1; of a mask, None for as many as its data says.
         H: heads, likewise.
         Q_LEN: queries.

@@ -22,7 +22,7 @@ from flexmask.tracing.proxies import Beyond, Cells, Traced, Untraceable, truth
 from flexmask.tracing.recognize import recognise
 from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, holds_traced, mapped
 
-__all__ = ["follow", "trace"]
+__all__ = ["follow", "from_mask_mod"]
 
 #: What rules take by position, in this order, though it may be given by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
@@ -30,7 +30,7 @@ POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def trace(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
+def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
     """The mask that a FlexAttention ``mask_mod`` computes, under the names of masks that it is written like.
 
     The function is called once with stand-ins for its indices. Integer arithmetic, comparisons, boolean and bitwise
@@ -134,7 +134,9 @@ class _Tracing(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name in RANDOM:
-            raise TraceError(f"{name} draws random numbers, so that the mask would not stay the same; use flexmask.random_cells")
+            raise TraceError(
+                f"{name} draws random numbers, so that the mask would not stay the same; use flexmask.masks.random_cells"
+            )
         if not holds_traced((args, kwargs)):
             return func(*args, **kwargs)
         if name in METADATA:

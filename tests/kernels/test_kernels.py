@@ -153,7 +153,7 @@ def test_heads_of_torch_s_create_block_mask() -> None:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (kv >= first[b])
 
-    case = Case(fm.trace(mask_mod), mask_mod, 384, heads=(4, 2))
+    case = Case(fm.from_mask_mod(mask_mod), mask_mod, 384, heads=(4, 2))
     made = fm.create_block_mask(mask_mod, 2, 4, 384, 384, device="cpu")
     tensors = inputs(case, torch.float32)
     found, (wanted, _) = attended(case, tensors, made), reference(case, *tensors)

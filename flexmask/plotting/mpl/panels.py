@@ -46,7 +46,7 @@ def plot_score_panels(
     """Draws attention weights of several heads, a heat map for each, on one scale.
 
     Args:
-        weights: ``float[B, H, q_len, kv_len]``, as for :func:`flexmask.plot_scores`.
+        weights: ``float[B, H, q_len, kv_len]``, as for :func:`flexmask.plotting.mpl.plot_scores`.
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, in the same way.

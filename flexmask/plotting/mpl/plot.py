@@ -71,7 +71,7 @@ def plot_scores(
     """Draws attention weights as a heat map, of one head or the mean of all, with numbers where they fit.
 
     Args:
-        weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.attention_weights` and
+        weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.backends.attention_weights` and
             :meth:`flexmask.MultiheadFlexAttention.weights` give them.
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexmask import ExpressionError, Index, Mask, named
+from flexmask import Mask
+from flexmask.errors import ExpressionError
+from flexmask.expr import Index
+from flexmask.registry import named
 from flexmask_attention_gym.generators import MaskMod, generated, inner, offsets, positive, tensor
 
 if TYPE_CHECKING:

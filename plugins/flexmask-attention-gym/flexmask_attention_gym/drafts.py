@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexmask import ExpressionError, Index, named
+from flexmask.errors import ExpressionError
+from flexmask.expr import Index
+from flexmask.registry import named
 from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor
 
 if TYPE_CHECKING:

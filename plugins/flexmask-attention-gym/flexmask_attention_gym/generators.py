@@ -9,7 +9,9 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
 import flexmask
-from flexmask import ExpressionError, FlexmaskError, Index, Mask, OperandError, Table
+from flexmask import Mask
+from flexmask.errors import ExpressionError, FlexmaskError, OperandError
+from flexmask.expr import Index, Table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +36,7 @@ def generated(define: Callable[P, MaskMod]) -> Callable[P, Mask]:
         if waiting:
             return reduce(and_, waiting)
         try:
-            return flexmask.trace(define(*args, **kwargs))
+            return flexmask.from_mask_mod(define(*args, **kwargs))
         except FlexmaskError:
             raise
         except (AssertionError, ValueError) as error:

@@ -239,7 +239,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "wanted"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_bad_arguments_are_refused(text: str, wanted: str) -> None:
-    with pytest.raises(flexmask.TextError, match=wanted):
+    with pytest.raises(flexmask.errors.TextError, match=wanted):
         flexmask.parse(text)
 
 

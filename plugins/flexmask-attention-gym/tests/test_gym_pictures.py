@@ -62,5 +62,5 @@ def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mask_that_does_not_fit() -> None:
-    with pytest.raises(flexmask.FlexmaskError, match="kv_len"):
+    with pytest.raises(flexmask.errors.FlexmaskError, match="kv_len"):
         visualize_attention_scores(*scores(), flexmask.key_padding([9, 9]))
