@@ -12,6 +12,7 @@ from flexmask import registry
 from flexmask._checks import nearest
 
 if TYPE_CHECKING:
+    from flexmask.catalogue import *  # noqa: F403 - their signatures, for type checkers and editors
     from flexmask.expr.mask import Mask
 
 

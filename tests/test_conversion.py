@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flexmask as fm
 from flexmask import testing
 from flexmask.errors import FlexmaskError, OperandError
+from flexmask.plotting.mpl import plot_scores
 from flexmask.plotting.raster import picture
 from flexmask.plotting.sheet import sheet
 from flexmask.tracing.as_mask import as_mask
@@ -91,7 +92,7 @@ USES: dict[str, Use] = {
     "sheet against": lambda mask: [one.shares.tolist() for one in sheet(fm.causal(), N, against=mask).pictures],
     "plot against": lambda mask: written(fm.causal().plot(N, against=mask, title="one for all")),
     "html against": lambda mask: len(fm.causal().html(N, against=mask)) > 1000,
-    "plot_scores": lambda mask: written(fm.plotting.mpl.plot_scores(WEIGHTS, mask, title="one for all")),
+    "plot_scores": lambda mask: written(plot_scores(WEIGHTS, mask, title="one for all")),
 }
 
 

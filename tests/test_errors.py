@@ -110,27 +110,27 @@ DATA: list[Row] = [
     ("causal with a float", lambda: fm.causal(offset=0.5), r"float 0\.5"),
     ("window with a bare number", lambda: fm.sliding_window(3), "left ... right ... size"),
     ("window with two bare numbers", lambda: fm.sliding_window(256, 0), r"by name ... sliding_window\(left=256, right=0\)"),
-    ("dilated window with bare numbers", lambda: fm.dilated_window(4, 2, dilation=2), r"left=4, right=2, dilation=2\)"),
+    ("dilated window with bare numbers", lambda: fm.masks.dilated_window(4, 2, dilation=2), r"left=4, right=2, dilation=2\)"),
     ("offset of causal by position", lambda: fm.causal("upper_left", 3), "offset is given by name ... offset=3"),
-    ("too many arguments", lambda: fm.chunked(4, 1, 2, 3), r"chunked: too many ... chunked\(size"),
+    ("too many arguments", lambda: fm.masks.chunked(4, 1, 2, 3), r"chunked: too many ... chunked\(size"),
     ("misspelt argument", lambda: fm.causal(ofset=1), "ofset ... Did you mean offset"),
     ("window without anything", lambda: fm.sliding_window(), "left ... right ... size"),
     ("window with both forms", lambda: fm.sliding_window(left=1, right=1, size=3), "left ... right ... size"),
     ("window of negative distance", lambda: fm.sliding_window(left=-1, right=2), "left ... -1"),
     ("window of size 0", lambda: fm.sliding_window(size=0), "size ... 0"),
     ("window with a float", lambda: fm.sliding_window(left=1.5, right=2), r"left ... 1\.5"),
-    ("dense of integers", lambda: fm.dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
-    ("dense of an integer tensor", lambda: fm.dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
-    ("dense of floats", lambda: fm.dense(torch.zeros(2, 2)), r"dense ... float32 ... tensor == 0 ... tensor != 0"),
-    ("dense with one axis", lambda: fm.dense([True, False]), r"dense ... \[2\]"),
+    ("dense of integers", lambda: fm.from_dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
+    ("dense of an integer tensor", lambda: fm.from_dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
+    ("dense of floats", lambda: fm.from_dense(torch.zeros(2, 2)), r"dense ... float32 ... tensor == 0 ... tensor != 0"),
+    ("dense with one axis", lambda: fm.from_dense([True, False]), r"dense ... \[2\]"),
     (
         "dense with five axes",
-        lambda: fm.dense(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)),
+        lambda: fm.from_dense(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)),
         r"dense ... \[1, 1, 1, 1, 1\]",
     ),
-    ("shift by a float", lambda: fm.shift(fm.causal(), q=1.5), r"float 1\.5"),
-    ("shift without a mask", lambda: fm.shift(q, q=1), "shift ... mask"),
-    ("transpose without a mask", lambda: fm.transpose([1]), "transpose ... mask"),
+    ("shift by a float", lambda: fm.masks.shift(fm.causal(), q=1.5), r"float 1\.5"),
+    ("shift without a mask", lambda: fm.masks.shift(q, q=1), "shift ... mask"),
+    ("transpose without a mask", lambda: fm.masks.transpose([1]), "transpose ... mask"),
     ("per_head without masks", lambda: fm.per_head([]), "per_head ... mask"),
     ("per_head of a mask", lambda: fm.per_head(fm.causal()), "per_head ... list"),
     ("per_head with a stranger", lambda: fm.per_head([fm.causal(), 3]), "per_head ... 3"),
@@ -152,7 +152,7 @@ DATA: list[Row] = [
         "reads the name 'ﬁlter' as 'filter'; name",
     ),
     ("parameter in fullwidth letters", lambda: fm.param("ｉds"), "as 'ids'"),
-    ("steps without end", lambda: fm.training_time_test(4, 10**30), "steps must be at most 1024"),
+    ("steps without end", lambda: fm.masks.training_time_test(4, 10**30), "steps must be at most 1024"),
     ("bind of a number where there is none", lambda: fm.parse("kv < n").bind(n=None), "None"),
 ]
 
@@ -200,10 +200,14 @@ LOWERING: list[Row] = [
     ("cu_seqlens beyond", lambda: fm.document(cu_seqlens=[0, 10]).dense(8), "cu_seqlens ... 10 ... 8"),
     (
         "tree of other queries",
-        lambda: fm.tree(parents=[-1, 0, 0, 1]).dense(12),
+        lambda: fm.masks.tree(parents=[-1, 0, 0, 1]).dense(12),
         r"^tree\(parents=\[-1, 0, 0, 1\]\) has 4 .* q_len is 12$",
     ),
-    ("tree of ancestors", lambda: fm.tree([[True]]).dense(2), r"^tree\(ancestors=\[\[True\]\]\) has 1 values .* q_len is 2$"),
+    (
+        "tree of ancestors",
+        lambda: fm.masks.tree([[True]]).dense(2),
+        r"^tree\(ancestors=\[\[True\]\]\) has 1 values .* q_len is 2$",
+    ),
     ("ids of other queries", lambda: (fm.causal() & fm.document([0, 0])).rows(3), r"^document\(ids=\[0, 0\]\) has 2 values"),
     ("more data than queries", lambda: fm.document([0, 0, 1]).dense(2), r"document\(.* 3 values .* q_len is 2; give q_offset"),
     (
@@ -216,12 +220,12 @@ LOWERING: list[Row] = [
     ("too few ids, mask_mod", lambda: fm.document([0, 0, 1]).mask_mod(4, form="expression"), "3 ... 4"),
     ("too few ids behind an offset", lambda: fm.document([0, 0, 1, 1]).dense(2, 4, q_offset=3), "4 ... 5 ... q_offset"),
     ("too few keep", lambda: fm.key_padding(keep=[True, False]).dense(3), "2 ... 3"),
-    ("table too small", lambda: fm.dense([[True, True]]).dense(2), "1 ... 2"),
+    ("table too small", lambda: fm.from_dense([[True, True]]).dense(2), "1 ... 2"),
     ("one list for more queries than keys", lambda: fm.document([0, 0, 1]).dense(4, 3), "3 ... 4"),
     ("too many ids", lambda: fm.document([0, 0, 1, 1]).dense(3), "4 ... 3"),
     ("lookup before the start", lambda: (fm.table([1, 2])[q - 1] > 0).dense(2), "-1"),
     ("lookup behind the end", lambda: (fm.table([1, 2])[q + 1] > 0).dense(2), "2"),
-    ("shifted ids", lambda: fm.shift(fm.document([0, 0, 1, 1]), q=1).dense(4), "-1"),
+    ("shifted ids", lambda: fm.masks.shift(fm.document([0, 0, 1, 1]), q=1).dense(4), "-1"),
     (
         "one list too long for the queries, beside the keys",
         lambda: (fm.key_padding([9]) & fm.query_padding([9])).dense(4, 9),
@@ -287,13 +291,13 @@ TAKES_DATA: dict[str, Callable[[Any], Any]] = {
     "key_padding": fm.key_padding,
     "keep": lambda data: fm.key_padding(keep=data),
     "hide": lambda data: fm.query_padding(hide=data),
-    "dense": fm.dense,
+    "from_dense": fm.from_dense,
     "prefix_lm": fm.prefix_lm,
-    "global_window": lambda data: fm.global_window(data, left=1, right=1),
-    "reorder": lambda data: fm.reorder(fm.causal(), q=data),
-    "paged": lambda data: fm.paged(fm.causal(), data, page_size=2),
-    "tree": fm.tree,
-    "tree parents": lambda data: fm.tree(parents=data),
+    "global_window": lambda data: fm.masks.global_window(data, left=1, right=1),
+    "reorder": lambda data: fm.masks.reorder(fm.causal(), q=data),
+    "paged": lambda data: fm.masks.paged(fm.causal(), data, page_size=2),
+    "tree": fm.masks.tree,
+    "tree parents": lambda data: fm.masks.tree(parents=data),
     "bind": lambda data: fm.parse("document(ids)").bind(ids=data),
     "bind of a number": lambda data: fm.parse("kv < n").bind(n=data),
     "parse": lambda data: fm.parse("key_padding(keep=keep)", keep=data),
@@ -395,7 +399,7 @@ def test_keep_and_hide_as_tokenizers_give_them(define: Any, what: str, make: Cal
             assert torch.equal(lowered.dense(4), other.dense(4))
             assert lowered.rows(4).exact
             assert lowered.equals(other, 4)
-        assert str(mask) == str(fm.trace(mask))
+        assert str(mask) == str(fm.from_mask_mod(mask))
     if make is list:
         assert fm.parse(str(bound)) == bound
 
@@ -406,19 +410,19 @@ def test_keep_of_other_numbers_is_refused_where_it_can_be_read() -> None:
     assert mask.dense(4).sum() == 12
     tensor[1] = 2
     with pytest.raises(
-        fm.LoweringError, match=r"key_padding: keep, .*True for a real token, or of 0 and 1, must be at most 1, got 2"
+        fm.errors.LoweringError, match=r"key_padding: keep, .*True for a real token, or of 0 and 1, must be at most 1, got 2"
     ):
         mask.dense(4)
     tensor[1] = -1
-    with pytest.raises(fm.LoweringError, match="must be at least 0, got -1"):
+    with pytest.raises(fm.errors.LoweringError, match="must be at least 0, got -1"):
         mask.block_mask(4)
 
 
 def test_lengths_of_a_mask_on_blocks() -> None:
     """A length is checked against the number of blocks there."""
-    mask = fm.coarse(fm.key_padding([2, 1]), 2)
+    mask = fm.masks.coarse(fm.key_padding([2, 1]), 2)
     assert mask.dense(4, 4)[:, 0, 0].tolist() == [[True] * 4, [True, True, False, False]]
-    with pytest.raises(fm.LoweringError, match=r"lengths must be at most \(kv_len \+ 2 - 1\) // 2 = 1, got 2"):
+    with pytest.raises(fm.errors.LoweringError, match=r"lengths must be at most \(kv_len \+ 2 - 1\) // 2 = 1, got 2"):
         mask.dense(2)
 
 
@@ -508,7 +512,7 @@ TEXT: list[tuple[str, str, int | None]] = [
 
 @pytest.mark.parametrize(("text", "wanted", "column"), TEXT, ids=[row[0][:30] or "nothing" for row in TEXT])
 def test_text_is_refused(text: str, wanted: str, column: int | None) -> None:
-    with pytest.raises(fm.TextError) as caught:
+    with pytest.raises(fm.errors.TextError) as caught:
         fm.parse(text).dense(4)
     message = str(caught.value)
     for part in wanted.split(" ... "):
@@ -520,13 +524,13 @@ def test_text_is_refused(text: str, wanted: str, column: int | None) -> None:
 
 
 def test_text_too_long() -> None:
-    with pytest.raises(fm.TextError, match=r"long|characters"):
+    with pytest.raises(fm.errors.TextError, match=r"long|characters"):
         fm.parse(" & ".join(f"(kv != {n})" for n in range(100_000)))
 
 
 @pytest.mark.parametrize("text", ["~" * 5000 + "causal", "(" * 300 + "causal" + ")" * 300, "-" * 3000 + "q < kv"])
 def test_text_too_deep(text: str) -> None:
-    with pytest.raises(fm.TextError, match=r"deep|depth|nested"):
+    with pytest.raises(fm.errors.TextError, match=r"deep|depth|nested"):
         fm.parse(text)
 
 
@@ -557,7 +561,7 @@ def test_text_must_be_text(value: Any) -> None:
 
 
 def test_every_error_derives_from_one() -> None:
-    errors = [value for name, value in vars(fm).items() if name.endswith("Error")]
+    errors = [value for name, value in vars(fm.errors).items() if name.endswith("Error")]
     assert len(errors) > 3
     assert all(issubclass(error, FlexmaskError) for error in errors)
     assert all(error is FlexmaskError or issubclass(error, ValueError | TypeError) for error in errors)

@@ -22,6 +22,7 @@ import flexmask as fm
 from flexmask import testing
 from flexmask.errors import FlexmaskError
 from flexmask.expr.names import NAMES
+from flexmask.plotting.mpl import plot_score_panels, plot_scores
 from flexmask.registry import package_of, withdraw
 
 # Any, since the tests misuse them on purpose
@@ -138,13 +139,13 @@ FUNCTIONS: dict[str, Function] = {
     "parse": (lambda text: f.parse(text), {"text": "causal"}),
     "param": (f.param, {"name": "ids"}),
     "table": (f.table, {"data": [1]}),
-    "named": (f.named, {"define": None}),
+    "named": (f.registry.named, {"define": None}),
     "minimum": (f.minimum, {"left": fm.q, "right": 3}),
     "maximum": (f.maximum, {"left": fm.q, "right": 3}),
     "where": (f.where, {"condition": fm.causal(), "a": fm.causal(), "b": fm.full()}),
-    "document_ids": (f.document_ids, {"lengths": [1, 2], "padding": False}),
-    "document_starts": (f.document_starts, {"ids": [0, 1]}),
-    "trace": (f.trace, {"mask_mod": window, "strict": False, "device": "cpu"}),
+    "document_ids": (f.expr.document_ids, {"lengths": [1, 2], "padding": False}),
+    "document_starts": (f.expr.document_starts, {"ids": [0, 1]}),
+    "from_mask_mod": (f.from_mask_mod, {"mask_mod": window, "strict": False, "device": "cpu"}),
     "explain": (f.explain, {"mask": fm.causal(), **LENGTHS, "block_size": 8}),
     "attention": (
         f.attention,
@@ -162,10 +163,10 @@ FUNCTIONS: dict[str, Function] = {
         },
     ),
     "attention_weights": (
-        f.attention_weights,
+        f.backends.attention_weights,
         {"query": HEADS, "key": HEADS, "mask": fm.causal(), "scale": None, "score_mod": None, "q_offset": 0},
     ),
-    "choose_backend": (f.choose_backend, {"query": HEADS, "value": HEADS, "mask": None}),
+    "choose_backend": (f.backends.choose_backend, {"query": HEADS, "value": HEADS, "mask": None}),
     "create_block_mask": (
         f.create_block_mask,
         {"mask_mod": window, "B": 1, "H": 1, "Q_LEN": 128, "KV_LEN": 128, "device": "cpu", "BLOCK_SIZE": 128},
@@ -205,8 +206,8 @@ FUNCTIONS: dict[str, Function] = {
     "KVCache": (f.KVCache, {"capacity": 4, "window": 2}),
     "KVCache.truncate": (lambda lengths: cached("truncate", lengths=lengths), {"lengths": 3}),
     "KVCache.reorder": (lambda indices: cached("reorder", indices=indices), {"indices": torch.tensor([1, 0])}),
-    "plot_scores": (f.plot_scores, {"weights": WEIGHTS, "mask": fm.causal(), "batch": 0, "head": 0, "ax": None, "title": None}),
-    "plot_score_panels": (f.plot_score_panels, {"weights": WEIGHTS, "mask": fm.causal(), "batch": 0, "head": 0, "title": None}),
+    "plot_scores": (plot_scores, {"weights": WEIGHTS, "mask": fm.causal(), "batch": 0, "head": 0, "ax": None, "title": None}),
+    "plot_score_panels": (plot_score_panels, {"weights": WEIGHTS, "mask": fm.causal(), "batch": 0, "head": 0, "title": None}),
     "assert_equivalent": (
         t.assert_equivalent,
         {

@@ -259,7 +259,7 @@ BROKEN = {
     "a missing module": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     "an exit": ("raise SystemExit(3)", "SystemExit: 3"),
     "no Python": ("def", "SyntaxError: "),
-    "a name of text": ("from flexmask import full, named\ndef table(): ...\nnamed(table)", "table is the name of a symbol"),
+    "a name of text": ("from flexmask.registry import named\ndef table(): ...\nnamed(table)", "table is the name of a symbol"),
     "a name twice": (ONE.format(name="landmarks") * 2, "broken defines two masks named landmarks"),
 }
 

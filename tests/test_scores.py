@@ -14,6 +14,7 @@ from torch import Tensor
 import flexmask as fm
 from flexmask import Mask, MultiheadFlexAttention
 from flexmask.errors import FlexmaskError, LoweringError, OperandError, RenderError
+from flexmask.plotting.mpl import plot_score_panels, plot_scores
 from flexmask.plotting.palette import HIDDEN
 from flexmask.plotting.scores import score_picture, score_sheet
 
@@ -106,7 +107,7 @@ def test_one_head_and_the_mean() -> None:
 
 def test_numbers_and_colours_are_the_weights() -> None:
     weights = example()
-    ax = fm.plotting.mpl.plot_scores(weights, MASK, head=0, tokens="a b c d e f")
+    ax = plot_scores(weights, MASK, head=0, tokens="a b c d e f")
     written = {
         (int(text.get_position()[1]), int(text.get_position()[0])): text.get_text() for text in ax.texts if "." in text.get_text()
     }
@@ -131,7 +132,7 @@ def test_large_tables_are_averaged_without_numbers() -> None:
     assert shown.scores is not None
     assert shown.step == (2, 3)
     assert np.allclose(shown.scores.values[7, 9], weights[0, 0, 14:16, 27:30].mean(), atol=1e-7)
-    assert not [text for text in fm.plotting.mpl.plot_scores(weights).texts if "." in text.get_text()]
+    assert not [text for text in plot_scores(weights).texts if "." in text.get_text()]
 
 
 def test_heads_stand_beside_each_other_on_one_scale() -> None:
@@ -139,7 +140,7 @@ def test_heads_stand_beside_each_other_on_one_scale() -> None:
     shown = score_sheet(weights, MASK, batch="all", head=[0, 3])
     assert shown.titles == ("sequence 0, head 0", "sequence 0, head 3", "sequence 1, head 0", "sequence 1, head 3")
     assert {picture.scores.most for picture in shown.pictures if picture.scores} == {float(weights[:, [0, 3]].max())}
-    figure = fm.plotting.mpl.plot_score_panels(weights, MASK)
+    figure = plot_score_panels(weights, MASK)
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["head 0", "head 1", "head 2", "head 3"]
 
 
@@ -161,23 +162,23 @@ W = torch.full((1, 2, 3, 3), 1 / 3)
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     (
         "three axes",
-        lambda: fm.plotting.mpl.plot_scores(W[0]),
+        lambda: plot_scores(W[0]),
         OperandError,
         r"\[B, H, q_len, kv_len\], got torch.float32\[2, 3, 3\]",
     ),
-    ("no tensor", lambda: fm.plotting.mpl.plot_scores([1.0]), OperandError, "got list"),  # type: ignore[arg-type]
-    ("integers", lambda: fm.plotting.mpl.plot_scores(W.long()), OperandError, "floating-point"),
-    ("head", lambda: fm.plotting.mpl.plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
-    ("sequence", lambda: fm.plotting.mpl.plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
-    ("none", lambda: fm.plotting.mpl.plot_scores(W[:, :, :0]), RenderError, "no weights"),
+    ("no tensor", lambda: plot_scores([1.0]), OperandError, "got list"),  # type: ignore[arg-type]
+    ("integers", lambda: plot_scores(W.long()), OperandError, "floating-point"),
+    ("head", lambda: plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
+    ("sequence", lambda: plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
+    ("none", lambda: plot_scores(W[:, :, :0]), RenderError, "no weights"),
     (
         "no heads",
-        lambda: fm.plotting.mpl.plot_score_panels(W, head=[]),
+        lambda: plot_score_panels(W, head=[]),
         OperandError,
         r"head must be an index, a list .* got \[\]",
     ),
-    ("not finite", lambda: fm.plotting.mpl.plot_scores(W * torch.nan), RenderError, "finite"),
-    ("mask", lambda: fm.plotting.mpl.plot_scores(W, fm.key_padding([1, 2])), LoweringError, "batch"),
+    ("not finite", lambda: plot_scores(W * torch.nan), RenderError, "finite"),
+    ("mask", lambda: plot_scores(W, fm.key_padding([1, 2])), LoweringError, "batch"),
     ("query", lambda: fm.backends.attention_weights(W[0], W), OperandError, r"query must be a tensor \[B, H, length, d_head\]"),
     ("key", lambda: fm.backends.attention_weights(W, W[..., :2]), LoweringError, "does not fit"),
     ("heads", lambda: fm.backends.attention_weights(W, W[:, [0, 0, 0]]), LoweringError, "multiple"),

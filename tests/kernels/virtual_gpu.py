@@ -312,7 +312,7 @@ def install(patch: pytest.MonkeyPatch, gpu: SimpleNamespace = H100_SLICE) -> Cal
 
     patch.setattr(flex, "_apply_kernel_options", options_of)
     patch.setattr(flex, "_validate_device", lambda query, key, value: None)
-    patch.setattr(flexmask.flex, "_inference_only", lambda tensor: False)
-    patch.setattr(flexmask.flex, "_compiled", lambda device: compiled)
+    patch.setattr(flexmask.backends.flex, "_inference_only", lambda tensor: False)
+    patch.setattr(flexmask.backends.flex, "_compiled", lambda device: compiled)
     patch.setattr(flexmask._sync, "needs_sync", lambda tensor: True)
     return backend
