@@ -6,8 +6,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import flexmask
 from flexmask.expr.names import NAMES
 from flexmask.registry import package_of
+from tests.support.imports import HEAVY, loaded_after
 
 PACKAGE = Path(flexmask.__file__).parent
 
@@ -24,14 +23,6 @@ def modules() -> list[str]:
     found = [name.removeprefix("flexmask.") for _, name, _ in pkgutil.walk_packages([str(PACKAGE)], "flexmask.")]
     assert len(found) > 20
     return sorted(found)
-
-
-def loaded_after(statement: str, names: set[str]) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(*({names!r} & set(sys.modules)))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
-
-
-HEAVY = {"torch", "matplotlib", "click", "rich", "numpy"}
 
 
 def test_expressions_import_without_torch() -> None:

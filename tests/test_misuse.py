@@ -293,7 +293,7 @@ MASKS: dict[str, list[dict[str, Any]]] = {
     "coarse": [{"mask": PADDED, "size": 2}],
     "cross_document": [{"mask": fm.causal(), "q_lengths": [4], "kv_lengths": [4], "align": "upper_left"}],
     "cross_length": [{"kv_lengths": 3, "q_lengths": 3}],
-    "dense": [{"table": [[True] * 4] * 4}],
+    "from_dense": [{"table": [[True] * 4] * 4}],
     "dilated_window": [{"left": 1, "right": 1, "dilation": 2}],
     "document": [{"ids": IDS, "kv_ids": IDS}, {"lengths": [1, 3]}, {"cu_seqlens": [0, 4]}, {"position_ids": IDS}],
     "draft_anchors": [{"anchors": [1, 0], "size": 2, "context": 1}],
@@ -330,7 +330,7 @@ MASKS: dict[str, list[dict[str, Any]]] = {
 }
 for name, ways in MASKS.items():
     for number, way in enumerate(ways):
-        FUNCTIONS[f"{name} {number}" if number else name] = (getattr(fm, name), way)
+        FUNCTIONS[f"{name} {number}" if number else name] = (getattr(fm.masks, name), way)
 
 
 @pytest.fixture(autouse=True)

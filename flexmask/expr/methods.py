@@ -155,7 +155,7 @@ class MaskMethods(Node):
           ``sliding_tile``, ``svg_temporal``. Conditions of your own on the key alone are like these, and so are masks composed
           of others with more than 8 intervals a row.
         * At each lowering beyond 2**22 cells (of all sequences, heads and whole blocks), to count the blocks in which cells
-          have to be evaluated: ``dense``, ``dilated_window``, ``random_cells``, ``tree``. Conditions of your own that are not
+          have to be evaluated: ``dilated_window``, ``from_dense``, ``random_cells``, ``tree``. Conditions of your own that are not
           separable in query and key are like these.
         * At each lowering beyond 2**22 blocks (262,144 tokens of one sequence and head), to pack the lists: every mask.
         * At the first lowering on a device: data in Python lists, which is copied there.

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 import flexmask as fm
 from flexmask.blocks import sparse as block_sets
 from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
-from tests.test_dropout import kept_of
+from tests.support.dropout import kept_of
 
 pytestmark = pytest.mark.kernels
 

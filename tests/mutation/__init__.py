@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.mutation flexmask/intervals/rows.py --tests tests/test_lowerings.py tests/test_pieces.py
+    python -m tests.mutation flexmask/intervals/rows.py --tests tests/lowering tests/intervals
 
 Tests are collected once. Each mutant runs in a fork of that process, in which the code of the functions that it changes is
 replaced, so that it costs the time of its tests and nothing else. Only tests that execute the changed statement run, those first

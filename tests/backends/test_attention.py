@@ -1,0 +1,599 @@
+"""Attention and the module against dense masked softmax in float64: outputs, gradients, both backends, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flexmask as fm
+from flexmask import Mask, MultiheadFlexAttention, attention, h, kv, q
+from flexmask.backends.api import choose_backend
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+from tests.support import oracle
+from tests.support.gpu import needs_gpu
+
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+#: How far outputs and gradients may be from float64, relative and absolute.
+TOLERANCE = {
+    torch.float64: (1e-10, 1e-11),
+    torch.float32: (1e-5, 1e-5),
+    torch.float16: (3e-3, 3e-3),
+    torch.bfloat16: (2e-2, 2e-2),
+}
+GPU_TOLERANCE = (1e-2, 1e-2)
+
+
+# ---------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask, its meaning in plain Python, and the sizes that it is used at."""
+
+    mask: Mask
+    allowed: oracle.Predicate
+    q_len: int
+    kv_len: int
+    batch: int = 2
+    heads: int = 2
+    q_offset: int | tuple[int, ...] = 0
+
+    @property
+    def offset(self) -> int | Tensor:
+        return torch.tensor(self.q_offset) if isinstance(self.q_offset, tuple) else self.q_offset
+
+    def visible(self) -> Tensor:
+        sizes = {"batch": self.batch, "heads": self.heads, "q_offset": self.q_offset}
+        return torch.tensor(oracle.table_of(self.allowed, self.q_len, self.kv_len, **sizes))  # type: ignore[arg-type]
+
+    def inputs(self, dtype: torch.dtype = torch.float64, kv_heads: int | None = None) -> Inputs:
+        """Query, key and value; the values are wider than the keys."""
+        sizes = (self.heads, self.q_len, 4), *((kv_heads or self.heads, self.kv_len, width) for width in (4, 6))
+        query, key, value = (torch.randn(self.batch, *size, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes)
+        return query, key, value
+
+
+def third_diagonals(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return (q - kv) % 3 == 0
+
+
+def one_head(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return (q - kv) % 3 == 0 and h == 1 and kv < q
+
+
+def random_table(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)) < 0.5
+
+
+PACKED = [[0, 0, 0, 1, 1, 2, 2, 2, -1], [3, 3, 3, 3, 3, 3, 4, -1, -1]]
+LONG = [[place // 110 for place in range(300)], [0] * 40 + [1] * 200 + [-1] * 60]
+NEAR, SAME_NEAR = fm.sliding_window(left=40, right=40), oracle.sliding_window(40, 40)
+HEADS = [fm.causal(), fm.sliding_window(left=1, right=1), fm.full(), fm.empty()]
+SAME_HEADS = [oracle.causal(), oracle.sliding_window(1, 1), oracle.full(), oracle.empty()]
+TABLES = {axes: random_table(*(2, 2, 9, 11)[4 - axes :]) for axes in (2, 3, 4)}
+
+CASES: dict[str, Case] = {
+    "one cell": Case(fm.full(), oracle.full(), 1, 1),
+    "one hidden cell": Case(fm.empty(), oracle.empty(), 1, 1),
+    "full": Case(fm.full(), oracle.full(), 9, 11),
+    "empty": Case(fm.empty(), oracle.empty(), 9, 11),
+    "causal": Case(fm.causal(), oracle.causal(), 9, 9),
+    "causal, wide": Case(fm.causal(), oracle.causal(), 5, 11),
+    "causal, tall": Case(fm.causal(), oracle.causal(), 11, 5),
+    "causal, one before": Case(fm.causal(offset=-1), oracle.causal(offset=-1), 9, 9),
+    "lower right, wide": Case(fm.causal("lower_right"), oracle.causal("lower_right"), 5, 11),
+    "lower right, tall": Case(fm.causal("lower_right"), oracle.causal("lower_right"), 11, 5),
+    "window": Case(fm.sliding_window(left=2, right=1), oracle.sliding_window(2, 1), 9, 9),
+    "window, one side": Case(fm.sliding_window(left=None, right=1), oracle.sliding_window(None, 1), 9, 7),
+    "window by size": Case(fm.sliding_window(size=3), oracle.sliding_window(size=3), 9, 9),
+    "padding right": Case(fm.key_padding([3, 9]), oracle.key_padding([3, 9]), 9, 9),
+    "padding left": Case(fm.key_padding([3, 9], side="left"), oracle.key_padding([3, 9], "left"), 9, 9),
+    "no key": Case(fm.key_padding([0, 4]), oracle.key_padding([0, 4]), 5, 9),
+    "query padding": Case(fm.query_padding([3, 8]), oracle.query_padding([3, 8]), 9, 9),
+    "cross": Case(fm.cross_length([3, 5], [7, 2]), oracle.cross_length([3, 5], [7, 2]), 7, 5),
+    "documents": Case(fm.document(PACKED), oracle.document(PACKED), 9, 9),
+    "prefix": Case(fm.prefix_lm([4, 0]), oracle.prefix_lm([4, 0]), 9, 9),
+    "per head": Case(fm.per_head(HEADS), oracle.per_head(SAME_HEADS), 9, 9, heads=4),
+    **{f"table, {axes} axes": Case(fm.from_dense(table), oracle.dense(table.tolist()), 9, 11) for axes, table in TABLES.items()},
+    "diagonals": Case((q - kv) % 3 == 0, third_diagonals, 9, 11),
+    "diagonals of one head": Case(((q - kv) % 3 == 0) & (h == 1) & (kv < q), one_head, 9, 9),
+    "documents by prefix": Case(fm.per_document(fm.prefix_lm(2), PACKED), oracle.per_document(oracle.prefix_lm(2), PACKED), 9, 9),
+    "not a window": Case(~fm.sliding_window(left=1, right=1), oracle.negated(oracle.sliding_window(1, 1)), 9, 9),
+    "decoding": Case(fm.causal(), oracle.causal(), 2, 9, q_offset=6),
+    "decoding, ragged": Case(fm.sliding_window(size=4), oracle.sliding_window(size=4), 1, 9, q_offset=(3, 7)),
+    "several tiles": Case(
+        fm.causal() & fm.document(LONG), oracle.both(oracle.causal(), oracle.document(LONG)), 300, 300, heads=1
+    ),
+    "several tiles, diagonals": Case(((q - kv) % 3 == 0) & NEAR, oracle.both(third_diagonals, SAME_NEAR), 270, 190, heads=1),
+    "keys far apart": Case(fm.key_padding(3) | NEAR, oracle.either(oracle.key_padding(3), SAME_NEAR), 300, 300, heads=1),
+}
+
+
+# ---------------------------------------------------------------- checks
+
+
+def gradients(out: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of a loss that weighs each output differently, in the same way for every dtype."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad((out.double().cpu() * weight).sum(), tensors)
+
+
+def check_close(found: Tensor, expected: Tensor, tolerance: tuple[float, float] | None = None) -> None:
+    rtol, atol = tolerance or TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.detach().double().cpu(), expected.detach().double(), rtol=rtol, atol=atol)
+
+
+def double(tensors: Inputs) -> Inputs:
+    """Copies in float64, with gradients of their own."""
+    query, key, value = (tensor.detach().double().cpu().requires_grad_() for tensor in tensors)
+    return query, key, value
+
+
+def check_same(
+    out: Tensor,
+    expected: Tensor,
+    tensors: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    tolerance: tuple[float, float] | None = None,
+) -> None:
+    """The outputs, and the gradients with respect to the tensors that each was made from."""
+    check_close(out, expected, tolerance)
+    for found, wanted in zip(gradients(out, tensors), gradients(expected, copies), strict=True):
+        check_close(found, wanted, tolerance)
+
+
+def check_attention(case: Case, tensors: Inputs, **options: Any) -> None:
+    """The output and the gradients of query, key and value, against the oracle."""
+    out = attention(*tensors, case.mask, q_offset=case.offset, **options)
+    copies = double(tensors)
+    assert out.dtype == tensors[0].dtype
+    check_same(out, oracle.attention(*copies, case.visible(), options.get("scale")), tensors, copies)
+
+
+# ---------------------------------------------------------------- the sdpa backend
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense_softmax(name: str) -> None:
+    check_attention(CASES[name], CASES[name].inputs(), backend="sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["causal", "no key", "documents", "diagonals", "several tiles"])
+def test_matches_at_lower_precision(name: str, dtype: torch.dtype) -> None:
+    check_attention(CASES[name], CASES[name].inputs(dtype))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["full", "causal", "per head", "table, 3 axes", "diagonals"])
+def test_grouped_queries(name: str, kv_heads: int) -> None:
+    case = replace(CASES[name], heads=4)
+    check_attention(case, case.inputs(kv_heads=kv_heads), enable_gqa=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -0.7])
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+def test_scale(name: str, scale: float) -> None:
+    check_attention(CASES[name], CASES[name].inputs(), scale=scale)
+
+
+def test_none_is_no_mask_and_text_is_its_mask() -> None:
+    tensors = CASES["documents"].inputs()
+    assert torch.equal(attention(*tensors), attention(*tensors, fm.full()))
+    text = f"causal & document(ids={PACKED})"
+    assert torch.equal(attention(*tensors, text), attention(*tensors, fm.causal() & fm.document(PACKED)))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    case = CASES["documents"]
+    query, key, value = (tensor.detach() for tensor in case.inputs())
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    key, value = key[:1].expand(2, -1, -1, -1), value.flip(2)
+    check_attention(case, (query.requires_grad_(), key.requires_grad_(), value.requires_grad_()))
+
+
+@pytest.mark.parametrize("learned", [0, 1, 2])
+def test_gradient_of_one_input_alone(learned: int) -> None:
+    case = CASES["window"]
+    tensors = case.inputs()
+    for place, tensor in enumerate(tensors):
+        tensor.requires_grad_(place == learned)
+    expected = gradients(oracle.attention(*tensors, case.visible()), [tensors[learned]])
+    check_close(gradients(attention(*tensors, case.mask), [tensors[learned]])[0], expected[0])
+
+
+@pytest.mark.parametrize("mask", [fm.document([0, 1, 1, -1]), ((q - kv) % 3 == 0) & (h == 1)], ids=["documents", "diagonals"])
+def test_gradients_are_derivatives(mask: Mask) -> None:
+    tensors = Case(mask, oracle.full(), 4, 4, batch=1).inputs()
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, mask), tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["one hidden cell", "empty", "no key", "query padding", "cross", "documents", "per head"])
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q_idx, kv_idx: score * 2], ids=["plain", "score_mod"])
+def test_rows_without_keys_give_exactly_zero(name: str, score_mod: ScoreMod | None) -> None:
+    case = CASES[name]
+    query, key, value = tensors = case.inputs(torch.float32)
+    blind = ~case.visible().any(-1)
+    unseen = ~case.visible().any(-2)
+    assert blind.any()
+    out = attention(*tensors, case.mask, score_mod=score_mod)
+    assert not out[blind].any()
+    out.sum().backward()
+    assert query.grad is not None and key.grad is not None and value.grad is not None  # noqa: PT018
+    assert not query.grad[blind].any()
+    assert not key.grad[unseen].any()
+    assert not value.grad[unseen].any()
+    assert all(tensor.isfinite().all() for tensor in (out, query.grad, key.grad, value.grad))
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "diagonals"])
+def test_autocast(name: str) -> None:
+    case = CASES[name]
+    tensors = case.inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*tensors, case.mask)
+    assert out.dtype == torch.bfloat16
+    check_close(out, oracle.attention(*tensors, case.visible()))
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(out, tensors))
+
+
+@pytest.mark.parametrize(("batch", "kv_len"), [(0, 3), (2, 0)])
+def test_nothing_to_attend_with_or_to(batch: int, kv_len: int) -> None:
+    query, key, value = torch.ones(batch, 2, 5, 4), torch.ones(batch, 2, kv_len, 4), torch.ones(batch, 2, kv_len, 6)
+    assert torch.equal(attention(query, key, value), torch.zeros(batch, 2, 5, 6))
+
+
+# ---------------------------------------------------------------- score_mod
+
+
+def modified(tensors: Inputs, visible: Tensor, modify: Callable[[Tensor], Tensor]) -> Tensor:
+    """Masked softmax of the scores [B, H, q_len, kv_len] as a plain function changes them; 0 for a row without a key."""
+    query, key, value = tensors
+    scores = modify(query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5)
+    seen = visible & ~scores.isneginf()
+    blind = ~seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0), -1)
+    return weights.masked_fill(blind, 0) @ value
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "per head", "diagonals", "several tiles", "no key"])
+def test_score_mod_with_a_learned_bias(name: str) -> None:
+    case = CASES[name]
+    tensors = case.inputs()
+    bias = torch.randn(case.heads, case.q_len + case.kv_len, dtype=torch.float64, requires_grad=True)
+    distance = torch.arange(case.q_len)[:, None] - torch.arange(case.kv_len) + case.kv_len
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[h, q_idx - kv_idx + case.kv_len]
+
+    out = attention(*tensors, case.mask, score_mod=relative)
+    expected = modified(tensors, case.visible(), lambda scores: scores + bias[:, distance])
+    check_same(out, expected, [*tensors, bias], [*tensors, bias])
+
+
+FACTOR = torch.tensor([0.5, 2.0], dtype=torch.float64)
+SCORE_MODS: dict[str, tuple[ScoreMod, Callable[[Tensor], Tensor]]] = {
+    "soft cap": (lambda score, b, h, q_idx, kv_idx: 2 * torch.tanh(score / 2), lambda scores: 2 * torch.tanh(scores / 2)),
+    "by batch": (lambda score, b, h, q_idx, kv_idx: score * FACTOR[b], lambda scores: scores * FACTOR[:, None, None, None]),
+    "hides": (
+        lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx < 2, score, -torch.inf),
+        lambda scores: scores.masked_fill(torch.arange(scores.shape[-1]) >= 2, -torch.inf),
+    ),
+    # As in FlexAttention, the index of a query counts from 0 whatever q_offset is.
+    "by query": (
+        lambda score, b, h, q_idx, kv_idx: score - 0.3 * q_idx * kv_idx,
+        lambda scores: scores - 0.3 * torch.arange(scores.shape[-2])[:, None] * torch.arange(scores.shape[-1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+@pytest.mark.parametrize("name", ["window", "documents", "diagonals", "decoding"])
+def test_score_mod(name: str, score_mod: str) -> None:
+    case = CASES[name]
+    tensors = case.inputs()
+    by_score, plainly = SCORE_MODS[score_mod]
+    out = attention(*tensors, case.mask, score_mod=by_score, q_offset=case.offset)
+    check_same(out, modified(tensors, case.visible(), plainly), tensors, tensors)
+
+
+# ---------------------------------------------------------------- the flex backend
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Kernels of other tests do not count towards the compiler's limit."""
+    torch.compiler.reset()
+
+
+RAGGED = 150
+IDS = [[place // 40 for place in range(RAGGED)], [0] * 70 + [-1] * 10 + [1] * 70]
+FLEX_MASKS: dict[str, Mask] = {
+    "documents of the batch, empty rows": fm.causal() & fm.document(IDS),
+    "batch and heads": fm.key_padding([150, 20]) & fm.per_head([fm.causal(), fm.sliding_window(left=9, right=9)]),
+    "no interval form": (q - kv) % 3 == 0,
+    "too many intervals": fm.key_padding(keep=random_table(2, RAGGED)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_flex_forward_matches_on_the_cpu() -> None:
+    query, key, value = (torch.randn(2, 2, RAGGED, 16) for _ in range(3))
+    assert FLEX_MASKS["too many intervals"].rows(RAGGED).lower.bounds.shape[-2] > 8
+    for name, mask in FLEX_MASKS.items():
+        visible = mask.dense(RAGGED, batch=2, heads=2).expand(2, 2, -1, -1)
+        found = attention(query, key, value, mask, backend="flex")
+        check_close(found, oracle.attention(query, key, value, visible))
+        check_close(attention(query, key, value, mask, backend="sdpa"), found)
+        assert not found[~visible.any(-1)].any(), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_block_mask_goes_to_flex() -> None:
+    mask = fm.causal(offset=50)
+    query, key, value = torch.randn(2, 4, 100, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
+    found = attention(query, key, value, mask.block_mask(100, 150), enable_gqa=True, scale=0.5)
+    check_close(found, oracle.attention(query, key, value, mask.dense(100, 150), 0.5))
+    with pytest.raises(LoweringError, match="BlockMask needs backend='flex'"):
+        attention(query, key, value, mask.block_mask(100, 150), enable_gqa=True, backend="sdpa")
+
+
+def test_flex_has_no_gradients_on_the_cpu() -> None:
+    query = torch.randn(1, 1, 9, 16, requires_grad=True)
+    with pytest.raises(LoweringError, match=r"no gradients on the CPU.*backend='sdpa'.*no_grad"):
+        attention(query, query, query, fm.causal(), backend="flex")
+
+
+def test_auto_takes_sdpa_on_the_cpu_and_flex_for_a_block_mask() -> None:
+    query = torch.randn(1, 1, 9, 16)
+    assert choose_backend(query, query, fm.causal()) == "sdpa"
+    assert choose_backend(query, query, fm.causal().block_mask(9)) == "flex"
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FLEX_MASKS)
+def test_flex_gradients_on_cuda(name: str) -> None:
+    mask = FLEX_MASKS[name].to("cuda")
+    query, key, value = (torch.randn(2, 2, RAGGED, 16, device="cuda", requires_grad=True) for _ in range(3))
+    tensors = query, key, value
+    copies = double(tensors)
+    expected = oracle.attention(*copies, mask.dense(RAGGED, batch=2, heads=2).cpu())
+    assert choose_backend(query, value, mask) == "flex"
+    for backend in ("flex", "sdpa"):
+        out = attention(*tensors, mask, backend=backend)
+        check_same(out, expected, tensors, copies, GPU_TOLERANCE)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_backward_at_32k_needs_no_scores_on_cuda(backend: Literal["flex", "sdpa"]) -> None:
+    """The scores of one head alone would take 2 GiB."""
+    length = 2**15
+    query, key, value = (torch.randn(1, 1, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(query, key, value, fm.sliding_window(size=256), backend=backend).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**31 // 8
+    assert all(tensor.grad is not None and bool(tensor.grad.isfinite().all()) for tensor in (query, key, value))
+
+
+@needs_gpu
+def test_small_heads_and_double_take_sdpa_on_cuda() -> None:
+    small, precise = torch.ones(1, 1, 9, 4, device="cuda"), torch.ones(1, 1, 9, 16, device="cuda", dtype=torch.float64)
+    assert choose_backend(small, small) == choose_backend(precise, precise) == "sdpa"
+
+
+# ---------------------------------------------------------------- what is refused
+
+ONE, THREE = torch.ones(2, 2, 5, 4), torch.ones(2, 3, 5, 4)
+META = torch.ones(2, 2, 5, 4, device="meta")
+X = torch.ones(2, 5, 8)
+
+
+def attend(mask: Any = None, query: Tensor = ONE, key: Tensor = ONE, value: Tensor = ONE, **options: Any) -> Callable[[], object]:
+    return lambda: attention(query, key, value, mask, **options)
+
+
+def module(x: Tensor, context: Tensor | None = None) -> Callable[[], object]:
+    return lambda: MultiheadFlexAttention(8, 8, 2)(x, context=context)
+
+
+Row: TypeAlias = tuple[Callable[[], object], type[Exception], str]
+REFUSED: dict[str, Row] = {
+    "three axes": (attend(query=ONE[0]), LoweringError, r"\[B, H, length, D\].*\[2, 5, 4\]"),
+    "two dtypes": (attend(key=ONE.double()), OperandError, "one floating point dtype.*float32.*float64"),
+    "integers": (attend(None, ONE.long(), ONE.long(), ONE.long()), OperandError, "floating point.*int64"),
+    "two devices": (attend(key=META, value=META), LoweringError, "one device.*cpu, meta"),
+    "two batches": (attend(key=ONE[:1], value=ONE[:1]), LoweringError, r"batch.*agree.*\[1, 2, 5, 4\]"),
+    "key and value": (attend(value=ONE[:, :, :3]), LoweringError, r"key length.*agree.*\[2, 2, 3, 4\]"),
+    "head sizes": (attend(key=ONE[..., :3]), LoweringError, r"head size must agree.*\[2, 2, 5, 3\]"),
+    "fewer heads": (attend(key=ONE[:, :1], value=ONE[:, :1]), LoweringError, "2 heads, key 1.*enable_gqa=True"),
+    "heads that do not divide": (attend(key=THREE, value=THREE, enable_gqa=True), LoweringError, "2 heads.*multiple.*3"),
+    "backend": (attend(backend="cudnn"), ExpressionError, "'auto', 'flex' or 'sdpa'.*'cudnn'"),
+    "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.from_dense\(tensor\)"),
+    "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
+    "text that is no mask": (attend("casual"), FlexmaskError, "causal"),
+    "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
+    "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
+    "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),
+    "too long": (attend(fm.key_padding([5, 6])), LoweringError, "lengths.*kv_len = 5.*6"),
+    "device of the mask": (attend(fm.document(META[0, 0, :, 0].long())), LoweringError, r"meta.*cpu.*\.to\("),
+    "negative offset": (attend(fm.causal(), q_offset=-1), LoweringError, "q_offset.*-1"),
+    "offset with lower right": (attend(fm.causal("lower_right"), q_offset=2), LoweringError, "q_offset=2.*twice"),
+    "lengths of the BlockMask": (attend(fm.causal().block_mask(7)), LoweringError, r"1, 1, 7, 7\].*2, 2, 5, 5\]"),
+    "batch of the BlockMask": (attend(fm.key_padding([1, 2, 3]).block_mask(5)), LoweringError, r"3, 1, 5, 5\].*2, 2, 5, 5\]"),
+    "offset with a BlockMask": (attend(fm.causal().block_mask(5), q_offset=3), LoweringError, "q_offset.*block_mask"),
+    "no tensors": (lambda: fm.attention(*cast(Any, (None, None, None))), OperandError, "query.*NoneType"),
+    "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), ExpressionError, "nope"),  # type: ignore[arg-type]
+    "module: float width": (lambda: MultiheadFlexAttention(8, 8.0, 2), OperandError, "d_out.*8.0"),  # type: ignore[arg-type]
+    "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), ExpressionError, "n_heads.*d_out=9, n_heads=2"),
+    "module: no heads": (lambda: MultiheadFlexAttention(8, 8, 0), ExpressionError, "n_heads=0"),
+    "module: width": (module(X[..., :7]), LoweringError, r"x.*8\].*\[2, 5, 7\]"),
+    "module: axes": (module(X[0]), LoweringError, r"x must be.*\[5, 8\]"),
+    "module: width of context": (module(X, X[..., :7]), LoweringError, r"context.*8\].*\[2, 5, 7\]"),
+    "module: batch of context": (module(X, X[:1]), LoweringError, "one batch, got 2 and 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    attempt, kind, message = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert isinstance(caught.value, FlexmaskError)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+# ---------------------------------------------------------------- the module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_module_saves_and_loads(bias: bool) -> None:
+    module, other = (MultiheadFlexAttention(6, 8, 2, bias=bias) for _ in range(2))
+    names = {"in_proj.weight", "out_proj.weight", "out_proj.bias"} | ({"in_proj.bias"} if bias else set())
+    assert set(module.state_dict()) == names
+    x = torch.randn(2, 5, 6)
+    out = module(x, "causal")
+    assert out.shape == (2, 5, 8)
+    assert not torch.equal(other(x, "causal"), out)
+    other.load_state_dict(module.state_dict())
+    for same in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(same(x, "causal"), out)
+
+
+def test_module_prints_its_sizes() -> None:
+    assert "MultiheadFlexAttention(\n  d_in=6, d_out=8, n_heads=2" in repr(MultiheadFlexAttention(6, 8, 2))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_context_of_itself_is_self_attention(bias: bool) -> None:
+    module, x = MultiheadFlexAttention(6, 8, 2, bias=bias).double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    check_close(module(x, "causal", context=x), module(x, "causal"))
+    out, queries, keys = module(x, context=x[:, :3], return_qk=True)
+    assert out.shape == (2, 5, 8)
+    assert queries.shape == (2, 2, 5, 4)
+    assert keys.shape == (2, 2, 3, 4)
+
+
+def test_module_learns_to_repeat_the_token_before() -> None:
+    tokens = torch.randint(0, 5, (8, 12))
+    x = torch.cat((nn.functional.one_hot(tokens, 5), torch.eye(12).expand(8, -1, -1)), -1).float()
+    module = MultiheadFlexAttention(17, 16, 2)
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-2)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(
+            module(x, fm.sliding_window(left=1, right=0))[:, 1:, :5].transpose(1, 2), tokens[:, :-1]
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 < 1.2 < losses[0]
+
+
+@needs_gpu
+def test_module_trains_on_cuda() -> None:
+    module = MultiheadFlexAttention(32, 32, 2).cuda()
+    out = module(torch.randn(2, 150, 32, device="cuda"), "causal & key_padding(lengths=[150, 20])")
+    out.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in module.parameters())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8), (2, 2, 5, 0)])
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_nothing_to_attend_with(shape: tuple[int, ...], backend: Any) -> None:
+    query = torch.zeros(shape, requires_grad=True)
+    out = attention(query, query, query, "causal", backend=backend)
+    out.sum().backward()
+    assert out.shape == shape
+    assert query.grad is not None
+    assert query.grad.shape == shape
+
+
+def test_no_keys_give_zero() -> None:
+    query, key = torch.randn(2, 2, 5, 8, requires_grad=True), torch.randn(2, 2, 0, 8)
+    out = attention(query, key, key)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(2, 2, 5, 8))
+    assert query.grad is not None
+    assert torch.equal(query.grad, torch.zeros(2, 2, 5, 8))
+
+
+@pytest.mark.slow
+def test_flex_takes_more_shapes_than_the_compiler_keeps_by_default() -> None:
+    with torch.no_grad():
+        for length in range(20, 30):
+            query = torch.randn(1, 1, length, 16)
+            expected = attention(query, query, query, "causal", backend="sdpa")
+            torch.testing.assert_close(attention(query, query, query, "causal", backend="flex"), expected)
+
+
+# ---------------------------------------------------------------- tensors in another order of axes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "wanted"),
+    [
+        (((2, 9, 4, 8), (2, 7, 4, 8)), {}, "query has 9 heads, key 7"),
+        (((2, 9, 4, 8), (2, 7, 2, 8)), {"enable_gqa": True}, "the query's 9 heads must be a multiple of the key's 7"),
+        (((2, 5, 4, 8), (2, 5, 4, 8)), {"mask": fm.document([0] * 3 + [1] * 2)}, "has 5 values along q, but q_len is 4"),
+        (((2, 9, 4, 8), (2, 9, 4, 8)), {"mask": "causal & key_padding([9, 5])"}, "lengths must be at most kv_len = 4, got 9"),
+        (((2, 9, 4, 8), (2, 9, 4, 8)), {"mask": fm.per_head([fm.causal()] * 4)}, "two sizes of heads: 9 .* and 4"),
+    ],
+)
+def test_the_other_order_of_axes_is_named(shapes: Any, options: dict[str, Any], wanted: str) -> None:
+    query, key = (torch.randn(shape) for shape in shapes)
+    hint = r".* as \[B, length, H, D\]: if they are that, take tensor.transpose\(1, 2\)"
+    with pytest.raises(LoweringError, match=wanted + hint):
+        fm.attention(query, key, key, **options)
+    fm.attention(query.transpose(1, 2), key.transpose(1, 2), key.transpose(1, 2), **options)
+
+
+def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 3, 7, 8)
+    for other, mask in ((key, None), (query, fm.document([0] * 5))):
+        with pytest.raises(LoweringError) as caught:
+            fm.attention(query, other, other, mask)
+        assert "transpose" not in str(caught.value)
+    with pytest.raises(LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
+        fm.attention(torch.randn(2, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"score_mod": 3}, "score_mod must be a function .*got int 3"),
+        ({"score_mod": lambda b, h, q, kv: q >= kv}, "score_mod must be a function .* too many positional"),
+        ({"score_mod": torch.nn.ReLU}, "score_mod must be a function .*got the class ReLU"),
+        ({"scale": "small"}, "scale must be a number, got str small"),
+        ({"scale": torch.tensor(0.5)}, r"scale must be a number, got Tensor float32\[\]; take tensor.item\(\)"),
+        ({"scale": math.nan}, "scale must be a finite number, got nan"),
+        ({"scale": True}, "scale must be a number, got bool True"),
+        ({"mask": fm.causal}, r"mask must be a Mask, its text.* a mask_mod function.*call it, causal\(\)"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options: dict[str, Any], wanted: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    for backend in ("sdpa", "flex"):
+        with pytest.raises(FlexmaskError, match=wanted):
+            fm.attention(query, query, query, backend=backend, **options)
+    with pytest.raises(FlexmaskError, match=wanted):
+        fm.backends.attention_weights(query, query, **options)
+    if "mask" not in options:
+        with pytest.raises(FlexmaskError, match=wanted):
+            fm.MultiheadFlexAttention(8, 8, 2, **options)

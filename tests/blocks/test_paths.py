@@ -1,0 +1,372 @@
+"""The ways to one result: each is compared with the oracle on both sides of the switch between them."""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import flexmask as fm
+from flexmask import _sync
+from flexmask.blocks import sparse as block_sets
+from flexmask.intervals.runs import ValueRuns, rising_runs
+from tests.support.lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
+from tests.support.paths import PATHS, lowering, path
+from tests.support.strategies import Case, Shape, shaped_masks
+
+BLOCK_SIZES = st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16])
+
+
+def is_known(shape: Shape) -> bool:
+    """Whether no query stands behind the keys at a place that only the device knows; its data could not be checked."""
+    return isinstance(shape.q_offset, int) or shape.q_end <= shape.kv_len
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_blocks_of_drawn_mask(name: str) -> None:
+    @given(shaped_masks(), BLOCK_SIZES)
+    def check(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
+        case, shape = drawn
+        assume(is_known(shape) or "without waiting" not in name)
+        with path(name):
+            check_block_mask(case, shape, case.expected(shape), block_size)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["without waiting", "runs of queries"])
+def test_rows_and_closures_of_drawn_mask(name: str) -> None:
+    @given(shaped_masks())
+    def check(drawn: tuple[Case, Shape]) -> None:
+        case, shape = drawn
+        assume(is_known(shape) or "without waiting" not in name)
+        with path(name):
+            check_rows(case, shape, case.expected(shape))
+            check_mask_mod(case, shape, case.expected(shape))
+
+    check()
+
+
+LONG: list[fm.Mask] = [
+    fm.causal(),
+    fm.causal() & fm.document(lengths=[300, 20, 1000, 700]),
+    fm.sliding_window(size=130) | (fm.kv < 3),
+    fm.prefix_lm([200, 1999]),
+    fm.document([i % 7 for i in range(2020)]),
+    ~fm.causal() ^ (fm.q // 100 == fm.kv // 100),
+    fm.sliding_window(left=40, right=40) & ((fm.q - fm.kv) % 3 == 0),
+    fm.per_head([fm.causal(), fm.masks.transpose(fm.causal())]),
+]
+
+
+SIZE = 2020
+
+
+@cache
+def lists_of_cells(mask: fm.Mask) -> dict[str, list[list[int]]]:
+    """The lists of blocks of 4, counted from the cells."""
+    cells = mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE)
+    visible = cells.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).sum((3, 5))
+    kinds = {"kv": (visible > 0) & (visible < 16), "full_kv": visible == 16}
+    kinds |= {"q": kinds["kv"].mT, "full_q": kinds["full_kv"].mT}
+    return {name: [row.nonzero().flatten().tolist() for row in kind.flatten(0, 2)] for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("mask", LONG, ids=lambda mask: mask.brief())
+@pytest.mark.parametrize("name", PATHS)
+def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
+    """Blocks of 4 in 2,020 tokens: 255,025 in all, more than the grid has on the CPU."""
+    with path(name):
+        found = mask.block_mask(SIZE, block_size=4)
+    for kind, wanted in lists_of_cells(mask).items():
+        assert list(blocks_of(found, kind, Shape(SIZE, SIZE, batch=2, heads=2))) == wanted, kind
+
+
+# ---------------------------------------------------------------- values that rise
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 4), st.lists(st.integers(-3, 9), min_size=1))
+def test_rising_runs(steps: list[int], tail: int, wanted: list[int]) -> None:
+    rising = torch.tensor(steps).cumsum(0).tolist() + [-1] * tail
+    column, value = (torch.tensor(values)[None, None] for values in (rising, wanted))
+    found = rising_runs(column, value, len(rising))
+    expected = column[..., None, :] == value[..., None]
+    assert torch.equal(found.holds(torch.arange(len(rising))), expected)
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_value_runs(batch: int, n: int, q_len: int, numbers: Any) -> None:
+    """The greatest integer is a value like any other, though it also fills up lines with few runs."""
+    values = [0, 0, 1, 1, 2, torch.iinfo(torch.int64).max]
+    column = torch.tensor([[[numbers.choice(values) for _ in range(n)]] for _ in range(batch)])
+    value = torch.tensor([[[numbers.choice(values) for _ in range(q_len)]] for _ in range(batch)])
+    found = ValueRuns.of(column, n)
+    rows, own = found.matching(value, 9), found.own(9)
+    assert rows is not None
+    assert own is not None
+    keys = torch.arange(n)
+    assert torch.equal(rows.holds(keys).expand(-1, -1, q_len, -1), column[..., None, :] == value[..., None])
+    assert torch.equal(own.holds(keys), column[..., None, :] == column[..., None])
+
+
+# ---------------------------------------------------------------- data that changes
+
+
+def by_torch(ids: Tensor) -> None:
+    ids[2:] = 5
+
+
+def by_numpy(ids: Tensor) -> None:
+    ids.numpy()[2:] = 5
+
+
+@pytest.mark.parametrize("change", [by_torch, by_numpy])
+def test_decoding_sees_changed_data(change: Callable[[Tensor], None]) -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = fm.document(ids)
+    for _ in range(2):
+        assert mask.rows(1, 6, q_offset=1).lower.bounds.flatten().tolist() == [0, 3]
+    change(ids)
+    assert mask.rows(1, 6, q_offset=1).lower.bounds.flatten().tolist() == [0, 2]
+
+
+def test_a_device_that_waits_sees_changed_data() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = fm.document(ids)
+    with path("without waiting"):
+        assert mask.rows(6).lower.bounds[0, 0, 1].flatten().tolist() == [0, 3]
+        ids[2:] = 5
+        assert mask.rows(6).lower.bounds[0, 0, 1].flatten().tolist() == [0, 2]
+        with torch.inference_mode():
+            unversioned = torch.tensor([0, 0, 1])
+            assert fm.document(unversioned).rows(3).lower.bounds[0, 0, 0].flatten().tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("length", [5, 8])
+def test_decoding_takes_lists_at_any_length(length: int) -> None:
+    mask = fm.document(lengths=[2, 3], padding=True)
+    assert mask.rows(1, length, q_offset=4).lower.bounds.flatten().tolist() == [2, 5]
+    assert mask.rows(1, 9, q_offset=4).lower.bounds.flatten().tolist() == [2, 5]
+
+
+# ---------------------------------------------------------------- nothing waits for a device
+
+
+def unwaiting(device: str) -> dict[str, fm.Mask]:
+    """Masks whose sizes follow from the shapes of their data. On ``meta`` data has no values: to ask for one is an error."""
+    lengths = torch.tensor([600, 900], device=device)
+    documents = torch.tensor([[500, 300, 200], [1, 998, 0]], device=device)
+    return {
+        "full": fm.full(),
+        "causal": fm.causal(),
+        "window": fm.sliding_window(size=9),
+        "sinks": fm.causal() & (fm.sliding_window(size=9) | (fm.kv < 4)),
+        "prefix": fm.prefix_lm(lengths),
+        "padding": fm.key_padding(lengths),
+        "packed documents": fm.causal() & fm.document(lengths=documents) & fm.key_padding(lengths),
+        "cumulative lengths": fm.document(cu_seqlens=torch.tensor([0, 30, 1000], device=device)),
+        "lists": fm.document(lengths=[500, 500]),
+        "windows in documents": fm.per_document(fm.sliding_window(size=9), lengths=documents),
+        "heads": fm.per_head([fm.causal(), fm.sliding_window(size=9)]),
+        "complement": ~fm.causal() ^ fm.sliding_window(left=3, right=3),
+        "a few dilated": fm.sliding_window(left=9, right=9) & ((fm.q - fm.kv) % 4 == 0),
+    }
+
+
+@pytest.mark.parametrize("name", unwaiting("meta"))
+def test_nothing_waits(name: str) -> None:
+    """Lowering needs no value of any tensor, also for a step of decoding at positions that only the device knows."""
+    mask = unwaiting("meta")[name]
+    offset = torch.tensor([700, 800], device="meta")
+    assert mask.block_mask(1000, device="meta").kv_indices.shape[-2:] == (8, 8)
+    assert mask.block_mask(1, 1000, q_offset=offset, device="meta").kv_indices.shape[-2:] == (1, 8)
+
+
+def test_nothing_waits_for_data_along_queries() -> None:
+    lengths, positions = torch.tensor([9, 8], device="meta"), torch.zeros((2, 1000), dtype=torch.long, device="meta")
+    for mask in (fm.query_padding(lengths), fm.cross_length(lengths, lengths), fm.document(position_ids=positions)):
+        assert mask.block_mask(1000).kv_num_blocks.device.type == "meta"
+
+
+WAITING = {
+    "kept keys": fm.key_padding(keep=torch.ones(4000, dtype=torch.bool, device="meta")),
+    "ids": fm.document(torch.zeros(4000, dtype=torch.long, device="meta")),
+    "a list of ids": fm.document([0] * 4000),
+    "a condition on keys": fm.kv % 4 == 0,
+    "keys that match": fm.q % 7 == fm.kv % 7,
+    "nine pieces": reduce(operator.or_, (fm.kv == 100 * i for i in range(9))),
+    "many dilated": fm.sliding_window(left=9, right=9) & ((fm.q - fm.kv) % 4 == 0),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_has_to_wait(name: str) -> None:
+    """What comes in an unknown number of pieces has to be counted."""
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        WAITING[name].block_mask(4000, device="meta")
+
+
+# ---------------------------------------------------------------- packed lists
+
+
+def packed(mask: fm.Mask, length: int, way: str = "packed sets") -> BlockMask:
+    with path(way):
+        return mask.block_mask(length)
+
+
+PACKED = [fm.causal(), fm.causal() & fm.document(lengths=[700, 324]), fm.sliding_window(size=200) | (fm.kv < 4)]
+
+
+def same_lists(found: BlockMask, wanted: BlockMask) -> bool:
+    shape = Shape(found.seq_lengths[0], found.seq_lengths[1], *found.kv_num_blocks.shape[:2])
+    kinds = ("kv", "full_kv", "q", "full_q")
+    return all(list(blocks_of(found, kind, shape)) == list(blocks_of(wanted, kind, shape)) for kind in kinds)
+
+
+@pytest.mark.parametrize("way", ["packed sets", "packed sets, shared strides"])
+@pytest.mark.parametrize("mask", PACKED, ids=str)
+def test_packed_lists_move_slice_pickle_and_print(mask: fm.Mask, way: str) -> None:
+    found, wanted = packed(mask, 1024, way), mask.block_mask(1024)
+    strides = {getattr(found, f"{kind}_indices").stride(2) for kind in ("kv", "full_kv", "q", "full_q")}
+    assert strides != {8}, "no list is packed"
+    assert same_lists(found.to("cpu"), wanted)
+    assert str(found) == str(wanted)
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    part, wanted_part = found[:, :, 2:5], wanted[:, :, 2:5]
+    assert torch.equal(part.kv_num_blocks, wanted_part.kv_num_blocks)
+    assert torch.equal(part.to_dense(), wanted_part.to_dense())
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        tensors = getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")
+        saved = io.BytesIO()
+        torch.save(tensors, saved)
+        for copy in (pickle.loads(pickle.dumps(tensors)), torch.load(io.BytesIO(saved.getvalue()))):
+            assert torch.equal(copy[1], tensors[1])
+
+
+PAIRS = [
+    *PACKED,
+    fm.empty(),
+    fm.full(),
+    fm.causal() & fm.sliding_window(size=300),
+    fm.per_head([fm.causal(), fm.sliding_window(left=9, right=200)]),
+    fm.key_padding(lengths=[1000, 0, 300]) & fm.causal(),
+    fm.causal() & ((fm.q - fm.kv) % 3 == 0),
+]
+
+
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_full_blocks_have_the_strides_of_partial_ones(mask: fm.Mask) -> None:
+    """CUDA kernels of torch 2.11 read the lists so, those of decoding in every version."""
+    with path("packed sets, shared strides"):
+        found = mask.block_mask(1024)
+    assert found.full_kv_indices is not None
+    assert found.full_q_indices is not None
+    assert found.q_indices is not None
+    assert found.kv_indices.stride() == found.full_kv_indices.stride()
+    assert found.q_indices.stride() == found.full_q_indices.stride()
+    assert same_lists(found, mask.block_mask(1024))
+
+
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_few_queries_share_strides_in_every_version(mask: fm.Mask) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MAX_GRID", "MAX_ROOM"):
+            patch.setattr(lowering, name, _sync.PerDevice(0, 0))
+        found = mask.block_mask(100, 1024, block_size=(16, 32), q_offset=924)
+    assert found.full_kv_indices is not None
+    assert found.kv_indices.stride() == found.full_kv_indices.stride()
+    assert same_lists(found, mask.block_mask(100, 1024, block_size=(16, 32), q_offset=924))
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("mask", PAIRS, ids=str)
+def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None:
+    """CUDA kernels know the stride of heads alone, and take the batch to be as many of these as there are heads."""
+    with path(way):
+        made = mask.block_mask(1024, batch=3), fm.create_block_mask(mask, 3, 2, 1024, 1024)
+    for found in made:
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            for tensor in (getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")):
+                assert tensor.stride(0) == tensor.shape[1] * tensor.stride(1), kind
+                assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", PACKED, ids=str)
+def test_compiled_attention_takes_packed_lists(mask: fm.Mask) -> None:
+    torch.compiler.reset()  # kernels of other tests count towards torch's limit
+    query, key, value = (torch.randn(1, 2, 1024, 32) for _ in range(3))
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        found = compiled(query, key, value, block_mask=packed(mask, 1024))
+        torch.testing.assert_close(found, fm.attention(query, key, value, mask, backend="sdpa"))
+
+
+MILLION = 2**20
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (fm.causal(), 2**22),
+        (fm.causal() & fm.document(lengths=[512] * 2048), 2**25),
+        (fm.sliding_window(size=256), 2**25),
+    ],
+    ids=lambda value: value.brief()[:40] if isinstance(value, fm.Mask) else "",
+)
+def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
+    """With room for every block they would take 1 GiB."""
+    if block_sets.SHARED_STRIDES and mask == fm.causal():
+        pytest.skip("the partial blocks of a causal mask take the strides of its full ones, for kernels of this torch")
+    made = mask.block_mask(MILLION)
+    lists = [getattr(made, f"{kind}_indices") for kind in ("kv", "full_kv", "q", "full_q")]
+    assert sum(indices.untyped_storage().nbytes() for indices in lists) <= most
+    assert lists[0].shape == (1, 1, MILLION // 128, MILLION // 128)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*unwaiting("meta"), "ids"])
+def test_nothing_waits_on_cuda(name: str) -> None:
+    """torch itself watches for what waits. Lists become tensors, and ids are counted, once."""
+    ids = fm.document(torch.arange(1000, device="cuda") // 300)
+    mask, offset = {**unwaiting("cuda"), "ids": ids}[name], torch.tensor([3, 5], device="cuda")
+    mask.block_mask(1000, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = mask.block_mask(1000, device="cuda")
+        step = mask.block_mask(1, 1000, q_offset=offset)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_host = mask.to("cpu")
+    assert same_lists(found.to("cpu"), on_host.block_mask(1000))
+    assert same_lists(step.to("cpu"), on_host.block_mask(1, 1000, q_offset=offset.cpu()))
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_threads_share_a_mask() -> None:
+    """What is kept of one lowering must not get into another."""
+    mask = fm.causal() & fm.document(lengths=[300, 200], padding=True)
+    wanted = {length: mask.rows(1, length, q_offset=400).lower.bounds.tolist() for length in (500, 600, 700)}
+
+    def lower(length: int) -> bool:
+        return all(mask.rows(1, length, q_offset=400).lower.bounds.tolist() == wanted[length] for _ in range(200))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lower, wanted))

@@ -1,0 +1,224 @@
+"""Blocks that key intervals leave open: the same as torch's whatever decides them, with few cells and in bounded memory."""
+
+from __future__ import annotations
+
+import operator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flexmask as fm
+from flexmask import Mask, _sync, h, kv, q
+from flexmask.blocks import entries as blocks
+from flexmask.blocks import survey
+from flexmask.blocks.entries import BlockCells
+from tests.support.block_lists import check_lists
+from tests.support.lowerings import check_block_mask, check_stats
+from tests.support.paths import lowering
+from tests.support.strategies import Case, Shape, combined, constant, index_cases, mask_cases, shapes, symbols
+
+
+@contextmanager
+def small_steps() -> Iterator[None]:
+    """Sets of blocks, few blocks, rows and cells at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+        patch.setattr(blocks, "CHUNK", _sync.PerDevice(7, 7))
+        patch.setattr(survey, "CHUNK", 5)
+        patch.setattr(survey, "COUNTS", 9)
+        patch.setattr(survey, "STEP", 3)
+        yield
+
+
+# ---------------------------------------------------------------- drawn masks
+
+SIGNS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+@st.composite
+def periodic(draw: st.DrawFn, shape: Shape) -> Case:
+    """A comparison of remainders of products and sums, in which query and key are not separable."""
+    left, right = draw(index_cases(shape, 1)), draw(symbols(shape))
+    operation = draw(st.sampled_from([operator.add, operator.sub, operator.mul]))
+    index, value = operation(left.index, right.index), combined(operation, left.value, right.value)
+    divisor = draw(st.sampled_from([-4, 2, 3, 4, 7, 16, 40]))
+    compare, number = draw(st.sampled_from(SIGNS)), draw(st.integers(-2, 5))
+    return Case(
+        compare(index % divisor, number),
+        lambda *cell: compare(combined(operator.mod, value, constant(divisor))(*cell), number),
+    )
+
+
+@st.composite
+def surveyed(draw: st.DrawFn) -> tuple[Case, Shape]:
+    """Such a condition joined with any mask."""
+    shape = draw(shapes())
+    one, other = draw(periodic(shape)), draw(st.one_of(periodic(shape), mask_cases(shape, 1)))
+    if draw(st.booleans()):
+        return Case(one.mask & other.mask, lambda *cell: one.allowed(*cell) and other.allowed(*cell)), shape
+    return Case(one.mask | ~other.mask, lambda *cell: one.allowed(*cell) or not other.allowed(*cell)), shape
+
+
+BLOCK_SIZES = st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16])
+
+
+@given(surveyed(), BLOCK_SIZES, st.booleans())
+def test_blocks_of_periodic_masks(drawn: tuple[Case, Shape], block_size: Any, stepwise: bool) -> None:
+    case, shape = drawn
+    expected = case.expected(shape)
+    if not stepwise:
+        check_block_mask(case, shape, expected, block_size)
+        return
+    with small_steps():
+        check_block_mask(case, shape, expected, block_size)
+
+
+@given(surveyed(), st.sampled_from([(1, 1), (4, 8), (16, 16)]), st.booleans())
+def test_counts_of_periodic_masks(drawn: tuple[Case, Shape], block_size: tuple[int, int], stepwise: bool) -> None:
+    case, shape = drawn
+    expected = case.expected(shape)
+    if not stepwise:
+        check_counts(case, shape, expected, block_size)
+        return
+    with small_steps():
+        check_counts(case, shape, expected, block_size)
+
+
+def check_counts(case: Case, shape: Shape, expected: Tensor, block_size: tuple[int, int]) -> None:
+    check_stats(case, shape, expected, block_size)
+    found = case.mask.stats(**shape.lowering, block_size=block_size)
+    repeated = shape.batch * shape.heads // (found.batch * found.heads)
+    assert found.visible * repeated == int(expected.sum())
+    assert found.empty_rows * repeated == int((~expected.any(-1)).sum())
+    against = case.mask.difference(fm.empty(), **shape.lowering)
+    assert against.only_self * expected.numel() == int(expected.sum()) * against.cells
+
+
+# ---------------------------------------------------------------- conditions of every form
+
+LENGTH = 260
+GRID = torch.rand(33, 33, generator=torch.Generator().manual_seed(1)) > 0.4
+BIAS = torch.randint(0, 3, (2 * LENGTH,), generator=torch.Generator().manual_seed(2))
+CELLS = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.999
+LENGTHS = torch.tensor([3, 7])
+
+MODS: dict[str, Callable[..., Any]] = {
+    "dilated or local": lambda b, h, q, kv: ((q - kv) % 5 == 0) | ((q - kv).abs() < 20),
+    "a period longer than a block": lambda b, h, q, kv: (q - kv) % 60 == 0,
+    "a product": lambda b, h, q, kv: (q >= kv) & ((q * kv) % 3 == 0),
+    "a remainder of a remainder": lambda b, h, q, kv: ((q * 7 + kv * 11) % 32 * (q + 1)) % 5 == 0,
+    "a negative divisor": lambda b, h, q, kv: (q * 3 - kv) % -6 >= -2,
+    "strided blocks": lambda b, h, q, kv: (q // 16 - kv // 16) % 3 == 0,
+    "blocks of other sizes": lambda b, h, q, kv: (q // 24 + kv // 8) % 4 < 2,
+    "per sequence": lambda b, h, q, kv: (q - kv) % LENGTHS[b] == 0,
+    "moved per head": lambda b, h, q, kv: (q - kv + h * 3) % 8 == 0,
+    "a table of blocks": lambda b, h, q, kv: GRID[q // 8, kv // 8],
+    "a table of smaller blocks": lambda b, h, q, kv: GRID[q // 8, kv // 8] & (q // 4 != kv // 4),
+    "a table of distances": lambda b, h, q, kv: BIAS[q - kv + LENGTH] == 0,
+    "a table of distances, from its end": lambda b, h, q, kv: BIAS[q - kv] == 0,
+    "a table of cells": lambda b, h, q, kv: CELLS[q, kv],
+    "a choice": lambda b, h, q, kv: torch.where(q > kv, q - kv, kv * q) % 4 == 1,
+    "extremes": lambda b, h, q, kv: torch.minimum(q * 2, kv * 3) % 9 <= torch.maximum(q, kv) // 40,
+    "a distance": lambda b, h, q, kv: (q * q - kv * 3).abs() % 7 == 2,
+    "few cells": lambda b, h, q, kv: q * kv == 6 * 35,
+    "all but few cells": lambda b, h, q, kv: q * kv != 6 * 35,
+    "wide": lambda b, h, q, kv: (q * (kv * 2**40 + 1)) % 10 == 3,
+    "not an integer": lambda b, h, q, kv: torch.sin(q - kv) > 0.2,
+    "of the query alone, not an integer": lambda b, h, q, kv: (torch.sin(q) + kv) % 2 < 1,
+}
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("block_size", [16, (64, 8)], ids=str)
+@pytest.mark.parametrize("name", MODS)
+def test_lists_are_those_of_torch(name: str, block_size: Any, stepwise: bool) -> None:
+    sizes = 2, 2, LENGTH, LENGTH - 3
+    wanted = create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
+    with pytest.MonkeyPatch.context() as patch:
+        if stepwise:
+            patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+            patch.setattr(survey, "CHUNK", 50)
+            patch.setattr(blocks, "CHUNK", _sync.PerDevice(1000, 1000))
+        found = fm.create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
+    check_lists(found, wanted)
+
+
+# ---------------------------------------------------------------- work
+
+
+@contextmanager
+def cells_counted() -> Iterator[list[int]]:
+    """How many cells are evaluated within."""
+    counts = [0]
+    evaluate = BlockCells.of
+
+    def of(self: BlockCells, *args: Any) -> Iterator[Any]:
+        for step in evaluate(self, *args):
+            counts[0] += step[2].numel()
+            yield step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockCells, "of", of)
+        yield counts
+
+
+#: Masks that are not separable, and the share of their cells that is evaluated at most, for their blocks and for their counts.
+SHARES: list[tuple[Mask, float, float]] = [
+    (((q - kv) % 64 == 0) | (abs(q - kv) < 128), 1 / 1000, 1 / 50),
+    (fm.causal() & ((q * kv) % 3 == 0), 1 / 1000, 1 / 50),
+    (fm.masks.dilated_window(left=None, right=0, dilation=1000), 1 / 1000, 1 / 50),
+    ((q // 128 - kv // 128) % 4 == 0, 0, 0),
+    ((q // 64 - kv // 64) % 4 == 0, 1 / 1000, 1 / 50),
+    (fm.masks.random_cells(0.5), 1 / 50, 1),
+    (fm.per_head([(q - kv) % 3 == 0, fm.causal()]), 1 / 1000, 1 / 50),
+    ((q - kv + h) % 3 == 0, 1 / 1000, 1 / 50),
+    (fm.table([[i % 3 == j % 2 for i in range(64)] for j in range(64)])[q // 128, kv // 128] != 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("mask", "for_blocks", "for_counts"), SHARES, ids=lambda value: str(value)[:40])
+def test_few_cells_are_evaluated(mask: Mask, for_blocks: float, for_counts: float) -> None:
+    length = 4096
+    cells = mask.stats(1, heads=2).heads * length**2
+    with cells_counted() as counts:
+        mask.block_mask(length, heads=2)
+    assert counts[0] <= for_blocks * cells
+    with cells_counted() as counts:
+        mask.stats(length, heads=2)
+    assert counts[0] <= (for_blocks + for_counts) * cells
+
+
+MEMORY = """
+import resource, torch, flexmask as fm
+torch.set_num_threads(1)
+fm.parse({text!r}).block_mask(512)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+mask = fm.parse({text!r})
+mask.block_mask({length})
+mask.stats({length})
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * {unit})
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ("((q - kv) % 64 == 0) | (abs(q - kv) < 128)", 12_288),
+        ("random_cells(0.5)", 4096),
+        ("per_head([(q * kv) % 7 == 0, random_cells(0.9)])", 4096),
+    ],
+)
+def test_memory_is_bounded(text: str, length: int) -> None:
+    """Of the process, not of single tensors: many small ones can hold the memory of large ones."""
+    script = MEMORY.format(text=text, length=length, unit=1 if sys.platform == "darwin" else 1024)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200 * 2**20

@@ -1,0 +1,162 @@
+"""What named masks are given: parameters that are bound later, text, and arguments that are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flexmask as fm
+from flexmask.errors import ExpressionError, LoweringError, OperandError, TextError
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("sink_window(sinks=n, size=w)", {"n": 2, "w": 3}),
+        ("dilated_window(left=w, right=0, dilation=d)", {"w": 6, "d": 2}),
+        ("global_window(is_global=g, left=1, right=1)", {"g": [True] + [False] * 11}),
+        ("chunked(size=n, start=s)", {"n": 5, "s": 2}),
+        ("per_chunk(causal, size=n)", {"n": 4}),
+        ("chunk_window(size=n, left=m)", {"n": 3, "m": 1}),
+        ("block_diffusion(length=n, size=2)", {"n": 6}),
+        ("shared_prefix(lengths=n, prefix_of=p)", {"n": [4, 4, 4], "p": [0, 0, 0]}),
+        ("cross_document(causal, q_lengths=n, kv_lengths=m, align='lower_right')", {"n": [4, 8], "m": [6, 6]}),
+        ("cross_document(causal, q_cu_seqlens=n, kv_cu_seqlens=n, align='lower_right')", {"n": [0, 4, 12]}),
+        ("multi_item(prefix_length=4, positions=p)", {"p": [0, 1, 2, 3, 0, 1, 2, 3]}),
+        ("bidirectional_spans(ids=i) & in_context(ids=i, test_start=s)", {"i": [0] * 6 + [1] * 6, "s": 6}),
+        ("tree(ancestors=a)", {"a": [[i >= j for j in range(12)] for i in range(12)]}),
+        ("tree(parents=p)", {"p": list(range(-1, 11))}),
+        ("draft_blocks(prefix=p, size=3)", {"p": 4}),
+        ("draft_anchors(anchors=a, size=6, context=2)", {"a": [1, 2]}),
+        ("image_cross(spans=s, image_length=6)", {"s": [[0, 12], [3, 6]]}),
+        ("tile_topk(topk=[[0], [2], [1]], size=4, sizes=s)", {"s": [1, 2, 4]}),
+        ("eviction(steps=s)", {"s": list(range(12))}),
+        ("svg_spatial(frame_length=4, width=1.5, prompt=p)", {"p": 2}),
+        ("random_cells(p=0.25, seed=s)", {"s": 3}),
+        ("reorder(causal, q=p, kv=p)", {"p": list(range(11, -1, -1))}),
+        ("paged(causal, pages=p, page_size=n)", {"p": [1, 0, 2], "n": 4}),
+        ("coarse(block_causal(size=2), size=n)", {"n": 3}),
+    ],
+)
+def test_parameters_and_text(text: str, values: dict[str, Any]) -> None:
+    open_mask = fm.parse(text)
+    assert str(open_mask) == text
+    assert open_mask.params == tuple(sorted(values))
+    mask = open_mask.bind(**values)
+    assert fm.parse(str(mask)) == mask
+    assert eval(repr(mask), {**vars(fm), **{name: getattr(fm.masks, name) for name in dir(fm.masks)}}) == mask
+    dense = mask.dense(12)
+    assert dense.any()
+    assert torch.equal(mask.expand().dense(12), dense)
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("dilated_window(left=4, right=4, dilation=0)", r"dilated_window: dilation must be at least 1, got 0"),
+    ("dilated_window(left=-1, right=4, dilation=1)", r"dilated_window: left must be at least 0, got -1"),
+    ("sink_window(4)", r"sink_window: a bare number could mean two windows"),
+    ("sink_window(4, left=2, size=3)", r"sink_window: give either size or left"),
+    ("sink_window(-1, left=2)", r"sink_window: sinks must be at least 0, got -1"),
+    ("sink_window(True, left=2)", r"sink_window: sinks must be an integer, got True"),
+    ("global_window([1, 0], left=1, right=1)", r"global_window: is_global must be boolean"),
+    ("global_window([[[True]]], left=1, right=1)", r"is_global must have the axes \[S\] or \[B, S\], got shape \[1, 1, 1\]"),
+    ("chunked(0)", r"chunked: size must be at least 1, got 0"),
+    ("chunked(4, start=-1)", r"chunked: start must be at least 0, got -1"),
+    ("per_chunk(causal('lower_right'), 4)", r"per_chunk: .* looks at q_len or kv_len"),
+    ("per_chunk(4, 4)", r"per_chunk: wanted a mask first, got int 4"),
+    ("block_causal(0)", r"block_causal: size must be at least 1"),
+    ("chunk_window(4, left=-1)", r"chunk_window: left must be at least 0, got -1"),
+    ("block_diffusion(0, 1)", r"block_diffusion: length must be at least 1"),
+    ("cross_document(q_lengths=[1])", r"give exactly one of kv_lengths and kv_cu_seqlens; got neither"),
+    ("cross_document(q_lengths=[1], q_cu_seqlens=[0, 1])", r"one of q_lengths and q_cu_seqlens; got both"),
+    ("cross_document(causal, q_lengths=[1], kv_lengths=[1])", r"align must be 'upper_left' or 'lower_right', got None"),
+    ("cross_document(q_lengths=[1], kv_lengths=[1], align='left')", r"align must be .* got 'left'"),
+    ("shared_prefix([0, 1], prefix_of=[[[0]]])", r"prefix_of must have the axes \[n\] or \[B, n\]"),
+    ("neighborhood([4, 4], [5, 3])", r"the kernel \[5, 3\] must fit into the canvas \[4, 4\]"),
+    ("neighborhood([4, 4], [3])", r"neighborhood: kernel must have 2 axes, got \[3\]"),
+    ("neighborhood([4, 4, 4, 4], [1, 1, 1, 1])", r"neighborhood: canvas must have 1 or 2 or 3 axes"),
+    ("neighborhood([4, 0], [1, 1])", r"canvas must be at least 1 along each axis, got \[4, 0\]"),
+    ("neighborhood(4, 3)", r"canvas must be a list of integers, one for each axis, got 4"),
+    ("neighborhood([[4]], [3])", r"canvas must be a list of integers, one for each axis, got a table of shape \[1, 1\]"),
+    ("neighborhood(sizes, [3, 3])", r"canvas shapes the mask and must be a list from the start, got sizes"),
+    ("neighborhood([4, 4], [3, 3], tile=[3, 2])", r"the tile \[3, 2\] must divide the canvas \[4, 4\]"),
+    ("sliding_tile([4, 4], [3, 2], [2, 2])", r"the tile \[2, 2\] must divide the kernel \[3, 2\]"),
+    ("sliding_tile([4], [4], [2], text=-1)", r"sliding_tile: text must be at least 0"),
+    ("svg_spatial(4, width=1, round_to=8)", r"1 frames of 4 in steps of 8 are 0 tokens.* give a larger width"),
+    ("svg_spatial(n, width=1)", r"frame_length shapes the mask and must be an integer from the start, got n"),
+    ("svg_spatial(4, width=1e999)", r"width must be a finite number of frames from 0 up, got inf"),
+    ("svg_spatial(4, width='all')", r"width must be a number of frames, got 'all'"),
+    ("svg_temporal(4, frames=8, width=1)", r"1 of 8 parts of a frame of 4 are 0 tokens"),
+    ("image_cross([[0, 1, 2]], 4)", r"image_cross: spans must be pairs"),
+    ("tile_topk(chosen, 4)", r"how many tiles are chosen shapes the mask; bind chosen to topk before"),
+    ("tile_topk(4, 4)", r"topk must have the axes .* got an integer"),
+    ("tile_topk([1, 2], 4)", r"topk must have the axes \[tiles, K\]"),
+    ("tree()", r"tree: give exactly one of ancestors and parents; got neither"),
+    ("tree([[True]], parents=[-1])", r"tree: give exactly one of ancestors and parents; got both"),
+    ("tree([[1]])", r"tree: ancestors must be boolean"),
+    ("tree(parents=[-1, 1])", r"a parent stands before its children, but node 1 has the parent 1"),
+    ("tree(parents=4)", r"tree: parents must be a list of integers"),
+    ("draft_blocks(2, 0)", r"draft_blocks: size must be at least 1"),
+    ("draft_anchors([1], 2, context=-1)", r"draft_anchors: context must be at least 0"),
+    ("training_time_test(4, n)", r"steps shapes the mask and must be an integer from the start, got n"),
+    ("eviction([[[[1]]]])", r"eviction: steps must have the axes \[KV\], \[B, KV\] or \[B, H, KV\]"),
+    ("qk_sparse([1, 2], [1])", r"qk_sparse: .* give as many of each"),
+    ("qk_sparse(starts, [1])", r"the number of ranges shapes the mask; bind starts to starts before"),
+    ("random_cells(1.5)", r"random_cells: p must be between 0 and 1, got 1.5"),
+    ("random_cells('half')", r"random_cells: p must be a number from 0 to 1, got 'half'"),
+    ("random_cells(0.5, seed=-1)", r"random_cells: seed must be at least 0"),
+    ("coarse(causal, 0)", r"coarse: size must be at least 1"),
+    ("reorder(causal)", r"reorder: give the original positions of the queries as q=, of the keys as kv=, or both"),
+    ("paged(causal('lower_right'), [0], page_size=4)", r"looks at kv_len, which is the size of the cache"),
+    ("paged(causal, [[[0]]], page_size=4)", r"pages must have the axes \[n\] or \[B, n\]"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_refused(text: str, message: str) -> None:
+    with pytest.raises(TextError, match=message):
+        fm.parse(text)
+
+
+def test_parents_on_a_device_are_refused() -> None:
+    with pytest.raises(OperandError, match=r"write tensor.tolist\(\), or give ancestors="):
+        fm.masks.tree(parents=torch.tensor([-1, 0]))
+
+
+def test_a_prefix_must_be_known() -> None:
+    with pytest.raises(ExpressionError, match=r"names the document -1, but it is for 2 documents.*names itself"):
+        fm.masks.shared_prefix([0, 1], prefix_of=[-1, 0])
+    with pytest.raises(ExpressionError, match=r"names the document 5"):
+        fm.masks.shared_prefix([0, 0, 1, 1], prefix_of=[0, 5])
+    with pytest.raises(LoweringError, match=r"prefix_of must be at least 0, got -1"):
+        fm.masks.shared_prefix([0, 1], prefix_of=torch.tensor([-1, 0])).dense(2)
+
+
+def test_values_that_shape_a_mask_come_with_its_text() -> None:
+    mask = fm.parse("neighborhood(canvas, kernel=[1, n]) & random_cells(p=share)", canvas=[2, 4], n=3, share=0.5)
+    assert mask == fm.masks.neighborhood([2, 4], [1, 3]) & fm.masks.random_cells(0.5)
+    text = "document(ids) & (ids[b, kv] > m)"
+    assert fm.parse(text, ids=[[0, 1]], m=0) == fm.parse(text).bind(ids=[[0, 1]], m=0)
+    with pytest.raises(ExpressionError, match="has no parameter other; it has ids"):
+        fm.parse("document(ids)", other=1)
+
+
+FORGOTTEN: list[Callable[[], object]] = [
+    lambda: fm.full() & fm.causal,  # type: ignore[operator]
+    lambda: fm.causal & fm.full(),
+    lambda: fm.masks.transpose(fm.causal),  # type: ignore[arg-type]
+    lambda: fm.per_head([fm.causal, fm.full()]),  # type: ignore[list-item]
+    lambda: fm.where(fm.causal, fm.full(), fm.empty()),  # type: ignore[call-overload]
+]
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_forgotten_parentheses_are_named(forgotten: Callable[[], object]) -> None:
+    with pytest.raises(OperandError, match=r"the function causal: call it, causal\(\)"):
+        forgotten()
+
+
+@pytest.mark.parametrize("data", [(1, 2), ([1], 2), (1, [2])], ids=str)
+def test_ranges_are_lists(data: tuple[Any, Any]) -> None:
+    with pytest.raises(ExpressionError, match="must be a list, one entry for each range"):
+        fm.masks.qk_sparse(*data)

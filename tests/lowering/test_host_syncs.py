@@ -1,0 +1,269 @@
+"""Which masks force a host sync on a GPU and at which sizes: worked out here, and held against what ``help`` says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexmask as fm
+from flexmask import Mask, _sync, registry
+
+#: Operators whose results have a size, or are a number, that only the device knows.
+READING = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero", "unique_consecutive", "unique_dim"}
+INDEXING = {"_index_put_impl_", "index", "index_put", "index_put_"}
+
+
+class HostSyncError(Exception):
+    """An operator that would make the host stop for a GPU."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operators that read from the device, and those that copy to it; on ``meta``, which has nothing to read, the
+    first of them raises a HostSyncError."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads, self.copies = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        reads = name in READING or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        if name in INDEXING:
+            reads = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if reads:
+            self.reads += 1
+            if any(isinstance(arg, Tensor) and arg.device.type == "meta" for arg in args):
+                raise HostSyncError(name)
+        if name == "_to_copy" and args[0].device.type == "cpu" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            self.copies += 1
+        return func(*args, **kwargs)
+
+
+def numbers(device: str, *sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.long, device=device)
+
+
+def truths(device: str, *sizes: int) -> Tensor:
+    return torch.ones(sizes, dtype=torch.bool, device=device)
+
+
+#: Each named mask with its sources of data, under the name that the documentation has for it, at a length on a device.
+MASKS: dict[str, Callable[[int, str], Mask]] = {
+    "bidirectional_spans": lambda n, at: fm.masks.bidirectional_spans(numbers(at, n)),
+    "block_causal": lambda n, at: fm.masks.block_causal(64),
+    "block_diffusion": lambda n, at: fm.masks.block_diffusion(n // 2, 32),
+    "causal": lambda n, at: fm.causal(),
+    "chunk_window": lambda n, at: fm.masks.chunk_window(64, left=2),
+    "chunked": lambda n, at: fm.masks.chunked(64, start=numbers(at, 2)),
+    "coarse": lambda n, at: fm.masks.coarse(fm.causal(), 4),
+    "cross_document(q_cu_seqlens=)": lambda n, at: fm.masks.cross_document(
+        fm.causal(), q_cu_seqlens=numbers(at, 9), kv_cu_seqlens=numbers(at, 9), align="lower_right", padding=True
+    ),
+    "cross_document(q_lengths=)": lambda n, at: fm.masks.cross_document(
+        fm.causal(), q_lengths=numbers(at, 9), kv_lengths=numbers(at, 9), align="lower_right", padding=True
+    ),
+    "cross_length": lambda n, at: fm.cross_length(numbers(at, 2), numbers(at, 2)),
+    "from_dense": lambda n, at: fm.from_dense(truths(at, n, n)),
+    "dilated_window": lambda n, at: fm.masks.dilated_window(left=256, right=0, dilation=4),
+    "document(cu_seqlens=)": lambda n, at: fm.document(cu_seqlens=numbers(at, 9), padding=True),
+    "document(ids)": lambda n, at: fm.document(numbers(at, n)),
+    "document(lengths=)": lambda n, at: fm.document(lengths=numbers(at, 9), padding=True),
+    "document(position_ids=)": lambda n, at: fm.document(position_ids=numbers(at, n)),
+    "draft_anchors": lambda n, at: fm.masks.draft_anchors(numbers(at, n // 16), 16, context=100),
+    "draft_blocks": lambda n, at: fm.masks.draft_blocks(numbers(at, 2), 16),
+    "empty": lambda n, at: fm.empty(),
+    "eviction": lambda n, at: fm.masks.eviction(numbers(at, n)),
+    "full": lambda n, at: fm.full(),
+    "global_window": lambda n, at: fm.masks.global_window(truths(at, n), left=64, right=64),
+    "image_cross": lambda n, at: fm.masks.image_cross(numbers(at, n // 64, 2), 64),
+    "in_context": lambda n, at: fm.masks.in_context(lengths=numbers(at, 9), test_start=numbers(at, 2), padding=True),
+    "key_padding(keep=)": lambda n, at: fm.key_padding(keep=truths(at, 2, n)),
+    "key_padding(lengths)": lambda n, at: fm.key_padding(numbers(at, 2)),
+    "key_padding(start=)": lambda n, at: fm.key_padding(start=numbers(at, 2)),
+    "multi_item": lambda n, at: fm.masks.multi_item(16, numbers(at, n - 16)),
+    "neighborhood": lambda n, at: fm.masks.neighborhood([n // 32, 32], [7, 7]),
+    "paged": lambda n, at: fm.masks.paged(fm.causal(), numbers(at, n // 16), page_size=16),
+    "per_chunk": lambda n, at: fm.masks.per_chunk(fm.causal(), 64),
+    "per_document(ids)": lambda n, at: fm.per_document(fm.causal(), numbers(at, n)),
+    "per_document(lengths=)": lambda n, at: fm.per_document(fm.causal(), lengths=numbers(at, 9), padding=True),
+    "per_head": lambda n, at: fm.per_head([fm.causal(), fm.sliding_window(size=9)]),
+    "prefix_lm": lambda n, at: fm.prefix_lm(numbers(at, 2)),
+    "qk_sparse": lambda n, at: fm.masks.qk_sparse(numbers(at, 2), numbers(at, 2)),
+    "query_padding(keep=)": lambda n, at: fm.query_padding(keep=truths(at, 2, n)),
+    "query_padding(lengths)": lambda n, at: fm.query_padding(numbers(at, 2)),
+    "query_padding(start=)": lambda n, at: fm.query_padding(start=numbers(at, 2)),
+    "random_cells": lambda n, at: fm.masks.random_cells(0.5),
+    "reorder(kv=)": lambda n, at: fm.masks.reorder(fm.causal(), kv=numbers(at, n)),
+    "reorder(q=)": lambda n, at: fm.masks.reorder(fm.causal(), q=numbers(at, n)),
+    "shared_prefix(ids)": lambda n, at: fm.masks.shared_prefix(numbers(at, n), prefix_of=numbers(at, 9)),
+    "shared_prefix(lengths=)": lambda n, at: fm.masks.shared_prefix(
+        lengths=numbers(at, 9), prefix_of=numbers(at, 9), padding=True
+    ),
+    "shift": lambda n, at: fm.masks.shift(fm.causal(), q=3, kv=1),
+    "sink_window": lambda n, at: fm.masks.sink_window(4, size=256),
+    "sliding_tile": lambda n, at: fm.masks.sliding_tile([n // 32, 32], [12, 12], [4, 4]),
+    "sliding_window": lambda n, at: fm.sliding_window(size=256),
+    "svg_spatial": lambda n, at: fm.masks.svg_spatial(64, width=2),
+    "svg_temporal": lambda n, at: fm.masks.svg_temporal(n // 8, frames=8, width=1),
+    "tile_topk": lambda n, at: fm.masks.tile_topk(numbers(at, n // 64, 4), 64),
+    "training_time_test": lambda n, at: fm.masks.training_time_test(n // 4, 3),
+    "transpose": lambda n, at: fm.masks.transpose(fm.causal()),
+    "tree": lambda n, at: fm.masks.tree(truths(at, n, n)),
+}
+
+#: Lengths within all limits, beyond 2**22 cells, and beyond 2**22 blocks.
+SHORT, LONG, LONGEST = 2**10, 2**13, 2**19
+#: How the documentation begins what it says of each kind of mask.
+KINDS = {
+    "none": "None:",
+    "first": "At the first lowering of a tensor",
+    "each": "At each lowering, to count the intervals",
+    "cells": "At each lowering beyond 2**22 cells",
+}
+
+
+def has_sync(mask: Mask, length: int, **options: Any) -> bool:
+    """Whether a lowering reads from a device, found out on one that cannot be read."""
+    try:
+        with Watch():
+            mask.block_mask(length, device="meta", **options)
+    except HostSyncError:
+        return True
+    return False
+
+
+def reads(mask: Mask, length: int) -> int:
+    """How often a lowering reads from a device, as it does where the CPU counts as one."""
+    watch = Watch()
+    with watch, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sync, "needs_sync", lambda tensor: True)
+        mask.block_mask(length)
+    return watch.reads
+
+
+def kind_of(build: Callable[[int, str], Mask]) -> str:
+    if not has_sync(build(SHORT, "meta"), SHORT):
+        return "cells" if has_sync(build(LONG, "meta"), LONG) else "none"
+    mask = build(SHORT, "cpu")
+    assert reads(mask, SHORT) > 0
+    return "each" if reads(mask, SHORT) else "first"
+
+
+def documented() -> dict[str, str]:
+    """The kind of each mask that the documentation names."""
+    text = " ".join((inspect.getdoc(Mask.block_mask) or "").split())
+    items = text[text.index("Host syncs on a GPU") : text.index("A composed mask has")].split(" * ")[1:]
+    found: dict[str, str] = {}
+    for kind, start in KINDS.items():
+        (item,) = (item for item in items if item.startswith(start))
+        for name in re.findall(r"``([a-z_]+(?:\([a-z_=]*\))?)``", item):
+            assert name not in found, f"{name} is named twice"
+            found[name] = kind
+    return found
+
+
+def test_every_named_mask_is_documented() -> None:
+    own = {name for name in registry.names() if registry.origin(name).package == "flexmask"}
+    assert {name.partition("(")[0] for name in MASKS} == own
+    assert sorted(documented()) == sorted(MASKS)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_host_syncs_are_those_that_are_documented(name: str) -> None:
+    assert documented()[name] == kind_of(MASKS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in {"from_dense", "tree"}])  # whose data is as large as the mask
+def test_beyond_the_limit_of_blocks_every_mask_has_one(name: str) -> None:
+    assert has_sync(MASKS[name](LONGEST, "meta"), LONGEST)
+
+
+def test_the_limit_of_blocks() -> None:
+    assert not has_sync(fm.causal(), 262_144)
+    assert has_sync(fm.causal(), 262_145)
+    assert has_sync(fm.causal(), 131_072 + 1, heads=1, batch=4)
+    assert not has_sync(fm.causal(), 131_072, batch=4)
+
+
+def test_the_limit_of_cells() -> None:
+    cells = (fm.q * fm.kv) % 3 == 0
+    assert not has_sync(cells, 2048)
+    assert has_sync(cells, 2049)
+    assert has_sync(cells & fm.key_padding(numbers("meta", 2)), 2048)  # once for each sequence
+    assert not has_sync(cells, 8, block_size=2**10)
+
+
+COMPOSED: dict[str, tuple[Mask, bool]] = {
+    "spans": (fm.causal() & fm.sliding_window(size=9) | (fm.kv < 4), False),
+    "documents and padding": (
+        fm.causal() & fm.document(lengths=numbers("meta", 9), padding=True) & fm.key_padding(numbers("meta", 2)),
+        False,
+    ),
+    "all but": (~fm.document(lengths=numbers("meta", 9), padding=True) ^ fm.sliding_window(left=3, right=3), False),
+    "by condition": (fm.where(fm.q % 2 == 0, fm.causal(), fm.prefix_lm(numbers("meta", 2))), False),
+    "a condition on the query": (fm.q % 3 == 0, False),
+    "eight keys": (reduce(or_, (fm.kv == 9 * i for i in range(8))), False),
+    "nine keys": (reduce(or_, (fm.kv == 9 * i for i in range(9))), True),
+    "a condition on the key": (fm.causal() & (fm.kv % 4 == 0), True),
+    "one part of many": (fm.causal() & fm.sliding_window(size=9) & fm.document(numbers("meta", SHORT)), True),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_masks_have_the_host_syncs_of_their_parts(name: str) -> None:
+    mask, expected = COMPOSED[name]
+    assert has_sync(mask, SHORT) == expected
+
+
+def test_lists_are_copied_once() -> None:
+    mask = fm.causal() & fm.document(lengths=[SHORT // 2, SHORT // 2])
+    copies = []
+    for _ in range(2):
+        with Watch() as watch:
+            mask.block_mask(SHORT, device="meta")
+        copies.append(watch.copies)
+    assert copies == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["document(ids)", "bidirectional_spans", "per_document(ids)", "shared_prefix(ids)"])
+def test_changed_ids_are_counted_again(name: str) -> None:
+    ids = torch.zeros(SHORT, dtype=torch.long)
+    builds: dict[str, Callable[[Tensor], Mask]] = {
+        "document(ids)": fm.document,
+        "bidirectional_spans": fm.masks.bidirectional_spans,
+        "per_document(ids)": lambda ids: fm.per_document(fm.causal(), ids),
+        "shared_prefix(ids)": lambda ids: fm.masks.shared_prefix(ids, prefix_of=[0, 1]),
+    }
+    mask = builds[name](ids)
+    assert reads(mask, SHORT) > 0
+    assert reads(mask, SHORT) == 0
+    ids[SHORT // 2 :] = 1
+    assert reads(mask, SHORT) > 0
+
+
+def test_a_decoding_step_at_positions_that_only_the_device_knows() -> None:
+    offset = torch.tensor([700, 800], device="meta")
+    for name, kind in documented().items():
+        if kind == "none":
+            mask = MASKS[name](SHORT, "meta")
+            assert not has_sync(mask, 1, kv_len=SHORT, q_offset=offset), name
+
+
+def test_the_watch_can_fail() -> None:
+    with Watch() as watch:
+        assert torch.tensor([1, 0]).nonzero().numel()
+        assert bool(torch.ones(()))
+        assert torch.arange(3)[torch.tensor([True, False, True])].numel() == 2
+    assert watch.reads == 3
+    with pytest.raises(HostSyncError, match="nonzero"), Watch():
+        torch.ones(3, device="meta").nonzero()

@@ -1,0 +1,245 @@
+"""Every lowering of named masks and of drawn expressions, against the oracle and against torch's create_block_mask."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flexmask as fm
+from flexmask import Mask
+from tests.support import oracle
+from tests.support.lowerings import (
+    LargestTensor,
+    assert_canonical,
+    cells_of,
+    check_block_mask,
+    check_mask_mod,
+    check_rows,
+    check_stats,
+    element_mask,
+    has_intervals,
+)
+from tests.support.named_masks import NAMES, SHAPES, name_and_shape, named
+from tests.support.strategies import Case, Shape, mask_cases, shaped_masks
+
+# ---------------------------------------------------------------- checks
+
+
+# ---------------------------------------------------------------- named masks
+
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+@name_and_shape(NAMES)
+def test_rows_of_named_mask(name: str, shape: Shape) -> None:
+    case = named(name, shape)
+    check_rows(case, shape, case.expected(shape))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
+def test_rows_of_named_mask_are_exact(name: str) -> None:
+    assert named(name, SHAPES["odd"]).mask.rows(**SHAPES["odd"].lowering).exact
+
+
+@name_and_shape(NAMES)
+def test_mask_mod_of_named_mask(name: str, shape: Shape) -> None:
+    case = named(name, shape)
+    check_mask_mod(case, shape, case.expected(shape))
+
+
+@pytest.mark.parametrize("block_size", [4, (4, 8), 16], ids=str)
+@name_and_shape(NAMES)
+def test_block_mask_of_named_mask(name: str, shape: Shape, block_size: int | tuple[int, int]) -> None:
+    case = named(name, shape, batched=shape.q_len % 2 == 1)
+    check_block_mask(case, shape, case.expected(shape), block_size)
+
+
+LONG = {
+    "ragged": Shape(300, 300, batch=3),
+    "wide": Shape(130, 400, batch=3),
+    "tall": Shape(400, 130, batch=3),
+    "exact": Shape(256, 256, batch=3),
+    "offset": Shape(140, 390, batch=3, q_offset=250),
+}
+
+
+@pytest.mark.parametrize("shape", LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "transpose", "window both", "key_padding", "document lengths", "query_padding"]
+)
+def test_block_mask_of_128(name: str, shape: Shape) -> None:
+    case = named(name, shape)
+    check_block_mask(case, shape, case.expected(shape), 128)
+
+
+@pytest.mark.parametrize("name", ["causal", "window both", "key_padding", "per_document", "dense", "per_head"])
+def test_mask_mod_under_vmap(name: str) -> None:
+    """As create_block_mask and FlexAttention call it: one scalar index each."""
+    shape = SHAPES["odd"]
+    case = named(name, shape)
+    expected = case.expected(shape)
+    for form in ("interval", "expression") if has_intervals(case, shape) else ("expression",):
+        mask_mod = case.mask.mask_mod(**shape.lowering, form=form)
+        made = create_block_mask(mask_mod, 3, 2, 9, 13, device="cpu", BLOCK_SIZE=4)
+        assert torch.equal(element_mask(made, shape), expected)
+
+
+@each_name
+def test_stats_of_named_mask(name: str) -> None:
+    shape = SHAPES["odd"]
+    case = named(name, shape)
+    check_stats(case, shape, case.expected(shape), (4, 8))
+
+
+# ---------------------------------------------------------------- drawn expressions
+
+
+@given(shaped_masks())
+def test_dense_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+    case, shape = drawn
+    expected = case.expected(shape)
+    assert torch.equal(case.mask.dense(**shape.lowering).expand_as(expected), expected)
+
+
+@given(shaped_masks())
+def test_rows_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+    case, shape = drawn
+    check_rows(case, shape, case.expected(shape))
+
+
+@given(shaped_masks())
+def test_mask_mod_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+    case, shape = drawn
+    check_mask_mod(case, shape, case.expected(shape))
+
+
+@given(shaped_masks(), st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16]))
+def test_block_mask_of_drawn_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
+    case, shape = drawn
+    check_block_mask(case, shape, case.expected(shape), block_size)
+
+
+@given(shaped_masks(), st.sampled_from([(4, 4), (2, 8), (16, 16)]))
+def test_stats_of_drawn_mask(drawn: tuple[Case, Shape], block_size: tuple[int, int]) -> None:
+    case, shape = drawn
+    check_stats(case, shape, case.expected(shape), block_size)
+
+
+# ---------------------------------------------------------------- masks that do not separate into queries and keys
+
+INSEPARABLE: list[tuple[Mask, oracle.Predicate]] = [
+    ((fm.q - fm.kv) % 3 == 0, lambda b, h, q, kv, q_len, kv_len: (q - kv) % 3 == 0),
+    (
+        fm.causal() & ((fm.q - fm.kv) % 3 == 0),
+        lambda b, h, q, kv, q_len, kv_len: kv <= q and (q - kv) % 3 == 0,
+    ),
+    (fm.q * fm.kv < 40, lambda b, h, q, kv, q_len, kv_len: q * kv < 40),
+    (
+        fm.sliding_window(left=4, right=4) - ((fm.q * fm.kv) % 5 == fm.h),
+        lambda b, h, q, kv, q_len, kv_len: -4 <= kv - q <= 4 and (q * kv) % 5 != h,
+    ),
+]
+
+
+@pytest.mark.parametrize(("mask", "allowed"), INSEPARABLE, ids=[str(mask) for mask, _ in INSEPARABLE])
+@each_shape
+def test_inseparable_mask(mask: Mask, allowed: oracle.Predicate, shape: Shape) -> None:
+    case = Case(mask, allowed)
+    expected = case.expected(shape)
+    assert torch.equal(mask.dense(**shape.lowering).expand_as(expected), expected)
+    check_rows(case, shape, expected)
+    check_mask_mod(case, shape, expected)
+    check_block_mask(case, shape, expected, (2, 4))
+
+
+def test_bounded_rows_stay_tight_where_the_mask_separates() -> None:
+    """Outside of the causal part the mask is known to be hidden, whatever the inseparable half says."""
+    found = (fm.causal() & ((fm.q - fm.kv) % 3 == 0)).rows(16)
+    causal = fm.causal().rows(16)
+    shape = Shape(16, 16)
+    assert not (cells_of(found.upper, shape) & ~cells_of(causal.lower, shape)).any()
+
+
+def test_names_that_cancel_leave_data_unused() -> None:
+    """`q < kv` and the predicate of `causal` contradict each other, which shows only once the name is expanded."""
+    shape = Shape(4, 4)
+    for mask, visible in (
+        ((fm.q < fm.kv) & fm.causal() & fm.document([0, 0, 1, 1]), False),
+        ((fm.q < fm.kv) | fm.causal() | fm.document([0, 0, 1, 1]), True),
+    ):
+        case = Case(mask, oracle.full() if visible else oracle.empty())
+        expected = case.expected(shape)
+        assert torch.equal(mask.dense(4).expand_as(expected), expected)
+        check_rows(case, shape, expected)
+        check_mask_mod(case, shape, expected)
+        check_block_mask(case, shape, expected, 2)
+
+
+def test_names_that_cancel_still_say_the_batch() -> None:
+    mask = (fm.q < fm.kv) & fm.causal() & fm.key_padding([2, 1])
+    assert not mask.dense(2).any()
+    assert not mask.rows(2).upper.counts().any()
+
+
+# ---------------------------------------------------------------- memory
+
+
+SEPARABLE = [
+    fm.full(),
+    fm.causal() & fm.document(lengths=[512] * 8),
+    fm.sliding_window(left=256, right=0) | (fm.kv < 4),
+    fm.per_head([fm.causal(), fm.masks.transpose(fm.causal()), ~fm.sliding_window(left=3, right=3)]),
+    fm.prefix_lm([100, 2000]) & fm.key_padding([4000, 3000]) & fm.query_padding([4000, 3000]),
+    fm.per_document(fm.causal(), lengths=[512] * 8),
+    (fm.q // 16 == fm.kv // 16) ^ fm.causal(offset=-1000),
+]
+
+
+@pytest.mark.parametrize("mask", SEPARABLE, ids=str)
+def test_nothing_grows_with_queries_times_keys(mask: Mask) -> None:
+    length = 4096
+    with LargestTensor() as largest:
+        mask.rows(length)
+        mask.mask_mod(length)
+        mask.block_mask(length)
+        mask.stats(length)
+    assert 0 < largest.elements <= 64 * length
+
+
+def test_cells_of_an_inseparable_mask_are_evaluated_in_parts() -> None:
+    length = 8192
+    mask = fm.sliding_window(left=2048, right=0) & ((fm.q * fm.kv) % 7 != 3)
+    with LargestTensor() as largest:
+        mask.block_mask(length)
+        mask.stats(length)
+    assert 0 < largest.elements <= length * length // 8
+
+
+def test_the_largest_tensor_is_noticed() -> None:
+    with LargestTensor() as largest:
+        fm.causal().dense(64)
+    assert largest.elements == 64 * 64
+
+
+# ---------------------------------------------------------------- rows as sets
+
+
+@given(st.data())
+def test_rows_combine_as_sets(data: st.DataObject) -> None:
+    first, shape = data.draw(shaped_masks())
+    second = data.draw(mask_cases(shape))
+    left, right = first.mask.rows(**shape.lowering).lower, second.mask.rows(**shape.lowering).lower
+    a, b = cells_of(left, shape), cells_of(right, shape)
+    results: list[tuple[Any, torch.Tensor]] = [
+        (left & right, a & b),
+        (left | right, a | b),
+        (left - right, a & ~b),
+        (~left, ~a),
+    ]
+    for rows, cells in results:
+        assert_canonical(rows, shape)
+        assert torch.equal(cells_of(rows, shape), cells)

@@ -1,0 +1,695 @@
+"""Decoding with a KVCache: each step's rows are those of the whole sequence, whose dense masked softmax is the measure."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import flexmask as fm
+from flexmask import KVCache, MultiheadFlexAttention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.nn.growing import Tokens, _lookback, check_window
+from flexmask.report.compare import difference
+from tests.support import oracle
+from tests.support.decoding import turn
+from tests.support.strategies import Case as DrawnCase
+from tests.support.strategies import Shape, mask_cases
+
+S, WINDOW = 23, 5
+IDS = [[0] * 7 + [1] * 6 + [2] * 10, [3] * 4 + [4] * 16 + [-1] * 3]
+STARTS = [3, 0]
+#: How the sequence comes in: at once, in chunks, and token by token.
+CHUNKS = {"prefill, then one by one": [9] + [1] * 14, "chunks": [4, 7, 1, 2, 9], "one by one": [1] * S, "at once": [S]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask with the data of the whole sequence, its meaning in plain Python, and how the module and its cache are made."""
+
+    mask: str
+    allowed: oracle.Predicate
+    data: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+
+    def module(self) -> MultiheadFlexAttention:
+        torch.manual_seed(0)
+        return MultiheadFlexAttention(6, 8, 4, mask=self.mask, **self.options).double()
+
+    def cache(self) -> KVCache:
+        return KVCache(window=self.window) if self.window else KVCache(S)
+
+
+def after_start(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return STARTS[b] <= kv <= q
+
+
+def third_diagonals(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return kv <= q and (q - kv) % 3 == 0
+
+
+WINDOWED = oracle.sliding_window(size=WINDOW)
+DOCUMENTS = oracle.both(oracle.causal(), oracle.document(IDS))
+LENGTHS = torch.tensor([S, 17])
+KEEP = torch.rand(2, S, generator=torch.Generator().manual_seed(3)) < 0.7
+PACKED = [[7, 6, 10], [4, 16, 0]]
+WHOLE = [[7, 6, 10], [4, 16, 3]]
+CHUNKED = oracle.both(oracle.causal(), lambda b, h, q, kv, q_len, kv_len: q // WINDOW == kv // WINDOW)
+
+CASES: dict[str, Case] = {
+    "causal": Case("causal", oracle.causal()),
+    "window": Case(f"sliding_window(size={WINDOW})", WINDOWED),
+    "window, its keys only": Case(f"sliding_window(size={WINDOW})", WINDOWED, window=WINDOW),
+    "window of 1": Case("sliding_window(size=1)", oracle.sliding_window(size=1), window=1),
+    "documents": Case("causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}),
+    "documents, literal": Case(f"causal & document(ids={IDS})", DOCUMENTS),
+    "documents by lengths": Case(f"causal & document(lengths={PACKED}, padding=True)", DOCUMENTS),
+    "documents by lengths of all tokens": Case(
+        "causal & document(lengths=n)",
+        oracle.both(oracle.causal(), oracle.document([oracle.ids_of_lengths(row, S) for row in WHOLE])),
+        {"n": torch.tensor(WHOLE)},
+    ),
+    "documents shorter than the window, its keys only": Case(
+        "causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}, {}, 16
+    ),
+    "documents restart": Case("per_document(causal, ids)", oracle.per_document(oracle.causal(), IDS), {"ids": torch.tensor(IDS)}),
+    "documents within documents": Case(
+        "causal & per_document(document(lengths=[4, 19]), ids)",
+        oracle.both(oracle.causal(), oracle.per_document(oracle.document(oracle.ids_of_lengths([4, 19], S)), IDS)),
+        {"ids": torch.tensor(IDS)},
+    ),
+    "documents in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & document(ids)", oracle.both(WINDOWED, DOCUMENTS), {"ids": torch.tensor(IDS)}, {}, WINDOW
+    ),
+    "documents by lengths in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & document(lengths={PACKED}, padding=True)",
+        oracle.both(WINDOWED, DOCUMENTS),
+        window=WINDOW,
+    ),
+    "lengths of the whole": Case(
+        "causal & key_padding(lengths)", oracle.both(oracle.causal(), oracle.key_padding(LENGTHS.tolist())), {"lengths": LENGTHS}
+    ),
+    "keep, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & key_padding(keep=keep)",
+        oracle.both(WINDOWED, oracle.key_keep(KEEP.tolist())),
+        {"keep": KEEP},
+        window=WINDOW,
+    ),
+    "padding on the left": Case("causal & (kv >= start[b])", after_start, {"start": torch.tensor(STARTS)}),
+    "padding on the left, by name": Case("causal & key_padding(start=pad)", after_start, {"pad": torch.tensor(STARTS)}),
+    "padding on the left, literal": Case(f"causal & key_padding(start={STARTS})", after_start),
+    "padding on the left in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & key_padding(start={STARTS})", oracle.both(WINDOWED, after_start), window=WINDOW
+    ),
+    "chunks, their keys only": Case(f"causal & chunked({WINDOW})", CHUNKED, window=WINDOW),
+    "a window for each head, its keys only": Case(
+        f"per_head([sliding_window(size={WINDOW}), sliding_window(size=2), sliding_window(size=1), empty])",
+        oracle.per_head([WINDOWED, oracle.sliding_window(size=2), oracle.sliding_window(size=1), oracle.empty()]),
+        window=WINDOW,
+    ),
+    "diagonals": Case("causal & ((q - kv) % 3 == 0)", third_diagonals),
+    "diagonals in a window, its keys only": Case(
+        f"sliding_window(size={WINDOW}) & ((q - kv) % 3 == 0)", oracle.both(WINDOWED, third_diagonals), window=WINDOW
+    ),
+    "grouped heads": Case("causal", oracle.causal(), options={"n_kv_heads": 2}),
+    "one key head, rope, its keys only": Case(
+        f"sliding_window(size={WINDOW})", WINDOWED, options={"n_kv_heads": 1, "rope": turn}, window=WINDOW
+    ),
+    "rope": Case("causal", oracle.causal(), options={"rope": turn}),
+    "score_mod": Case(
+        "causal",
+        oracle.causal(),
+        options={"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (h + 1) * (q_idx - kv_idx)},
+    ),
+    "score_mod, its keys only": Case(
+        f"sliding_window(size={WINDOW})",
+        WINDOWED,
+        options={"score_mod": lambda score, b, h, q_idx, kv_idx: score * (1 + 0.2 * b + 0.01 * q_idx * kv_idx)},
+        window=WINDOW,
+    ),
+}
+
+
+def inputs(length: int = S, batch: int = 2) -> Tensor:
+    return torch.randn(batch, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tensor:
+    """The whole sequence by masked softmax in float64, without anything of the library but the weights."""
+    query, key, value = (
+        part.unflatten(-1, (-1, module.d_head)).transpose(1, 2)
+        for part in module.in_proj(x).split([8, 2 * module.n_kv_heads, 2 * module.n_kv_heads], -1)
+    )
+    places = torch.arange(x.shape[1])
+    if module.rope is not None:
+        query, key = turn(query, places), turn(key, places)
+    key, value = (part.repeat_interleave(4 // module.n_kv_heads, 1) for part in (key, value))
+    visible = torch.tensor(oracle.table_of(case.allowed, x.shape[1], x.shape[1], batch=2, heads=4, q_offset=0))
+    scores = query @ key.mT / module.d_head**0.5
+    if module.score_mod is not None:
+        axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
+        scores = module.score_mod(scores, *axes)
+    blind = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    out: Tensor = module.out_proj((weights @ value).transpose(1, 2).flatten(2))
+    return out
+
+
+def decode(module: MultiheadFlexAttention, x: Tensor, chunks: Iterable[int], cache: KVCache, **data: Any) -> Tensor:
+    parts = x.split(list(chunks), 1)
+    return torch.cat([module(part, cache=cache, **data) for part in parts], 1)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_the_whole_sequence(name: str, chunks: str) -> None:
+    case, x = CASES[name], inputs()
+    module = case.module()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        check_close(module(x, **case.data), expected)
+        check_close(decode(module, x, CHUNKS[chunks], case.cache(), **case.data), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_at_other_positions(name: str) -> None:
+    """Two prompts of 12 and 7 tokens, padded on the right, then steps that each sequence takes at its own position."""
+    case, x, prompts, steps = CASES[name], inputs(), [12, 7], [1, 3, 1, 1, 4, 1]
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        found = module(x[:, :12], cache=cache, **case.data)
+        for b, length in enumerate(prompts):
+            check_close(found[b, :length], expected[b, :length])
+        cache.truncate(prompts)
+        at = torch.tensor(prompts)
+        for step in steps:
+            places = at[:, None] + torch.arange(step)
+            rows = torch.arange(2)[:, None]
+            check_close(module(x[rows, places], cache=cache, **case.data), expected[rows, places])
+            at += step
+            assert isinstance(cache.length, Tensor)
+            assert torch.equal(cache.length, at)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["causal", "documents", "documents in a window, its keys only"])
+def test_on_each_device_in_float32(name: str, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case, x = CASES[name], inputs()
+    module, cache = case.module(), case.cache()
+    expected = dense_forward(case, module, x)
+    module = module.float().to(device)
+    data = {key: value.to(device) for key, value in case.data.items()}
+    with torch.no_grad():
+        found = decode(module, x.float().to(device), CHUNKS["chunks"], cache, **data)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_data_of_the_tokens_so_far_does_as_well() -> None:
+    case, x, ids = CASES["documents"], inputs(), torch.tensor(IDS)
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        for place in range(S):
+            found = module(x[:, place : place + 1], cache=cache, ids=ids[:, : place + 1])
+            check_close(found, expected[:, place : place + 1])
+
+
+def test_no_mask_sees_the_tokens_so_far() -> None:
+    module, x = MultiheadFlexAttention(6, 8, 4).double(), inputs()
+    cache, ragged = KVCache(S), KVCache(S)
+    module(x[:, :4], cache=cache)
+    check_close(module(x[:, 4:6], cache=cache), module(x[:, :6])[:, 4:])
+    module(x[:, :4], cache=ragged)
+    ragged.truncate([4, 2])
+    check_close(module(x[:, 4:6], cache=ragged)[1], module(x[1:, [0, 1, 4, 5]])[0, 2:])
+
+
+@pytest.mark.parametrize("rope", [None, turn])
+@pytest.mark.parametrize("d_context", [6, 10])
+def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
+    mask = "key_padding(lengths) & ((q + kv) % 4 != 0)"
+    module = MultiheadFlexAttention(6, 8, 4, d_context=d_context, n_kv_heads=2, rope=rope, mask=mask).double()
+    x, context, lengths = inputs(9), torch.randn(2, 7, d_context, dtype=torch.float64), torch.tensor([7, 3])
+    expected = module(x, context=context, lengths=lengths)
+    first, *rest = x.split([4, 1, 1, 3], 1)
+    cache = KVCache()
+    found = [module(first, context=context, cache=cache, lengths=lengths)]
+    context.zero_()
+    found += [module(part, cache=cache, context=context if place else None, lengths=lengths) for place, part in enumerate(rest)]
+    check_close(torch.cat(found, 1), expected)
+    assert cache.length == 9
+    with pytest.raises(LoweringError, match="holds the keys of a context"):
+        cache.append(torch.ones(2, 2, 1, 2), torch.ones(2, 2, 1, 2))
+
+
+def test_truncate_takes_drafts_back() -> None:
+    for name in ("causal", "window, its keys only"):
+        case, x = CASES[name], inputs()
+        module, cache = case.module(), case.cache()
+        with torch.no_grad():
+            expected = dense_forward(case, module, x)
+            module(x[:, :9], cache=cache)
+            module(torch.cat((x[:, 9:10], -x[:, 10:13]), 1), cache=cache)  # the first of four was right
+            cache.truncate(10)
+            check_close(module(x[:, 10:15], cache=cache), expected[:, 10:15])
+
+
+def test_reorder_moves_sequences() -> None:
+    for name in ("rope", "window, its keys only"):
+        case, x = CASES[name], inputs()
+        module, cache = case.module(), case.cache()
+        with torch.no_grad():
+            module(x[:, :12], cache=cache)
+            cache.truncate([12, 8])
+            module(x[:, 12:14], cache=cache)
+            order = torch.tensor([1, 0, 1])
+            same = copy.deepcopy(cache)
+            cache.reorder(order)
+            expected = module(x[:, 14:15], cache=same)
+            check_close(module(x[order, 14:15], cache=cache), expected[order])
+
+
+def test_reset_begins_anew() -> None:
+    module, cache, x = CASES["causal"].module(), KVCache(S), inputs()
+    module(x, cache=cache)
+    cache.reset()
+    assert cache.length == 0
+    check_close(module(x[:1, :3], cache=cache), module(x[:1, :3]))
+
+
+def test_gradients_reach_the_tokens_of_the_call() -> None:
+    case, x = CASES["rope"], inputs()
+    for cut in (None, [9, 9]):
+        module, cache = case.module(), case.cache()
+        old, new = x[:, :9].clone().requires_grad_(), x[:, 9:12].clone().requires_grad_()
+        module(old, cache=cache)
+        assert cache.key is not None and not cache.key.requires_grad  # noqa: PT018
+        if cut is not None:
+            cache.truncate(cut)
+        out = module(new, cache=cache)
+        module(x[:, 12:], cache=cache)  # what is saved for the backward pass stays as it is
+        found = torch.autograd.grad(out.square().sum(), [new, module.in_proj.weight])
+        plain = module(torch.cat((old.detach(), new), 1))[:, 9:]
+        check_close(found[0], torch.autograd.grad(plain.square().sum(), new)[0])
+        assert found[1].isfinite().all()
+
+
+def test_copies_and_pickles() -> None:
+    case, x = CASES["window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        module(x[:, :9], cache=cache)
+        twins = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        expected = module(x[:, 9:], cache=cache)
+        for twin in twins:
+            check_close(module(x[:, 9:], cache=twin), expected)
+    assert repr(cache) == f"KVCache(capacity=None, window={WINDOW}, length={S})"
+
+
+def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
+    case, x = CASES["documents in a window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        module(x[:, :9], cache=cache, **case.data)
+        with pytest.raises(LoweringError, match="9 values along kv, but the keys reach position 12"):
+            module(x[:, 9:12], cache=cache, ids=torch.tensor(IDS)[:, :9])
+        check_close(module(x[:, 9:12], cache=cache, **case.data), expected[:, 9:12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True])
+def test_compiled_decoding_takes_two_graphs(ragged: bool) -> None:
+    """A BlockMask over the capacity has one size for every step."""
+    torch.compiler.reset()
+    counters.clear()
+    module, x, cache = MultiheadFlexAttention(6, 32, 2, rope=turn), torch.randn(2, 12, 6), KVCache(16)
+    compiled = torch.compile(module, fullgraph=True)
+    with torch.no_grad():
+        expected = module(x, "causal")
+        module(x[:, :4], "causal", cache=cache)
+        if ragged:
+            cache.truncate([4, 3])
+        for step in range(8):
+            places = torch.tensor([4, 3 if ragged else 4]) + step
+            rows = torch.arange(2)[:, None]
+            found = compiled(x[rows, places[:, None]], fm.causal().block_mask(1, 16, q_offset=places), cache=cache)
+            torch.testing.assert_close(found, expected[rows, places[:, None]], rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def filled(number: int, cache: KVCache) -> KVCache:
+    mask = f"sliding_window(size={cache.window})" if cache.window else None
+    MultiheadFlexAttention(6, 8, 4).double()(inputs(number), mask, cache=cache)
+    return copy.deepcopy(cache)  # with which another layer may go on
+
+
+def call(cache: Any, x: Tensor | None = None, **options: Any) -> Callable[[], object]:
+    module = MultiheadFlexAttention(6, 8, 4).double()
+    return lambda: module(inputs(3) if x is None else x, cache=cache, **options)
+
+
+def grown_to(mask: str | None, chunks: list[int], cache: KVCache, **data: Any) -> Callable[[], object]:
+    """Gives the cache all chunks but the last, so that the last call is the one to be refused."""
+    module = MultiheadFlexAttention(6, 8, 4).double()
+    *before, last = inputs(sum(chunks)).split(chunks, 1)
+    for part in before:
+        module(part, mask, cache=cache, **data)
+    return lambda: module(last, mask, cache=cache, **data)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "float": (lambda: KVCache(2.0), OperandError, r"capacity.*2\.0"),  # type: ignore[arg-type]
+    "nothing": (lambda: KVCache(0), ExpressionError, "capacity.*at least 1.*0"),
+    "no window": (lambda: KVCache(window=0), ExpressionError, "window.*at least 1.*0"),
+    "no cache": (call({}), OperandError, "KVCache.*dict"),
+    "no capacity": (call(KVCache()), LoweringError, r"KVCache\(capacity\)"),
+    "overflow": (call(filled(6, KVCache(8))), LoweringError, "capacity=8.*6 are taken.*3 more.*window=.*reset"),
+    "another batch": (call(filled(3, KVCache(8)), inputs(1, batch=3)), LoweringError, "2 sequences.*reset"),
+    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), LoweringError, "holds tokens.*own"),
+    "truncate the empty": (lambda: KVCache(8).truncate(0), LoweringError, "empty"),
+    "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), LoweringError, "empty"),
+    "truncate to more": (lambda: filled(3, KVCache(8)).truncate([4, 1]), LoweringError, r"\[3, 3\].*\[4, 1\]"),
+    "truncate three": (lambda: filled(3, KVCache(8)).truncate([1, 1, 1]), LoweringError, r"int\[2\].*\[3\]"),
+    "window gone": (
+        lambda: filled(3, filled(9, KVCache(window=4))).truncate(7),
+        LoweringError,
+        r"window of 4.*\[7, 7\].*\[6, 6\]",
+    ),
+    "unbound": (call(KVCache(8), mask="key_padding(n)"), ExpressionError, "n=..."),
+    "padding on the left that moves": (
+        call(KVCache(8), mask="causal & key_padding(lengths=[2, 3], side='left')"),
+        LoweringError,
+        r"key_padding\(lengths=\[2, 3\], side='left'\) depends on kv_len.*KVCache.*key_padding\(start=\.\.\.\)",
+    ),
+    "queries padded on the left": (
+        call(KVCache(8), mask="query_padding(lengths=[2, 3], side='left')"),
+        LoweringError,
+        "depends on q_len.*start=",
+    ),
+    "lower_right": (call(KVCache(8), mask="causal('lower_right')"), LoweringError, r"kv_len and q_len.*causal\(\)"),
+    "a comparison with kv_len": (
+        call(KVCache(8), mask="causal & (kv > kv_len - 3)"),
+        LoweringError,
+        "kv > kv_len - 3 depends",
+    ),
+    "lower_right over a context": (
+        call(KVCache(), mask="causal('lower_right')", context=inputs(5)),
+        LoweringError,
+        r"causal\(align='lower_right'\) depends on q_len",
+    ),
+    "causal in a window": (
+        grown_to("causal", [3, 1], KVCache(window=3)),
+        LoweringError,
+        r"causal shows.* position 3 the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
+    ),
+    "everything in a window": (
+        grown_to(None, [3, 1], KVCache(window=3)),
+        LoweringError,
+        r"full shows.*window=4 or more",
+    ),
+    "sinks in a window": (
+        grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
+        LoweringError,
+        "position 3 the key at position 0",
+    ),
+    "a longer window": (
+        grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)),
+        LoweringError,
+        "window=5 or more",
+    ),
+    "a longer document": (
+        grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
+        LoweringError,
+        "query at position 4 the key at position 1.*window=4",
+    ),
+    "diagonals beyond a window": (
+        grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
+        LoweringError,
+        "position 4 the key at position 0.*window=5",
+    ),
+    "documents that end": (
+        grown_to("causal & document(lengths=[[2, 3], [3, 1]])", [3, 1, 1], KVCache(8)),
+        LoweringError,
+        "lengths of sequence 1 cover 4 of 5 tokens.*padding=True",
+    ),
+    "right padding that was not cut": (
+        grown_to("causal & key_padding(lengths=[4, 2])", [4, 1], KVCache(8)),
+        LoweringError,
+        r"every token of this call padding.*position 4.*truncate\(lengths\).*key_padding\(start=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    attempt, kind, message = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+SHAPE = Shape(12, 12, batch=2, heads=4, lengths=())
+
+
+@settings(max_examples=40)
+@given(mask_cases(SHAPE, 2), st.sampled_from([[7, 1, 1, 1, 1, 1], [4, 3, 5], [1] * 12]), st.sampled_from([None, 1, 3, 6]))
+def test_a_cache_is_right_or_refuses(case: DrawnCase, chunks: list[int], window: int | None) -> None:
+    """Whatever the mask and the window: no row that differs from that of the whole sequence."""
+    mask, allowed = fm.causal() & case.mask, oracle.both(oracle.causal(), case.allowed)
+    module, x, cache = CASES["causal"].module(), inputs(12), KVCache(12, window=window)
+    with torch.no_grad():
+        expected = dense_forward(Case("", allowed), module, x)
+        done = 0
+        for part in x.split(chunks, 1):
+            try:
+                found = module(part, mask, cache=cache)
+            except LoweringError as error:
+                if not re.search("has dropped" if window else "makes every token of this call padding", str(error)):
+                    raise
+                return
+            check_close(found, expected[:, done : done + part.shape[1]])
+            done += part.shape[1]
+
+
+@settings(max_examples=200)
+@given(mask_cases(SHAPE, 3))
+def test_no_key_is_further_back_than_a_mask_says(case: DrawnCase) -> None:
+    reach = _lookback(case.mask)
+    if reach is not None:
+        _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
+        assert max((query - key).tolist(), default=0) <= reach
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ("sliding_window(size=4) & document(ids)", 3),
+        ("abs(q - kv) <= 3", 3),
+        ("(abs(q - kv) <= 3) | (kv == q - 9)", 9),
+        ("per_head([sliding_window(size=2), sliding_window(size=7)])", 6),
+        ("dilated_window(left=3, right=0, dilation=2)", 3),
+        ("empty | (kv > q)", 0),
+        ("causal", None),
+        ("sliding_window(size=4) | causal", None),
+        ("kv >= q - lengths[b]", None),
+    ],
+)
+def test_how_far_back_a_mask_says_that_it_sees(text: str, reach: int | None) -> None:
+    assert _lookback(fm.parse(text)) == reach
+
+
+def test_a_window_on_another_device() -> None:
+    """Tensors are not read there; a mask without any is compared all the same, for the longest sequence."""
+    device = torch.device("meta")
+    length = torch.zeros(2, dtype=torch.int64, device=device)
+    for tokens in (Tokens(2, 1, 7, 8, 5, device), Tokens(2, 1, length, 8, length, device)):
+        for text in ("causal", "chunked(8) & causal", "document(lengths=[8])"):
+            with pytest.raises(LoweringError, match="query at position 7 the key at position 0"):
+                check_window(fm.parse(text), tokens, 3, 4)
+        check_window(fm.sliding_window(size=3), tokens, 3, 4)
+        check_window(fm.parse("causal & chunked(2)"), tokens, 3, 4)
+        check_window(fm.causal() & fm.document(torch.zeros(8, dtype=torch.int64, device=device)), tokens, 3, 4)
+
+
+def alone(module: MultiheadFlexAttention, mask: str, x: Tensor) -> Tensor:
+    out: Tensor = module(x[None], mask)[0]
+    return out
+
+
+@pytest.mark.parametrize("mask", ["causal", f"sliding_window(size={WINDOW})", "causal & ((q - kv) % 3 == 0)"])
+@pytest.mark.parametrize("chunks", [[9, 1, 1, 1], [4, 5, 1, 2], [12]])
+def test_a_batch_with_padding_on_the_left(mask: str, chunks: list[int]) -> None:
+    """Each sequence is what it is alone, without padding, whatever the padding holds."""
+    module, x, pads = CASES["causal"].module(), inputs(12, batch=3), [4, 0, 2]
+    with torch.no_grad():
+        found = decode(module, x, chunks, KVCache(12), mask=f"({mask}) & key_padding(start=pads)", pads=pads)
+        for b, pad in enumerate(pads):
+            check_close(found[b, pad:], alone(module, mask, x[b, pad:]))
+
+
+@pytest.mark.parametrize("mask", ["causal", f"sliding_window(size={WINDOW})"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_batch_with_padding_on_the_right(mask: str, window: int | None) -> None:
+    module, x, lengths, cache = CASES["rope"].module(), inputs(12), [8, 5], KVCache(20, window=window)
+    if window and mask == "causal":
+        mask = f"causal & chunked({WINDOW})"
+    with torch.no_grad():
+        prompt = module(x[:, :8], f"({mask}) & key_padding(lengths)", cache=cache, lengths=lengths)
+        cache.truncate(lengths)
+        steps = [module(x[:, place : place + 1], mask, cache=cache) for place in range(8, 12)]
+        for b, length in enumerate(lengths):
+            expected = alone(module, mask, torch.cat((x[b, :length], x[b, 8:])))
+            check_close(torch.cat((prompt[b, :length], *(step[b] for step in steps))), expected)
+
+
+def test_left_padding_in_a_block_mask_does_not_move() -> None:
+    mask = fm.causal() & fm.key_padding(start=STARTS)
+    allowed = torch.tensor(oracle.table_of(after_start, S, S, batch=2))
+    for place in range(S):
+        made = mask.block_mask(1, S, q_offset=place, block_size=4)
+        axes = torch.meshgrid(torch.arange(2), torch.tensor([0]), torch.tensor([0]), torch.arange(S), indexing="ij")
+        assert torch.equal(made.mask_mod(*axes), allowed[:, :, place : place + 1])
+
+
+def test_a_cache_belongs_to_one_layer() -> None:
+    first, second = (MultiheadFlexAttention(6, 8, 4).double() for _ in range(2))
+    for contexts in ({}, {"context": inputs(5)}):
+        cache = KVCache(S)
+        second(inputs(0), cache=cache, **contexts) if not contexts else None
+        found = first(inputs(3), cache=cache, **contexts)
+        with pytest.raises(LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
+            second(inputs(3), cache=cache, **contexts)
+        assert cache.length == 3
+        cache.reset()
+        second(inputs(3), cache=cache, **contexts)
+        with pytest.raises(LoweringError, match="another layer"):
+            first(inputs(3), cache=cache, **contexts)
+        cache.reset()
+        check_close(first(inputs(3), cache=cache, **contexts), found)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_cache_goes_on_in_a_copy_of_the_layer(copied: Callable[[KVCache], KVCache]) -> None:
+    module, x, cache = CASES["causal"].module(), inputs(5), KVCache(S)
+    twin = copy.deepcopy(module)
+    module(x[:, :3], cache=cache)
+    with pytest.raises(LoweringError, match="another layer"):
+        twin(x[:, 3:], cache=cache)
+    check_close(twin(x[:, 3:], cache=copied(cache)), module(x[:, 3:], cache=cache))
+
+
+def test_a_cache_keeps_no_layer_alive() -> None:
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(8)
+    with torch.no_grad():
+        module(inputs(3), cache=cache)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_call_that_the_window_refuses_leaves_the_cache_as_it_was() -> None:
+    case, x = CASES["window, its keys only"], inputs()
+    module, cache = case.module(), case.cache()
+    with torch.no_grad():
+        expected = dense_forward(case, module, x)
+        module(x[:, :9], cache=cache)
+        for _ in range(2):
+            with pytest.raises(LoweringError, match=r"position 0.*window=10"):
+                module(x[:, 9:11], "causal", cache=cache)
+        check_close(module(x[:, 9:], cache=cache), expected[:, 9:])
+
+
+def test_the_window_is_that_of_each_sequence() -> None:
+    """At 6 and 4 tokens, a chunk of 4 from position 4 on is whole in the window of the second sequence only."""
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(window=3)
+    with torch.no_grad():
+        module(inputs(6), "causal", cache=cache)
+        cache.truncate([6, 4])
+        with pytest.raises(LoweringError, match=r"position 6 the key at position 3.*window=4"):
+            module(inputs(1), "causal & (kv // 3 == q // 3 - (b == 0))".replace("(b == 0)", "where(b == 0, 1, 0)"), cache=cache)
+        module(inputs(1), "causal & (kv // 3 == q // 3)", cache=cache)
+
+
+def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mask says itself is free in each step; else a layer's rows are worked out once for all layers of a MaskCache."""
+    compared: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        compared.append(args)
+        return difference(*args)
+
+    monkeypatch.setattr("flexmask.nn.growing.difference", counted)
+    for name, times in (
+        ("window, its keys only", 0),
+        ("documents in a window, its keys only", 0),
+        ("chunks, their keys only", 4),
+    ):
+        case, x = CASES[name], inputs()
+        modules = [case.module() for _ in range(2)]
+        caches = [case.cache() for _ in modules]
+        with torch.no_grad(), fm.MaskCache():
+            for part in x[:, :13].split([9, 1, 1, 1, 1], 1):
+                for module, cache in zip(modules, caches, strict=True):
+                    module(part, cache=cache, **case.data)
+        assert len(compared) == times
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_compiled_moves_the_position() -> None:
+    torch.manual_seed(0)
+    layer, x = fm.MultiheadFlexAttention(16, 16, 4), torch.randn(2, 12, 16)
+    torch.compiler.reset()
+    compiled, cache = torch.compile(layer, fullgraph=True, backend="eager"), fm.KVCache(12)
+    with torch.no_grad():
+        whole = layer(x, fm.causal())
+        parts = [compiled(x[:, :4], fm.causal().block_mask(4, 12), cache=cache)]
+        assert cache.length == 4
+        parts += [compiled(x[:, i : i + 1], fm.causal().block_mask(1, 12, q_offset=i), cache=cache) for i in (4, 5)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole[:, :6], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [fm.key_padding([99, 99]), fm.key_padding(keep=[True] * 9)])
+def test_a_context_is_checked_with_a_cache_too(mask: fm.Mask) -> None:
+    layer, x, context = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    for cache in (None, fm.KVCache()):
+        with pytest.raises(LoweringError):
+            layer(x, mask, context=context, cache=cache)
+
+
+def test_a_prompt_in_inference_mode_can_go_on_without() -> None:
+    layer, x, cache = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(1, 5, 8), fm.KVCache(8)
+    whole = layer(x, fm.causal())
+    with torch.inference_mode():
+        layer(x[:, :4], fm.causal(), cache=cache)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[:, 4:], fm.causal(), cache=cache), whole[:, 4:].detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [True, 2.5, torch.tensor([2.9, 1.2]), [True, False]], ids=str)
+def test_lengths_to_keep_are_integers(lengths: Any) -> None:
+    layer, cache = fm.MultiheadFlexAttention(8, 8, 2), fm.KVCache(8)
+    layer(torch.randn(2, 4, 8), fm.causal(), cache=cache)
+    with pytest.raises(OperandError, match="lengths must be integers"):
+        cache.truncate(lengths)

@@ -1,0 +1,411 @@
+"""The module in all its settings against dense masked softmax, and in what models do with modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flexmask as fm
+from flexmask import MultiheadFlexAttention
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+from tests.support import oracle
+from tests.support.decoding import turn
+
+DOUBLE = torch.float64
+TOLERANCE = {DOUBLE: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+LENGTHS = torch.tensor([6, 3])
+
+
+def random(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE).to(dtype)
+
+
+def plain(
+    module: MultiheadFlexAttention, x: Tensor, visible: Tensor, context: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """What a module should give, in float64: projections, masked softmax for each head in turn, projection."""
+    weights = {name: weight.detach().double().cpu() for name, weight in module.named_parameters()}
+    inner, others = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
+    x = x.detach().double().cpu()
+    source = x if context is None else context.detach().double().cpu()
+    if "in_proj.weight" in weights:
+        parts = [weights["in_proj.weight"][:inner], weights["in_proj.weight"][inner:]]
+        biases = [
+            bias[:inner] if place == 0 else bias[inner:]
+            for place, bias in enumerate([weights.get("in_proj.bias")] * 2)
+            if bias is not None
+        ]
+    else:
+        parts = [weights["q_proj.weight"], weights["kv_proj.weight"]]
+        biases = [weights[name] for name in ("q_proj.bias", "kv_proj.bias") if name in weights]
+    queries, both = x @ parts[0].T, source @ parts[1].T
+    if biases:
+        queries, both = queries + biases[0], both + biases[1]
+    keys, values = both[..., :others], both[..., others:]
+    heads = []
+    visible = visible.expand(x.shape[0], module.n_heads, x.shape[1], source.shape[1])
+    for head in range(module.n_heads):
+        group = head // (module.n_heads // module.n_kv_heads)
+        at, of_keys = (slice(n * module.d_head, (n + 1) * module.d_head) for n in (head, group))
+        query, key = queries[..., at], keys[..., of_keys]
+        if module.rope is not None:
+            query, key = (turn(part[:, None], torch.arange(part.shape[1]))[:, 0] for part in (query, key))
+        heads.append(
+            oracle.attention(query[:, None], key[:, None], values[:, None, :, of_keys], visible[:, head : head + 1], scale)
+        )
+    out = torch.cat(heads, -1)[:, 0] @ weights["out_proj.weight"].T
+    return out + weights["out_proj.bias"] if "out_proj.bias" in weights else out
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    bound = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.detach().double().cpu(), expected.detach().double(), rtol=bound, atol=bound)
+
+
+def causal_and_padding(length: int = 6) -> Tensor:
+    return torch.ones(length, length).tril().bool() & (torch.arange(length) < LENGTHS[:, None])[:, None, None]
+
+
+# ---------------------------------------------------------------- sizes and options
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"bias": True},
+    "no bias at all": {"out_bias": False},
+    "grouped": {"n_kv_heads": 2},
+    "one key head, biases": {"n_kv_heads": 1, "bias": True},
+    "narrow heads": {"d_head": 2},
+    "wide heads, grouped": {"d_head": 10, "n_kv_heads": 2},
+    "rope": {"rope": turn},
+    "scale": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_self_attention(name: str) -> None:
+    module, x = MultiheadFlexAttention(6, 16, 4, dtype=DOUBLE, **SETTINGS[name]), random(2, 6, 6)
+    mask = fm.causal() & fm.key_padding(LENGTHS)
+    check_close(module(x, mask), plain(module, x, causal_and_padding(), scale=module.scale))
+    out, query, key = module(x, mask, return_qk=True)
+    assert out.shape == (2, 6, 16)
+    assert query.shape == (2, 4, 6, module.d_head)
+    assert key.shape == (2, module.n_kv_heads, 6, module.d_head)
+
+
+@pytest.mark.parametrize("d_context", [None, 6, 9])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cross_attention(name: str, d_context: int | None) -> None:
+    module = MultiheadFlexAttention(6, 16, 4, dtype=DOUBLE, d_context=d_context, **SETTINGS[name])
+    x, context = random(2, 5, 6), random(2, 7, d_context or 6)
+    assert hasattr(module, "in_proj") == (d_context != 9)
+    visible = (torch.arange(7) < LENGTHS[:, None])[:, None, None]
+    found = module(x, "key_padding(lengths)", context=context, lengths=LENGTHS)
+    check_close(found, plain(module, x, visible, context, module.scale))
+    again = MultiheadFlexAttention(6, 16, 4, dtype=DOUBLE, d_context=d_context, **SETTINGS[name])
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(x, "key_padding(lengths)", context=context, lengths=LENGTHS), found)
+
+
+def test_grouped_heads_of_a_real_size() -> None:
+    """3,072 wide, 24 heads of 128, 8 key heads."""
+    module, x = MultiheadFlexAttention(3072, 3072, 24, n_kv_heads=8), random(1, 5, 3072, dtype=torch.float32)
+    assert module.d_head == 128
+    assert module.in_proj.weight.shape == (3072 + 2 * 1024, 3072)
+    check_close(module(x, "causal"), plain(module, x, torch.ones(5, 5).tril().bool()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("d_head", [3, 6, 24, 128, 192])
+def test_head_sizes_and_dtypes(d_head: int, dtype: torch.dtype) -> None:
+    module, x = MultiheadFlexAttention(8, 2 * d_head, 2, dtype=dtype), random(2, 6, 8, dtype=dtype)
+    out = module(x, fm.causal() & fm.key_padding(LENGTHS))
+    assert out.dtype == dtype
+    check_close(out, plain(module, x, causal_and_padding()))
+    out.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in module.parameters())
+
+
+def test_score_mod() -> None:
+    slope = torch.tensor([0.5, 0.1])
+    module = MultiheadFlexAttention(6, 6, 2, dtype=DOUBLE, score_mod=lambda s, b, h, q, kv: s - slope[h] * (q - kv))
+    x = random(2, 6, 6)
+    out, query, key = module(x, "causal", return_qk=True)
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    scores = query @ key.mT / 3**0.5 - slope[:, None, None] * distance
+    value = (x @ module.in_proj.weight[12:].T).unflatten(-1, (2, 3)).transpose(1, 2)
+    heads = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
+    check_close(out, module.out_proj(heads.transpose(1, 2).flatten(2)))
+
+
+def test_positions_of_rope() -> None:
+    """Positions that restart in each document give what the documents give alone."""
+    module, x = MultiheadFlexAttention(6, 8, 2, rope=turn, dtype=DOUBLE), random(2, 7, 6)
+    starts = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    packed = module(x, "causal & document(position_ids=p)", p=starts[0], positions=starts.expand(2, -1))
+    check_close(packed, torch.cat((module(x[:, :3], "causal"), module(x[:, 3:], "causal")), 1))
+    check_close(module(x, "causal", positions=torch.arange(7) + 9), module(x, "causal"))
+
+
+def test_dropout_drops_in_training_only() -> None:
+    module, x = MultiheadFlexAttention(6, 8, 2, dropout=0.5, mask="causal", dtype=DOUBLE), random(2, 30, 6)
+    whole = MultiheadFlexAttention(6, 8, 2, mask="causal", dtype=DOUBLE)
+    whole.load_state_dict(module.state_dict())
+    torch.manual_seed(0)
+    first, second = module(x), module(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(module(x), first)
+    check_close(module.eval()(x), whole(x))
+    _, query, key = whole(x, return_qk=True)
+    value = (x @ whole.in_proj.weight[16:].T).unflatten(-1, (2, 4)).transpose(1, 2)
+    torch.manual_seed(5)
+    dropped = fm.attention(query, key, value, "causal", dropout_p=0.5)
+    torch.manual_seed(5)
+    check_close(module.train()(x), whole.out_proj(dropped.transpose(1, 2).flatten(2)))
+
+
+# ---------------------------------------------------------------- masks of the module
+
+
+def test_a_mask_of_its_own_is_bound_in_each_call() -> None:
+    x = random(2, 6, 6)
+    for mask in ("causal & key_padding(lengths)", fm.causal() & fm.key_padding(fm.param("lengths"))):
+        module = MultiheadFlexAttention(6, 8, 2, mask=mask, dtype=DOUBLE)
+        for lengths in (LENGTHS, LENGTHS.tolist(), torch.tensor([2, 5])):
+            check_close(module(x, lengths=lengths), module(x, fm.causal() & fm.key_padding(lengths)))
+        check_close(module(x, "causal"), module(x, fm.causal()))
+        check_close(module(x, "document(ids)", ids=[0] * 6), module(x, "full"))
+
+
+def test_the_mask_moves_with_the_weights() -> None:
+    ids = torch.arange(6) // 2
+    module = MultiheadFlexAttention(6, 8, 2, mask=fm.causal() & fm.document(ids))
+    assert module.mask == fm.causal() & fm.document(ids)
+    assert module.double().mask == module.mask
+    assert set(module.state_dict()) == {"in_proj.weight", "out_proj.weight", "out_proj.bias"}
+    moved = copy.deepcopy(module).to("meta").mask
+    assert moved is not None
+    with pytest.raises(LoweringError, match="on meta, not on cpu"):
+        moved.dense(6, device="cpu")
+
+
+def test_it_prints_what_it_is() -> None:
+    module = MultiheadFlexAttention(6, 8, 2, n_kv_heads=1, d_head=6, d_context=5, dropout=0.1, mask="causal")
+    assert "d_in=6, d_out=8, n_heads=2, n_kv_heads=1, d_head=6, d_context=5, dropout=0.1, mask='causal'" in repr(module)
+
+
+# ---------------------------------------------------------------- what models do with modules
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 6), (2, 0, 6), (2, 1, 6)])
+def test_no_sequence_no_token_one_token(shape: tuple[int, ...]) -> None:
+    module = MultiheadFlexAttention(6, 8, 2, n_kv_heads=1, mask="causal & key_padding(lengths)", dtype=DOUBLE)
+    x = torch.ones(shape, dtype=DOUBLE, requires_grad=True)
+    out = module(x, lengths=torch.ones(shape[0], dtype=torch.int64))
+    assert out.shape == (*shape[:2], 8)
+    out.sum().backward()
+    assert x.grad is not None
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in module.parameters())
+    if shape[1] == 1:
+        check_close(out, plain(module, x, torch.ones(1, 1).bool()))
+
+
+@pytest.mark.parametrize("options", [{}, {"n_kv_heads": 1, "bias": True}, {"d_context": 6}, {"rope": turn}])
+def test_autocast(options: dict[str, Any]) -> None:
+    module, x = MultiheadFlexAttention(6, 8, 2, **options), random(2, 6, 6, dtype=torch.float32)
+    context = x if "d_context" in options else None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x, fm.causal() & fm.key_padding(LENGTHS), context=context)
+    assert out.dtype == torch.bfloat16
+    check_close(out, plain(module, x, causal_and_padding(), context))
+    out.float().sum().backward()
+    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in module.parameters())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("mask", ["causal & key_padding(lengths)", "((q - kv) % 3 == 0) & (kv < lengths[b])"])
+def test_checkpoint(mask: str, dropout: float) -> None:
+    module, x = MultiheadFlexAttention(6, 8, 2, mask=mask, dropout=dropout, dtype=DOUBLE), random(2, 6, 6).requires_grad_()
+    found = []
+
+    def again(x: Tensor, **data: Any) -> Any:
+        return checkpoint(module, x, use_reentrant=False, **data)
+
+    for call in (module, again):
+        torch.manual_seed(3)
+        out = call(x, lengths=LENGTHS)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])))
+    for one, other in zip(*found, strict=True):
+        check_close(one, other)
+
+
+def test_copies_and_pickles() -> None:
+    mask = fm.causal() & fm.document(torch.arange(6) // 2) & fm.key_padding(fm.param("lengths"))
+    module, x = MultiheadFlexAttention(6, 8, 2, n_kv_heads=1, rope=turn, mask=mask), random(2, 6, 6, dtype=torch.float32)
+    expected = module(x, lengths=LENGTHS)
+    for same in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(same(x, lengths=LENGTHS), expected)
+
+
+def test_a_module_as_rope_is_part_of_it() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return x + self.by * positions[:, None]
+
+    module = MultiheadFlexAttention(6, 8, 2, rope=Shift())
+    module(random(2, 6, 6, dtype=torch.float32), "causal").sum().backward()
+    assert "rope.by" in module.state_dict()
+    assert module.get_parameter("rope.by").grad is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"n_kv_heads": 2}, {"rope": turn}, {"d_context": 7}])
+def test_compiles_whole_with_a_block_mask(options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    module, x = MultiheadFlexAttention(6, 64, 4, **options), torch.randn(2, 130, 6)
+    context = torch.randn(2, 130, 7) if "d_context" in options else None
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for step, mask in enumerate((fm.causal() & fm.key_padding([130, 40]), fm.document(lengths=[[30, 100], [120, 10]]))):
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                found = compiled(x, mask.block_mask(130), context=context)
+            torch.testing.assert_close(found, module(x, mask, context=context), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_exports(mask: str | None) -> None:
+    module, x = MultiheadFlexAttention(6, 8, 2, n_kv_heads=1, rope=turn, mask=mask).eval(), torch.randn(2, 9, 6)
+    exported = torch.export.export(module, (x,), strict=False).module()
+    torch.testing.assert_close(exported(x), module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"n_kv_heads": 2, "rope": turn}, {"dropout": 0.2}])
+def test_trains_on_cuda(options: dict[str, Any], compiled: bool) -> None:
+    torch.compiler.reset()
+    module = MultiheadFlexAttention(32, 64, 4, device="cuda", **options)
+    x, mask = torch.randn(2, 150, 32, device="cuda"), fm.causal() & fm.key_padding([150, 20])
+    run = torch.compile(module, fullgraph=True) if compiled else module
+    out = run(x, mask.block_mask(150, batch=2, device="cuda") if compiled else mask)
+    out.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in module.parameters())
+    visible = mask.dense(150, batch=2)
+    torch.testing.assert_close(module.eval()(x, mask).cpu().double(), plain(module, x, visible), rtol=1e-2, atol=1e-2)
+
+
+# ---------------------------------------------------------------- what is refused
+
+X = torch.ones(2, 5, 6)
+
+
+def make(**options: Any) -> Callable[[], object]:
+    return lambda: MultiheadFlexAttention(6, 8, 2, **options)
+
+
+def call(mask: Any = None, given: Any = None, /, **options: Any) -> Callable[[], object]:
+    return lambda: MultiheadFlexAttention(6, 8, 2, mask=mask)(X, given, **options)
+
+
+PADDED = "causal & key_padding(lengths)"
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "key heads": (lambda: MultiheadFlexAttention(6, 8, 4, n_kv_heads=3), ExpressionError, "n_kv_heads=3, n_heads=4"),
+    "no key heads": (make(n_kv_heads=0), ExpressionError, "at least 1.*n_kv_heads=0"),
+    "float": (make(d_head=4.0), OperandError, r"d_head.*4\.0"),
+    "heads that do not divide": (lambda: MultiheadFlexAttention(6, 9, 2), ExpressionError, "d_out=9.*d_head="),
+    "dropout": (make(dropout=1.5), FlexmaskError, "1.5"),
+    "text": (make(mask="casual"), FlexmaskError, "causal"),
+    "tensor as mask": (make(mask=torch.ones(5, 5).bool()), OperandError, "mask.*Tensor"),
+    "BlockMask of its own": (make(mask=fm.causal().block_mask(5)), OperandError, "BlockMask; give it to forward"),
+    "taken name": (make(mask="document(ids=context)"), ExpressionError, "parameter context.*rename"),
+    "missing": (call(PADDED), ExpressionError, r"key_padding\(lengths=lengths\).*not given.*lengths=\.\.\."),
+    "misspelt": (call(PADDED, lenghts=[5, 3]), ExpressionError, "lenghts.*no such parameter; it has lengths"),
+    "unknown": (call("causal", ids=[0] * 5), ExpressionError, "ids.*causal.*it has none"),
+    "no mask": (call(lengths=[5, 3]), ExpressionError, "lengths.*no mask"),
+    "of the mask that is not used": (call(PADDED, "causal", lengths=[5, 3]), ExpressionError, "lengths.*causal.*none"),
+    "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), ExpressionError, "ids.*BlockMask"),
+    "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), LoweringError, "batch.*2.*3"),
+    "missing in text": (call(None, "document(ids)"), ExpressionError, r"ids=\.\.\."),
+    "mask that is not called": (call(None, fm.causal), OperandError, r"the function causal: call it, causal\(\)"),
+    "is_causal": (
+        call(is_causal=True),
+        ExpressionError,
+        "is_causal.*no such parameter.*is_causal: here the mask says it: mask='causal'",
+    ),
+    "attn_mask": (
+        call(attn_mask=torch.ones(5, 5).bool()),
+        ExpressionError,
+        r"True is for hidden, ~flexmask.from_dense\(attn_mask\).*True is for visible, flexmask.from_dense\(attn_mask\)",
+    ),
+    "key_padding_mask": (
+        call("causal", key_padding_mask=torch.zeros(2, 5).bool()),
+        ExpressionError,
+        r"its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
+    ),
+    "attention_mask": (call(attention_mask=X), ExpressionError, r"its 1 is for a real token.*keep=attention_mask"),
+    "need_weights": (call(need_weights=False), ExpressionError, r"module.attention_weights\(x, mask\)"),
+    "several of torch's module": (
+        call(need_weights=False, key_padding_mask=None, ids=[0]),
+        ExpressionError,
+        "ids, key_padding_mask, need_weights.*\n  key_padding_mask: .*\n  need_weights: ",
+    ),
+    "query, key, value": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X, X, X),
+        OperandError,
+        r"got 1 more.*module\(x, context=key\)",
+    ),
+    "one sequence": (lambda: MultiheadFlexAttention(6, 8, 2)(X[0]), LoweringError, r"\[5, 6\]; .*unsqueeze\(0\)"),
+    "sparse input": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X.to_sparse()),
+        OperandError,
+        r"x must be a plain tensor.*to_dense",
+    ),
+    "no context": (lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X), LoweringError, r"give context=.*length, 4"),
+    "width of the context": (
+        lambda: MultiheadFlexAttention(6, 8, 2, d_context=4)(X, context=X),
+        LoweringError,
+        r"context must be \[B, length, 4\].*\[2, 5, 6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    attempt, kind, message = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_rope_in_float32_under_autocast() -> None:
+    def rope(x: Tensor, positions: Tensor) -> Tensor:
+        return x * torch.cos(positions.float())[:, None]
+
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2, rope=rope), torch.randn(2, 5, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x, fm.causal())
+    torch.testing.assert_close(found.float(), layer(x, fm.causal()), rtol=3e-2, atol=3e-2)
+
+
+def test_names_that_forward_takes() -> None:
+    layer, x = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(1, 3, 8)
+    for text in ("kv < self", "kv < context"):
+        with pytest.raises(ExpressionError, match="which forward takes itself"):
+            layer(x, text)
+    with pytest.raises(OperandError, match="mask must be a Mask"):
+        layer(x, torch.ones(3, 3, dtype=torch.bool), cache=fm.KVCache(4))
+    assert fm.parse("kv < text", **{"text": 3}) == fm.parse("kv < 3")

@@ -1,0 +1,192 @@
+"""Explanations: what is said about a mask, against counts of its cells; and the command that prints it."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import flexmask as fm
+from flexmask.cli import main
+from flexmask.errors import LoweringError
+from tests.support import oracle
+from tests.support.cli import PLAIN
+
+b, h, kv, q = fm.b, fm.h, fm.kv, fm.q
+
+MASKS: dict[str, tuple[fm.Mask, bool]] = {
+    "causal": (fm.causal(), True),
+    "documents": (fm.causal() & fm.document(lengths=[7, 3, 10]), True),
+    "padding": (fm.key_padding([9, 20]) & fm.query_padding([20, 4]), True),
+    "heads": (fm.per_head([fm.causal(), fm.full()]), True),
+    "sinks": (fm.sliding_window(left=2, right=0) | (kv < 2), True),
+    "mixed": (fm.causal() & (q * kv % 3 == 1), False),
+    "empty": (fm.empty(), True),
+}
+LENGTH = 20
+
+
+@pytest.mark.parametrize(("mask", "exact"), MASKS.values(), ids=MASKS.keys())
+def test_numbers(mask: fm.Mask, exact: bool) -> None:
+    found = fm.explain(mask, LENGTH, block_size=(4, 8))
+    cells = mask.dense(LENGTH)
+    assert found.exact is exact
+    rows = [oracle.intervals_of(row) for row in cells.flatten(0, 2).tolist()]
+    if exact:
+        assert found.intervals == max(map(len, rows))
+        assert found.mean_intervals == pytest.approx(sum(map(len, rows)) / len(rows))
+        assert found.open_blocks == 0
+    kinds = [kind for head in cells.flatten(0, 1).tolist() for row in oracle.classify_blocks(head, 4, 8) for kind in row]
+    stats = found.stats
+    assert kinds.count(oracle.PARTIAL) == stats.partial_blocks
+    assert kinds.count(oracle.FULL) == stats.full_blocks
+    assert kinds.count(oracle.EMPTY) == stats.empty_blocks
+    assert 0 <= found.open_blocks <= len(kinds)
+    assert stats.visible_fraction == pytest.approx(float(cells.double().mean()))
+    assert stats.empty_rows == int((~cells.any(-1)).sum())
+    assert found.dense_bytes == cells.numel()
+    assert found.row_bytes > 0
+
+
+def test_open_blocks() -> None:
+    found = fm.explain(fm.causal() & ((q - kv) * (q + kv) % 3 == 0), 16, block_size=4)
+    assert not found.exact
+    assert found.open_blocks == 10  # on and below the diagonal of a grid of 4 x 4
+    assert "10 of 16" in str(found)
+
+
+def test_text() -> None:
+    text = str(fm.explain(fm.causal() & fm.document(lengths=[7, 3, 10]), LENGTH, block_size=8))
+    assert text.splitlines()[0].split() == ["mask", "causal", "&", "document(lengths=[7,", "3,", "10])"]
+    for wanted in ("definition", "20 queries x 20 keys, 1 sequence, 1 head", "kv <= q", "one interval of keys", "8 x 8"):
+        assert wanted in text
+    assert "at most 1 interval of keys, 1.00 on average" in text
+    assert text.count("visible") == 2
+
+
+LEAVES: list[tuple[fm.Mask, list[tuple[str, bool]]]] = [
+    (fm.causal(), [("one interval of keys", True)]),
+    (fm.document([0, 0, 1, 1]), [("runs of keys with the query's value", True), ("a test of the query", True)]),
+    (q % 3 == 0, [("a test of the query", True)]),
+    (kv % 3 == 0, [("runs of keys", True)]),
+    (kv % 4 <= q % 4, [("a stretch of keys wherever the values rise", True)]),
+    ((q - kv) % 3 == 0, [("mixes query and key, so it does not separate: evaluated cell by cell", False)]),
+    (fm.full(), [("every key", True)]),
+    (fm.empty(), [("no key", True)]),
+]
+
+
+@pytest.mark.parametrize(("mask", "wanted"), LEAVES, ids=[str(mask) for mask, _ in LEAVES])
+def test_leaves(mask: fm.Mask, wanted: list[tuple[str, bool]]) -> None:
+    found = fm.explain(mask, 4)
+    assert sorted((leaf.kind, leaf.separates) for leaf in found.leaves) == sorted(wanted)
+
+
+def test_traced_functions() -> None:
+    found = fm.explain(fm.from_mask_mod(lambda b, h, q, kv: (q >= kv) & (torch.sin(q - kv) > 0)), 16)
+    assert found.mask.startswith("causal & ")
+    assert not found.exact
+    assert [leaf.separates for leaf in found.leaves].count(False) == 1
+
+
+def test_lengths_that_do_not_fit() -> None:
+    with pytest.raises(LoweringError, match="4"):
+        fm.explain(fm.document([0, 0, 1, 1]), 9)
+    with pytest.raises(LoweringError, match="block"):
+        fm.explain(fm.causal(), 9, block_size=0)
+
+
+# ---------------------------------------------------------------- the command
+
+MODULE = """
+import torch
+import flexmask as fm
+
+window = fm.sliding_window(left=2, right=0)
+number = 3
+
+def mask_mod(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 3)
+
+def broken(b, h, q_idx):
+    return q_idx
+
+class Holder:
+    mask = fm.causal()
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env=PLAIN).invoke(main, ["explain", *arguments], prog_name="flexmask")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the current folder."""
+    (tmp_path / "masks_to_explain.py").write_text(MODULE)
+    (tmp_path / "module_that_fails.py").write_text("raise ValueError('half written')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "masks_to_explain", raising=False)
+    return "masks_to_explain"
+
+
+def test_command() -> None:
+    result = run("causal & document(lengths=[7, 3, 10])", "--block-size", "4,8")
+    assert result.exit_code == 0, result.output
+    assert "20 queries x 20 keys" in result.stdout
+    assert "4 x 8" in result.stdout
+    assert result.stdout.isascii()
+
+
+def test_command_with_parameters() -> None:
+    result = run("document(ids)", "-p", "ids=[0,0,1,1]", "--heads", "3")
+    assert result.exit_code == 0, result.output
+    assert "4 queries x 4 keys" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("mask_mod", "sliding_window(left=2, right=0)"), ("window", "sliding_window(left=2, right=0)"), ("Holder.mask", "causal")],
+)
+def test_function_references(module: str, name: str, wanted: str) -> None:
+    path = list(sys.path)
+    result = run(f"{module}:{name}", "--seq-len", "16")
+    assert result.exit_code == 0, result.output
+    assert wanted in result.stdout
+    assert sys.path == path
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["no_such_module:mask"], "cannot import no_such_module"),
+    (["module_that_fails:mask"], "cannot import module_that_fails: ValueError: half written"),
+    (["masks_to_explain:mask_mode"], "has no mask_mode. Did you mean mask_mod"),
+    (["masks_to_explain:number"], "must be a Mask, its text or a mask_mod function, got int"),
+    (["masks_to_explain:broken"], "too many positional"),
+    (["casual"], "causal"),
+    (["causal", "--seq-len", "0"], "0"),
+    (["document([0, 1])", "--seq-len", "9"], "9"),
+    (["causal", "--block-size", "0"], "0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_command_refuses(module: str, arguments: list[str], wanted: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert wanted in " ".join(result.output.split())
+    assert not isinstance(result.exception, AssertionError)
+
+
+def test_help_shows_examples() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "flexmask explain" in result.output
+    assert "MODULE" in result.output
+
+
+def test_explanation_is_a_value() -> None:
+    first: Any = fm.explain(fm.causal(), 8)
+    assert first == fm.explain(fm.causal(), 8)
+    assert first != fm.explain(fm.causal(), 9)

@@ -1,0 +1,63 @@
+"""The ways by which blocks are found, one at a time: a grid or sets of blocks, packed or not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from flexmask import _sync
+from flexmask.intervals import bounds as analysis
+from flexmask.intervals import runs
+
+lowering: Any = importlib.import_module("flexmask.lowering.block_mask")  # the package has a function of this name
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    """Forces one of the ways, whatever the sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        match name:
+            case "grid, all ranked" | "grid, few picked":
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(2**30, 2**30))
+                patch.setattr("flexmask.blocks.grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
+            case "sets with room":
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+            case "packed sets" | "packed sets, shared strides":
+                patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
+                patch.setattr(lowering, "MAX_ROOM", _sync.PerDevice(0, 0))
+                patch.setattr("flexmask.blocks.sparse.LEAST_PITCH", 1)
+                patch.setattr("flexmask.blocks.sparse.SHARED_STRIDES", name != "packed sets")
+                patch.setattr("flexmask.blocks.sparse.DECODING", 0)
+            case "without waiting":
+                patch.setattr(_sync, "needs_sync", lambda tensor: True)
+            case "without waiting, cell by cell":
+                patch.setattr(_sync, "needs_sync", lambda tensor: True)
+                patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
+            case "runs of queries":
+                patch.setattr(runs, "MANY", 1)
+                patch.setattr(analysis, "DECODING", 1)
+            case "single queries":
+                patch.setattr(runs, "MANY", 2**30)
+                patch.setattr(analysis, "DECODING", 2**30)
+            case _:
+                raise ValueError(name)
+        yield
+
+
+PATHS = [
+    "grid, all ranked",
+    "grid, few picked",
+    "sets with room",
+    "packed sets",
+    "packed sets, shared strides",
+    "without waiting",
+    "without waiting, cell by cell",
+    "runs of queries",
+    "single queries",
+]
+#: Those to the lists of a BlockMask.
+WAYS = PATHS[:4]

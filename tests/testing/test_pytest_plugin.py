@@ -1,0 +1,96 @@
+"""The pytest plugin, as another package's suite uses it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from flexmask.testing import pytest_plugin
+from tests.support.imports import HEAVY, loaded_after
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import torch
+import flexmask as fm
+
+MASK = fm.causal() & fm.key_padding(torch.tensor([3, 5]))
+
+def test_right(assert_equivalent):
+    assert_equivalent(MASK, 6, reference=lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx < 3 + 2 * b))
+
+def test_wrong(assert_equivalent):
+    assert_equivalent(MASK, 6, reference=fm.causal())
+
+def test_obeys(assert_no_leak):
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2), MASK, torch.randn(2, 6, 8))
+
+def test_leaks(assert_no_leak):
+    layer = fm.MultiheadFlexAttention(8, 8, 2)
+    assert_no_leak(lambda x: layer(x, fm.causal()), MASK, torch.randn(2, 6, 8))
+
+def test_invariant(assert_batch_invariant):
+    assert_batch_invariant(lambda x, mask: x * 2, torch.randn(6, 8), [4, 2])
+
+def test_not_invariant(assert_batch_invariant):
+    assert_batch_invariant(lambda x, mask: x * x.shape[1], torch.randn(6, 8), [4, 2])
+"""
+
+
+def test_it_is_registered() -> None:
+    (found,) = entry_points(group="pytest11", name="flexmask")
+    assert found.load() is pytest_plugin
+
+
+def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=3, failed=3)
+    result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
+    result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
+    result.stdout.no_fnmatch_line("*flexmask/testing/equivalence.py*")  # the traceback ends in the user's own line
+
+
+def test_the_device_is_asked_for(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'cpu'")
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'meta'")
+    pytester.runpytest_subprocess("--flexmask-device", "meta").assert_outcomes(passed=1)
+
+
+def test_several_devices(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "def test_device(flexmask_device):\n    assert flexmask_device in ('cpu', 'meta')\n"
+        "def test_fixture(assert_equivalent):\n    assert assert_equivalent.keywords['device'] in ('cpu', 'meta')\n"
+        "def test_other():\n    pass"
+    )
+    result = pytester.runpytest_subprocess("-v", "--flexmask-device=cpu", "--flexmask-device=meta")
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines(
+        ["*test_device[[]cpu]*", "*test_device[[]meta]*", "*test_fixture[[]cpu]*", "*test_fixture[[]meta]*"]
+    )
+
+
+def test_a_device_that_is_not_there_is_an_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_device(flexmask_device):\n    pass")
+    result = pytester.runpytest_subprocess("--flexmask-device", "abacus")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*--flexmask-device abacus: *"])
+
+
+def test_help(pytester: pytest.Pytester) -> None:
+    output = pytester.runpytest_subprocess("--help").stdout.str()
+    assert "attention masks:" in output
+    assert "--flexmask-device=DEVICE" in output
+
+
+def test_nothing_heavy_is_imported(pytester: pytest.Pytester) -> None:
+    assert loaded_after("import flexmask.testing.pytest_plugin", HEAVY) == set()
+    pytester.makepyfile(
+        "import sys\n\ndef test_light():\n    assert 'flexmask.testing.pytest_plugin' in sys.modules\n"
+        "    assert 'torch' not in sys.modules"
+    )
+    result = pytester.run(sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", "-W", "error")
+    result.assert_outcomes(passed=1)

@@ -1,0 +1,625 @@
+"""The checks for everyone: what is right passes, what is wrong fails, and the message says where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import flexmask as fm
+from flexmask import Mask, MultiheadFlexAttention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.intervals.rows import Rows
+from flexmask.testing import assert_equivalent, assert_no_leak, assert_subset
+from flexmask.testing.equivalence import agreement
+from flexmask.testing.reach import dependence
+from flexmask.testing.settings import setting_of
+from tests.support import oracle
+from tests.support.gpu import needs_gpu
+from tests.support.strategies import Case, Shape, shaped_masks
+
+LENGTHS = [10, 7]
+DOCUMENTS = [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
+PACKED = fm.causal() & fm.document(DOCUMENTS) & fm.key_padding(LENGTHS)
+
+
+def packed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    ids, lengths = torch.tensor(DOCUMENTS), torch.tensor(LENGTHS)
+    return (kv_idx <= q_idx) & (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx < lengths[b])
+
+
+def check_fails(check: Callable[[], None], *parts: str) -> str:
+    """That a check fails, with a message that holds some texts."""
+    with pytest.raises(AssertionError) as caught:
+        check()
+    message = str(caught.value)
+    for part in parts:
+        assert part in message, message
+    return message
+
+
+# ---------------------------------------------------------------- assert_equivalent: what is right
+
+
+@settings(max_examples=25)
+@given(shaped_masks(longest=12, depth=2))
+def test_drawn_masks_equal_their_meaning(drawn: tuple[Case, Shape]) -> None:
+    case, shape = drawn
+    assert_equivalent(case.mask, **shape.lowering, reference=case.expected(shape), block_size=4, dtypes=(torch.float64,))
+
+
+@settings(max_examples=25)
+@given(shaped_masks(longest=12, depth=2), st.integers(0, 10**6))
+def test_one_cell_that_differs_is_found(drawn: tuple[Case, Shape], place: int) -> None:
+    case, shape = drawn
+    reference = case.expected(shape)
+    at = torch.unravel_index(torch.tensor(place % reference.numel()), reference.shape)
+    reference[at] = ~reference[at]
+    b, h, q, kv = (int(i) for i in at)
+    check_fails(
+        lambda: assert_equivalent(case.mask, **shape.lowering, reference=reference, backends=()),
+        f"dense, against the reference: 1 of {reference.numel():,} cells differ",
+        f"the first at b={b}, h={h}, q={q}, kv={kv}",
+    )
+
+
+REFERENCES: dict[str, Any] = {
+    "none": None,
+    "a mask": fm.key_padding(LENGTHS) & (fm.kv < fm.q + 1) & fm.document(DOCUMENTS),
+    "a function": packed,
+    "a table": torch.tensor(
+        oracle.table_of(
+            oracle.both(oracle.causal(), oracle.both(oracle.document(DOCUMENTS), oracle.key_padding(LENGTHS))), 12, 12, batch=2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_kind_of_reference(name: str) -> None:
+    assert_equivalent(PACKED, 12, reference=REFERENCES[name])
+    if isinstance(REFERENCES[name], Tensor):
+        assert_equivalent(PACKED, 12, reference=REFERENCES[name][:, 0])
+        assert_equivalent(fm.from_dense(REFERENCES[name][0, 0]), 12, reference=REFERENCES[name][0, 0])
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "options"),
+    [
+        ("causal & (kv < 5)", (12,), {}),
+        (fm.causal("lower_right"), (5, 9), {"reference": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 4}),
+        (fm.causal(), (3, 9), {"q_offset": 5, "reference": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 5}),
+        (fm.causal(), (1, 9), {"q_offset": torch.tensor([2, 5])}),
+        (fm.per_head([fm.causal(), fm.full()]), (9,), {"reference": lambda b, h, q_idx, kv_idx: (h == 1) | (kv_idx <= q_idx)}),
+        (fm.causal() & ((fm.q + fm.b) % 2 == fm.h), (9,), {"batch": 3, "heads": 2}),
+        (fm.causal() & ((fm.q - fm.kv) % 3 == 0), (19,), {"block_size": (4, 8)}),
+        (fm.empty(), (4,), {"batch": 2, "heads": 3}),
+        (fm.sliding_window(left=3, right=0), (30,), {"dtypes": (torch.float64, torch.bfloat16, torch.float16)}),
+        (fm.full(), (300,), {"backends": (), "block_size": 128}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_is_right_passes(mask: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> None:
+    assert_equivalent(mask, *lengths, **options)
+
+
+def test_every_lowering_is_checked() -> None:
+    names = [finding.name for finding in agreement(setting_of(PACKED, 12))]
+    assert names[:4] == ["dense", "rows", "mask_mod (expression)", "mask_mod (interval)"]
+    assert [name for name in names if "BlockMask" in name] == [
+        f"BlockMask ({part})"
+        for part in ("kv_indices", "full_kv_indices", "forward cells", "q_indices", "full_q_indices", "backward cells")
+    ]
+    assert names[10:] == ["stats", *(f"sdpa float32 {part}" for part in ("output", *(f"gradient of {t}" for t in TENSORS)))]
+
+
+TENSORS = ("query", "key", "value")
+
+
+@pytest.mark.slow
+def test_flex_on_the_cpu_has_outputs_alone() -> None:
+    names = [
+        finding.name for finding in agreement(setting_of(PACKED, 12), backends=["flex"], dtypes=(torch.float32, torch.float64))
+    ]
+    assert [name for name in names if "flex" in name] == ["flex float32 output"]
+    assert_equivalent(PACKED, 12, backends=["flex"])
+
+
+# ---------------------------------------------------------------- assert_equivalent: what is wrong
+
+
+def test_a_wrong_mask_is_shown() -> None:
+    message = check_fails(
+        lambda: assert_equivalent(fm.sliding_window(size=4), 6, reference=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 3),
+        "sliding_window(size=4)\ndense, against the reference: 12 of 36 cells differ (9 missing, 3 extra)",
+        "the first at b=0, h=0, q=0, kv=1",
+        "also wrong: rows, mask_mod (expression)",
+        "sdpa float32 gradient of key",
+    )
+    picture = message.split("\n\n")[1].splitlines()
+    assert picture == [
+        "q\\kv 0 1 2 3 4 5",
+        "   0 # - - . . .",
+        "   1 # # - - . .",
+        "   2 # # # - - .",
+        "   3 + # # # - -",
+        "   4 . + # # # -",
+        "   5 . . + # # #",
+    ]
+
+
+WRONG: dict[str, tuple[Any, Any]] = {
+    "one cell of one sequence": (PACKED, lambda b, h, q_idx, kv_idx: packed(b, h, q_idx, kv_idx) & ~((b == 1) & (kv_idx == 6))),
+    "one head": (fm.per_head([fm.causal(), fm.causal()]), fm.per_head([fm.causal(), fm.causal(offset=1)])),
+    "off by one": (fm.causal(), lambda b, h, q_idx, kv_idx: kv_idx < q_idx),
+    "table": (fm.causal(), torch.ones(12, 12, dtype=torch.bool)),
+    "sequences that the mask does not know": (fm.causal(), fm.causal() & fm.key_padding([12, 11])),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reference(name: str) -> None:
+    mask, reference = WRONG[name]
+    check_fails(lambda: assert_equivalent(mask, 12, reference=reference, backends=()), "cells differ")
+
+
+def tampered_rows(self: Rows) -> Tensor:
+    """The intervals as they are, but that the second row is one key longer."""
+    ends = self.hi.clone()
+    ends[:, :, 1:2] += 1
+    return torch.stack((self.lo, ends), -1)
+
+
+def one_less(function: Any) -> Any:
+    """A closure that hides key 1."""
+    return lambda *arguments: lambda b, h, q, kv: function(*arguments)(b, h, q, kv) & (kv != 1)
+
+
+def doubled(function: Any) -> Any:
+    def lists(*arguments: Any, **options: Any) -> Any:
+        return [(counts + (counts == 1).int(), indices) for counts, indices in function(*arguments, **options)]
+
+    return lists
+
+
+TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "dense": ("flexmask.lowering.dense.frame_closure", one_less, "dense, against the reference"),
+    "rows": (
+        "flexmask.intervals.rows.Rows.holds",
+        lambda f: lambda self, kv: f(self, kv) & (kv != 1),
+        "rows, against the reference",
+    ),
+    "expression": ("flexmask.lowering.mask_mod._expression_mod", one_less, "mask_mod (expression), against"),
+    "interval": ("flexmask.lowering.mask_mod._interval_mod", one_less, "mask_mod (interval), against"),
+    "lists": ("flexmask.blocks.grid.BlockGrid.lists", doubled, "BlockMask (kv_indices), against"),
+    "stats": (
+        "flexmask.report.stats.stats",
+        lambda f: lambda *a: replace(f(*a), visible=7),
+        "stats, against the reference: visible 7, not 78",
+    ),
+    "outputs": ("flexmask.testing.backends.attention", lambda f: lambda *a, **o: f(*a, **o) * 1.001, "sdpa float32 output"),
+    "gradients": (
+        "flexmask.testing.backends.attention",
+        lambda f: lambda query, key, value, *a, **o: f(query, key.detach() + 0 * key, value, *a, **o),
+        "sdpa float32 gradient of key",
+    ),
+    "not a number": (
+        "flexmask.testing.backends.attention",
+        lambda f: lambda *a, **o: f(*a, **o) * torch.nan,
+        "largest error nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_tampered_lowering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tamper, message = TAMPERED[name]
+    owner, _, attribute = path.rpartition(".")
+    module, _, cls = owner.rpartition(".") if owner.split(".")[-1][0].isupper() else (owner, "", "")
+    import importlib
+
+    holder = importlib.import_module(module)
+    holder = getattr(holder, cls) if cls else holder
+    monkeypatch.setattr(holder, attribute, tamper(getattr(holder, attribute)))
+    reference = torch.ones(12, 12, dtype=torch.bool).tril()
+    check_fails(lambda: assert_equivalent(fm.causal(), 12, reference=reference, block_size=4), message)
+
+
+def test_a_query_without_keys_must_give_exactly_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexmask.testing import backends
+
+    monkeypatch.setattr(backends, "attention", lambda *a, **o: fm.attention(*a, **o) + 1e-9)
+    check_fails(lambda: assert_equivalent(fm.key_padding(0), 4), "sdpa float32 output", "1e-09 for a query that sees no key")
+
+
+def test_without_a_reference_a_mask_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_equivalent(fm.causal(offset=3), 12)
+    monkeypatch.setattr(Rows, "holds", lambda self, kv: kv > -1)
+    check_fails(lambda: assert_equivalent(fm.causal(), 12), "rows, against its own expression: 66 of 144 cells differ")
+
+
+def broken(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    raise KeyError("no such table")
+
+
+def test_equivalence_refused() -> None:
+    with pytest.raises(LoweringError, match=r"16,777,216 cells; at most 4,194,304.*mask.difference"):
+        assert_equivalent(fm.causal(), 4096)
+    with pytest.raises(OperandError, match=r"bool\[q_len, kv_len\].*float32"):
+        assert_equivalent(fm.causal(), 4, reference=torch.ones(4, 4))
+    with pytest.raises(OperandError, match=r"reference is for \[1, 1, 4, 5\], the mask for \[1, 1, 4, 4\]"):
+        assert_equivalent(fm.causal(), 4, reference=torch.ones(4, 5, dtype=torch.bool))
+    with pytest.raises(OperandError, match="must be a Mask, its text, a mask_mod or a boolean tensor, got int"):
+        assert_equivalent(fm.causal(), 4, reference=3)  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match=r"reference broken cannot be called.*KeyError"):
+        assert_equivalent(fm.causal(), 4, reference=broken)
+    with pytest.raises(OperandError, match=r"mask must be a Mask, its text or a mask_mod function, got Tensor float32\[4, 4\]"):
+        assert_equivalent(torch.ones(4, 4), 4)  # type: ignore[arg-type]
+    with pytest.raises(ExpressionError, match="'sdpa' and 'flex', got 'cudnn'"):
+        assert_equivalent(fm.causal(), 4, backends=["cudnn"])  # type: ignore[list-item]
+    with pytest.raises(ExpressionError, match=r"dtypes are .*float64.* got torch.int32"):
+        assert_equivalent(fm.causal(), 4, dtypes=[torch.int32])
+
+
+# ---------------------------------------------------------------- assert_subset
+
+
+def test_subset() -> None:
+    assert_subset(PACKED, "causal", 12)
+    assert_subset(fm.causal(), fm.causal(), 100_000)
+    message = check_fails(
+        lambda: assert_subset(fm.sliding_window(left=1, right=1), fm.causal(), 100_000),
+        "sliding_window(left=1, right=1)\nshows 99,999 of 10,000,000,000 cells that are hidden in\ncausal\n"
+        "the first at b=0, h=0, q=0, kv=1",
+    )
+    assert message.split("\n\n")[1].splitlines()[1:4] == [
+        "   0 # +" + " ." * 22,
+        "   1 # # +" + " ." * 21,
+        "   2 . # # +" + " ." * 20,
+    ]
+
+
+def test_subset_shows_the_sequence_and_the_head() -> None:
+    mask = fm.per_head([fm.empty(), fm.causal() & fm.key_padding([3, 40])])
+    message = check_fails(lambda: assert_subset(mask, fm.kv < 30, 40), "b=1, h=1, q=30, kv=30")
+    assert re.search(r"  30 (# )+\+", message)
+
+
+# ---------------------------------------------------------------- assert_no_leak: what is right
+
+X = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(3))
+LAYER = MultiheadFlexAttention(8, 8, 2)
+CASES: dict[str, Mask] = {
+    "packed": PACKED,
+    "window": fm.sliding_window(left=2, right=1),
+    "diagonals": (fm.q - fm.kv) % 3 == 0,
+    "heads": fm.per_head([fm.sliding_window(left=1, right=0), fm.key_padding(3)]),
+    "nothing": fm.empty(),
+    "everything": fm.full(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_keeps_to_its_mask(name: str) -> None:
+    assert_no_leak(LAYER, CASES[name], X)
+    assert_no_leak(lambda x: LAYER(x, CASES[name]), CASES[name], X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_is_checked(dtype: torch.dtype) -> None:
+    layer = MultiheadFlexAttention(8, 8, 2).to(dtype)
+    assert_no_leak(layer, PACKED, X.to(dtype))
+    check_fails(lambda: assert_no_leak(lambda x: layer(x, fm.causal(offset=1)), fm.causal(), X.to(dtype)), "22 by gradient")
+
+
+@settings(max_examples=25)
+@given(shaped_masks(longest=10, offsets=False, depth=2), st.integers(0, 10**6))
+def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, Shape], place: int) -> None:
+    case, shape = drawn
+    heads = shape.heads
+    layer = MultiheadFlexAttention(4, 4 * heads, heads)
+    x, context = torch.randn(shape.batch, shape.q_len, 4), torch.randn(shape.batch, shape.kv_len, 4)
+    assert_no_leak(layer, case.mask, x, context=context, heads=heads)
+    visible = case.expected(shape).any(1).nonzero()
+    if len(visible):
+        b, q, kv = visible[place % len(visible)].tolist()
+        less = case.mask - ((fm.q == q) & (fm.kv == kv) & (fm.b == b))
+        check_fails(
+            lambda: assert_no_leak(
+                lambda x, context: layer(x, case.mask, context=context), less, x, context=context, heads=heads
+            ),
+            f"1 of {shape.batch * shape.q_len * shape.kv_len:,} pairs leak (1 by ",
+            f"in batch {b} the output of query {q} depends on key {kv} of context",
+        )
+
+
+def test_cross_attention_keeps_to_its_mask() -> None:
+    mask = fm.cross_length([3, 9], [12, 6])
+    context = torch.randn(2, 9, 8)
+    assert_no_leak(LAYER, mask, X, context=context)
+    check_fails(
+        lambda: assert_no_leak(lambda x, context: LAYER(x, fm.key_padding([4, 9]), context=context), mask, X, context=context),
+        "in batch 0 the output of query 0 depends on key 3 of context, which is hidden by",
+    )
+
+
+class Decoder(nn.Module):
+    """A small transformer over tokens, with padding and documents; several faults can be asked for."""
+
+    def __init__(self, layers: int = 2, fault: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(MultiheadFlexAttention(8, 8, 2) for _ in range(layers))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11)
+        self.fault = fault
+
+    def body(self, x: Tensor, mask: Mask) -> Tensor:
+        for layer in self.layers:
+            if self.fault == "norm over the sequence":
+                x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+            x = x + torch.tanh(layer(self.norm(x), mask))
+        out: Tensor = self.head(x)
+        if self.fault == "norm over the batch":
+            out = out - out.mean(0, keepdim=True)
+        return out
+
+    def forward(self, tokens: Tensor, mask: Mask) -> Tensor:
+        return self.body(self.embed(tokens), mask)
+
+
+TOKENS = torch.randint(0, 11, (2, 12), generator=torch.Generator().manual_seed(4))
+
+
+def test_a_model_keeps_to_what_its_layers_reach() -> None:
+    model = Decoder()
+    assert_no_leak(model, PACKED, TOKENS, layers=2)
+    assert_no_leak(model.body, PACKED, TOKENS, layers=2, embed=model.embed)
+    assert_no_leak(model.body, PACKED, X, layers=2)
+    assert_no_leak(lambda x: model.body(x, PACKED).argmax(-1), PACKED, X, layers=2)
+    window = fm.sliding_window(left=2, right=0)
+    assert_no_leak(model.body, window, X, layers=2)
+    check_fails(
+        lambda: assert_no_leak(model.body, window, X),
+        "the output of query 3 depends on key 0 of x, which is hidden by kv >= q - 2",
+        "by gradient",
+        "by change",
+        "\n   3 ! # # # .",
+    )
+
+
+def test_layers_of_several_masks() -> None:
+    masks = [fm.sliding_window(left=2, right=0), fm.masks.chunked(4) & fm.causal()]
+    first, second = Decoder(1), Decoder(1)
+    second.head = nn.Linear(8, 8)
+    first.head = nn.Linear(8, 8)
+
+    def both(x: Tensor) -> Tensor:
+        out: Tensor = second.body(first.body(x, masks[0]), masks[1])
+        return out
+
+    assert_no_leak(both, masks, X)
+    check_fails(lambda: assert_no_leak(both, masks[::-1], X), "pairs leak")
+    check_fails(lambda: assert_no_leak(both, [masks[1], masks[1]], X), "pairs leak")
+
+
+def test_a_decoder_with_context() -> None:
+    own, other = fm.causal() & fm.document(DOCUMENTS), fm.key_padding([4, 6])
+    model, context = Decoder(1), torch.randn(2, 6, 8)
+    cross = MultiheadFlexAttention(8, 8, 2)
+    model.head = nn.Linear(8, 8)
+
+    def decoder(x: Tensor, context: Tensor) -> Tensor:
+        hidden = model.body(x, own)
+        out: Tensor = hidden + cross(hidden, other, context=context)
+        return out
+
+    assert_no_leak(decoder, other, X, context=context, self_mask=own)
+    check_fails(
+        lambda: assert_no_leak(decoder, other, X, context=context, self_mask=fm.causal(offset=-2)),
+        "query 1 depends on key 0 of x",
+    )
+    check_fails(lambda: assert_no_leak(decoder, fm.key_padding([3, 6]), X, context=context, self_mask=own), "key 3 of context")
+
+
+def test_dependence_is_what_can_be_reached() -> None:
+    step = fm.causal(offset=-1).dense(6)[0] & fm.sliding_window(left=2, right=0).dense(6)[0]
+    for layers in (1, 2, 5):
+        found = dependence([step], layers)
+        wanted = [[0 <= q - kv <= 2 * layers for kv in range(6)] for q in range(6)]
+        assert found.tolist() == [wanted]
+
+
+# ---------------------------------------------------------------- assert_no_leak: functions of another form
+
+CAUSAL_CELLS = fm.causal().dense(X.shape[1])[0, 0]
+
+
+class OfTorch(nn.Module):
+    """Takes torch's mask, where True is for hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.attention(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
+        return out
+
+
+def test_a_module_that_takes_another_mask_is_wrapped() -> None:
+    module = OfTorch()
+    assert_no_leak(lambda x: module(x, attn_mask=~CAUSAL_CELLS), fm.causal(), X)
+    check_fails(lambda: assert_no_leak(lambda x: module(x, attn_mask=CAUSAL_CELLS), fm.causal(), X), "pairs leak")
+    check_fails(
+        lambda: assert_no_leak(module, fm.causal(), X),
+        "pairs leak",
+        "The function takes attn_mask, which it is not given",
+        "assert_no_leak(lambda x: function(x, attn_mask=cells), mask, x)",
+        "~mask.dense(length)[0, 0] if its True is for hidden, as in torch.nn.MultiheadAttention",
+    )
+
+
+def test_a_function_that_cannot_be_called_so_is_refused() -> None:
+    def needs_it(x: Tensor, attn_mask: Tensor) -> Tensor:
+        return x
+
+    def wants_context(x: Tensor) -> Tensor:
+        return x
+
+    with pytest.raises(
+        OperandError, match=r"(?s)fails where it is called as function\(x\); wrap it.*TypeError.*takes attn_mask"
+    ) as caught:
+        assert_no_leak(needs_it, fm.causal(), X)
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(OperandError, match=r"called as function\(x, context=context\); .*TypeError"):
+        assert_no_leak(wants_context, fm.causal(), X, context=X)
+    with pytest.raises(OperandError, match=r"called as function.*mat1 and mat2"):
+        assert_no_leak(nn.Linear(3, 3), fm.causal(), X)
+    with pytest.raises(OperandError, match=r"called as function\(x\).*forward\(\) missing 2 required"):
+        assert_no_leak(nn.MultiheadAttention(8, 2), fm.causal(), X)
+
+
+# ---------------------------------------------------------------- assert_no_leak: what is wrong
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    out: Tensor = LAYER(x, fm.causal(offset=1) & fm.document(DOCUMENTS) & fm.key_padding(LENGTHS))
+    return out
+
+
+def attends_padding(x: Tensor) -> Tensor:
+    out: Tensor = LAYER(x, fm.causal() & fm.document(DOCUMENTS))
+    return out
+
+
+def ignores_documents(x: Tensor) -> Tensor:
+    out: Tensor = LAYER(x, fm.causal() & fm.key_padding(LENGTHS))
+    return out
+
+
+def masks_softly(x: Tensor) -> Tensor:
+    """Adds a number to the scores that is not small enough."""
+    bias = torch.where(PACKED.dense(12).any(1), 0.0, -30.0)
+    return torch.softmax(x @ x.transpose(1, 2) + bias, -1) @ x
+
+
+def changes_only(x: Tensor) -> Tensor:
+    """What leaks has no gradient."""
+    out: Tensor = LAYER(x, PACKED) + x.detach().sum(1, keepdim=True)
+    return out
+
+
+LEAKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "off by one": (off_by_one, "query 0 depends on key 1 of x, which is hidden by causal\n"),
+    "padding": (
+        attends_padding,
+        "in batch 0 the output of query 11 depends on key 10 of x, which is hidden by key_padding(lengths=[10, 7])\n",
+    ),
+    "documents": (ignores_documents, "query 4 depends on key 0 of x, which is hidden by document(ids=[["),
+    "a soft mask": (masks_softly, "pairs leak"),
+    "without a gradient": (changes_only, "query 0 depends on key 1 of x"),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_named(name: str) -> None:
+    function, message = LEAKS[name]
+    check_fails(lambda: assert_no_leak(function, PACKED, X), message, "! leaks")
+
+
+@pytest.mark.parametrize("x", [TOKENS, X], ids=["tokens", "floats"])
+def test_a_norm_over_the_sequence_leaks(x: Tensor) -> None:
+    model = Decoder(2, "norm over the sequence")
+    message = check_fails(
+        lambda: assert_no_leak(model if x is TOKENS else model.body, PACKED, x, layers=2),
+        "in batch 0 the output of query 0 depends on",
+    )
+    assert ("by gradient" in message) == (x is X)
+    assert "by change" in message
+
+
+def test_one_layer_that_leaks_among_several() -> None:
+    model = Decoder(2)
+
+    def leaky(x: Tensor) -> Tensor:
+        out: Tensor = model.body(x, PACKED) + LAYER(x, fm.document(DOCUMENTS))[..., :1]
+        return out
+
+    check_fails(
+        lambda: assert_no_leak(leaky, PACKED, X, layers=2), "query 0 depends on position 1 of x, which is hidden by causal\n"
+    )
+
+
+def test_sequences_that_meet() -> None:
+    model = Decoder(1, "norm over the batch")
+    check_fails(lambda: assert_no_leak(model, fm.full(), TOKENS), "sequence 0 of the batch changes the output of sequence 1")
+
+
+def test_picture_of_leaks() -> None:
+    message = check_fails(lambda: assert_no_leak(lambda x: LAYER(x, fm.causal(offset=1)), fm.causal(), X[:1, :4]))
+    assert message.startswith(
+        "3 of 16 pairs leak (3 by gradient, 3 by change): in batch 0 the output of query 0 depends on key 1"
+    )
+    assert message.split("\n\n")[1:] == [
+        "q\\kv 0 1 2 3\n   0 # ! . .\n   1 # # ! .\n   2 # # # !\n   3 # # # #",
+        "batch 0: # may be seen   . hidden   ! leaks",
+    ]
+
+
+def test_leaks_refused() -> None:
+    with pytest.raises(ExpressionError, match=r"two outputs for one input.*eval\(\)"):
+        assert_no_leak(nn.Sequential(LAYER, nn.Dropout(0.5)), fm.full(), X)
+    with pytest.raises(ExpressionError, match=r"at least 1 layer.*layers=0"):
+        assert_no_leak(LAYER, fm.causal(), X, layers=0)
+    with pytest.raises(ExpressionError, match="one mask for it, got 2"):
+        assert_no_leak(LAYER, [fm.causal(), fm.full()], X, context=X)
+    with pytest.raises(ExpressionError, match="holds only the token 3"):
+        assert_no_leak(Decoder(), fm.causal(), torch.full((1, 4), 3))
+    with pytest.raises(OperandError, match=r"x must be \[B, length, ...\].*\[3\]"):
+        assert_no_leak(LAYER, fm.causal(), torch.ones(3))
+    with pytest.raises(OperandError, match=r"must give a tensor.*got int"):
+        assert_no_leak(lambda x: 3, fm.causal(), X)
+    with pytest.raises(LoweringError, match=r"output must be \[B, length, ...\] = \[2, 12\]"):
+        assert_no_leak(lambda x: x[:, :3], fm.causal(), X)
+    with pytest.raises(LoweringError, match=r"at most 4,194,304 .*shorter sequences"):
+        assert_no_leak(lambda x: x, fm.causal(), torch.ones(1, 4096, 1))
+    with pytest.raises(LoweringError, match="one batch, got 2 and 3"):
+        assert_no_leak(lambda x, context: x, fm.causal(), X, context=torch.ones(3, 5, 8))
+    with pytest.raises(AssertionError, match="not finite in batch 0 at query 0"):
+        assert_no_leak(lambda x: x / 0, fm.causal(), X)
+
+
+# ---------------------------------------------------------------- another device
+
+
+@needs_gpu
+def test_checks_on_cuda() -> None:
+    assert_equivalent(PACKED, 12, reference=REFERENCES["a table"], device="cuda")
+    names = [finding.name for finding in agreement(setting_of(PACKED, 12, device="cuda"))]
+    assert "flex float32 gradient of key" in names
+    assert_no_leak(MultiheadFlexAttention(8, 8, 2, backend="sdpa"), PACKED, X, device="cuda")
+    assert_subset(PACKED, "causal", 12, device="cuda")
+    message = check_fails(lambda: assert_equivalent(PACKED, 12, reference=fm.causal(), device="cuda"), "cells differ")
+    assert "flex float32 output" in message
+
+
+def test_a_modules_own_mask_is_what_is_checked() -> None:
+    wrong = fm.MultiheadFlexAttention(8, 8, 2, mask=fm.sliding_window(left=20, right=1)).eval()
+    with pytest.raises(AssertionError, match="leak"):
+        assert_no_leak(wrong, fm.causal(), torch.randn(2, 12, 8))
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2, mask="causal"), fm.causal(), torch.randn(2, 12, 8))
+
+
+def test_a_mask_that_would_not_be_looked_at_is_refused() -> None:
+    with pytest.raises(ExpressionError, match="self_mask is for a model with context="):
+        assert_no_leak(lambda x: x, fm.full(), torch.randn(1, 3, 2), self_mask=fm.causal())
+    with pytest.raises(OperandError, match="wanted a function, a mask and a tensor, got function, Named and list"):
+        assert_no_leak(lambda x: x, fm.causal(), [[1.0]])
