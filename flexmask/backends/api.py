@@ -21,9 +21,9 @@ from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, Opera
 from flexmask.expr.index import q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import Mask, Truth
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyse
-from flexmask.intervals.closures import frame_closure
+from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.solve import Span, separate
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -127,7 +127,7 @@ def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) 
 def _fits(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
     batch, heads, q_len, _ = query.shape
     try:
-        frame_of(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+        bind(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
     except FlexmaskError:
         return False
     return True
@@ -248,17 +248,17 @@ def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: 
     With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
     """
     batch, heads, q_len, kv_len, device, plain = setting
-    frame = frame_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    context = bind(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
     if plain:
-        settled = frame.settled(frame.mask)
-        if settled == Truth(True):
+        resolved = context.with_lengths(context.mask)
+        if resolved == Truth(True):
             return "whole"
-        if _is_fused_causal(settled, q_offset):
+        if _is_fused_causal(resolved, q_offset):
             return "causal"
     if shapes_only:
         return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
-    rows = analyse(frame)
-    return rows.upper.bounds, None if rows.exact else frame_closure(frame)
+    rows = analyse(context)
+    return rows.upper.bounds, None if rows.exact else mask_closure(context)
 
 
 def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:

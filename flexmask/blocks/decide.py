@@ -22,7 +22,7 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.closures import ARITHMETIC
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extents import INT64, extent
 from flexmask.intervals.solve import Span, separate
@@ -46,15 +46,15 @@ class Decider:
     """What the values in blocks say about them.
 
     Args:
-        frame: the frame of the mask's lowering.
+        context: the context of the mask's lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
     """
 
-    def __init__(self, frame: Frame, q_size: int, kv_size: int) -> None:
-        self.frame, self.sizes = frame, {"q": q_size, "kv": kv_size}
-        self.mask = frame.settled(separate(cast(Mask, frame.mask.replace(_by_head))))
-        self.along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
+    def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
+        self.context, self.sizes = context, {"q": q_size, "kv": kv_size}
+        self.mask = context.with_lengths(separate(cast(Mask, context.mask.replace(_by_head))))
+        self.along = {"q": Evaluation(context, "q"), "kv": Evaluation(context, "kv")}
         self.ends: dict[Any, Limits | None] = {}
 
     def at(self, entries: Entries) -> BlockValues:
@@ -98,11 +98,11 @@ class BlockValues:
     """The values in some blocks: see :class:`Decider`."""
 
     def __init__(self, decider: Decider, entries: Entries) -> None:
-        self.decider, self.frame, self.sizes = decider, decider.frame, decider.sizes
-        q_blocks = -(-self.frame.q_len // self.sizes["q"])
+        self.decider, self.context, self.sizes = decider, decider.context, decider.sizes
+        q_blocks = -(-self.context.q_len // self.sizes["q"])
         self.place = {"q": entries.row % q_blocks, "kv": entries.column.long()}
         group = entries.row // q_blocks
-        self.b, self.h = group // self.frame.heads, group % self.frame.heads
+        self.b, self.h = group // self.context.heads, group % self.context.heads
         self.none = torch.zeros_like(entries.row, dtype=torch.bool)
         self.known: dict[Any, Limits | None] = {}
         self.decided: dict[int, Decision] = {}
@@ -132,7 +132,7 @@ class BlockValues:
         match mask:
             case Span(start, stop):
                 first, last = self.keys()
-                kv_len = self.frame.kv_len
+                kv_len = self.context.kv_len
                 start_of = (0, 0) if start is None else self.of_blocks(self.decider.limits(start, 0, kv_len), "q")
                 stop_of = (kv_len, kv_len) if stop is None else self.of_blocks(self.decider.limits(stop, 0, kv_len), "q")
                 if start_of is not None and stop_of is not None:
@@ -163,7 +163,7 @@ class BlockValues:
 
     def keys(self) -> tuple[Tensor, Tensor]:
         first = self.place["kv"] * self.sizes["kv"]
-        return first, (first + (self.sizes["kv"] - 1)).clamp(max=self.frame.kv_len - 1)
+        return first, (first + (self.sizes["kv"] - 1)).clamp(max=self.context.kv_len - 1)
 
     def of_blocks(self, ends: Limits | None, axis: str) -> Limits | None:
         """Limits for every block along an axis, as those of these blocks."""
@@ -195,7 +195,7 @@ class BlockValues:
             case Arithmetic("+" | "-" | "*" | "minimum" | "maximum" as sign, left, right):
                 return self._paired(left, right, partial(_combined, sign))
             case Lookup(table, indices):
-                return self._looked_up(self.frame.tables[table.key], list(map(self.limits, indices)))
+                return self._looked_up(self.context.tables[table.key], list(map(self.limits, indices)))
         return None
 
     def _paired(self, left: Index, right: Index, combine: Callable[[Limits, Limits], Limits | None]) -> Limits | None:
@@ -265,7 +265,7 @@ class BlockValues:
 
     def _is_told(self, terms: list[tuple[Index, int]]) -> bool:
         """Whether all values of a sum differ by less than 2**64, so that the low 64 bits tell each from the others."""
-        low, high = extent(Sum(tuple(terms), 0), self.frame)
+        low, high = extent(Sum(tuple(terms), 0), self.context)
         return high - low < 2**64
 
     def _at_first(self, term: Index) -> Tensor:

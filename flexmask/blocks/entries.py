@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.intervals.closures import Closure
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import hoisted_closure
 from flexmask.intervals.rows import Rows
 
@@ -92,7 +92,7 @@ class BlockCells:
     """Evaluates single blocks of a mask, a bounded number of cells at a time.
 
     Args:
-        frame: the frame of the mask's lowering.
+        context: the context of the mask's lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
 
@@ -101,14 +101,14 @@ class BlockCells:
         width: keys of a block that are evaluated, ``min(kv_size, kv_len)``.
     """
 
-    def __init__(self, frame: Frame, q_size: int, kv_size: int) -> None:
-        self.frame, self.q_size, self.kv_size = frame, q_size, kv_size
-        self.q_blocks = -(-frame.q_len // q_size)
-        self.height, self.width = min(q_size, frame.q_len), min(kv_size, frame.kv_len)
+    def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
+        self.context, self.q_size, self.kv_size = context, q_size, kv_size
+        self.q_blocks = -(-context.q_len // q_size)
+        self.height, self.width = min(q_size, context.q_len), min(kv_size, context.kv_len)
 
     @cached_property
     def _closure(self) -> Closure:
-        return hoisted_closure(self.frame)
+        return hoisted_closure(self.context)
 
     def of(self, entries: Entries, rows: Tensor | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
         """Evaluates rows of blocks. Do not keep a tensor of each step: small ones between the large ones fragment the memory.
@@ -120,7 +120,7 @@ class BlockCells:
         Yields:
             Which blocks, which rows, and their cells ``bool[blocks, rows, width]``, False beyond the ends of the mask.
         """
-        frame, device = self.frame, entries.row.device
+        context, device = self.context, entries.row.device
         rows = torch.arange(self.height, device=device) if rows is None else rows
         most = CHUNK.on(entries.row)
         few = min(rows.numel(), max(1, most // self.width))
@@ -129,10 +129,10 @@ class BlockCells:
         for start in range(0, entries.row.numel(), count):
             blocks = slice(start, start + count)
             group, block = entries.row[blocks] // self.q_blocks, entries.row[blocks] % self.q_blocks
-            b, h = (group // frame.heads).view(-1, 1, 1), (group % frame.heads).view(-1, 1, 1)
+            b, h = (group // context.heads).view(-1, 1, 1), (group % context.heads).view(-1, 1, 1)
             kv = entries.column[blocks].view(-1, 1, 1) * self.kv_size + within
             for first in range(0, rows.numel(), few):
                 part = slice(first, first + few)
                 q = block.view(-1, 1, 1) * self.q_size + rows[part].view(1, -1, 1)
-                cells = self._closure(b, h, q.clamp(max=frame.q_len - 1), kv.clamp(max=frame.kv_len - 1))
-                yield blocks, part, cells & (q < frame.q_len) & (kv < frame.kv_len)
+                cells = self._closure(b, h, q.clamp(max=context.q_len - 1), kv.clamp(max=context.kv_len - 1))
+                yield blocks, part, cells & (q < context.q_len) & (kv < context.kv_len)

@@ -16,7 +16,7 @@ from flexmask import _sync
 from flexmask.blocks.entries import BlockCells, Entries, Listed, divided, divided_up
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
 __all__ = ["BlockGrid", "block_grid"]
@@ -96,62 +96,62 @@ def _unlisted(grid: Tensor) -> Listed:
     return number, torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
 
 
-def block_grid(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockGrid:
+def block_grid(bounds: RowBounds, context: Context, q_size: int, kv_size: int) -> BlockGrid:
     """Classifies the blocks of a mask; evaluates cells only in blocks that its rows leave open.
 
     Args:
         bounds: the rows of the mask.
-        frame: the frame of its lowering.
+        context: the context of its lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
     """
     sizes = q_size, kv_size
-    touched, full = _touched(bounds.upper, frame, *sizes), _covered(bounds.lower, frame, *sizes)
+    touched, full = _touched(bounds.upper, context, *sizes), _covered(bounds.lower, context, *sizes)
     if bounds.exact:
         return BlockGrid(touched if full is None else touched & ~full, full)
-    shape = frame.batch, frame.heads, -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
+    shape = context.batch, context.heads, -(-context.q_len // q_size), -(-context.kv_len // kv_size)
     full = torch.zeros_like(touched) if full is None else full
-    covered = _covered(bounds.upper, frame, *sizes)
-    partial = _touched(bounds.lower, frame, *sizes)
+    covered = _covered(bounds.upper, context, *sizes)
+    partial = _touched(bounds.lower, context, *sizes)
     partial = partial if covered is None else partial & ~covered
     partial, full = partial.expand(shape).clone(), full.expand(shape).clone()
     open_blocks = touched & ~full & ~partial
     # Counting the open blocks would force a host sync; evaluating a few cells too many does not.
-    if _sync.needs_sync(partial) and partial.numel() * min(q_size, frame.q_len) * min(kv_size, frame.kv_len) <= FEW_CELLS:
+    if _sync.needs_sync(partial) and partial.numel() * min(q_size, context.q_len) * min(kv_size, context.kv_len) <= FEW_CELLS:
         entries = Entries.every(partial)
         counts = torch.zeros_like(entries.row)
-        for blocks, _, cells in BlockCells(frame, *sizes).of(entries):
+        for blocks, _, cells in BlockCells(context, *sizes).of(entries):
             counts[blocks] += cells.sum((1, 2))
         found = (counts > 0) & (counts < q_size * kv_size), counts == q_size * kv_size
     else:
         entries = Entries.marked(open_blocks)
-        found = Survey(frame, *sizes).classes(entries)
+        found = Survey(context, *sizes).classes(entries)
     place = entries.row * shape[-1] + entries.column
     partial.view(-1)[place], full.view(-1)[place] = found
     return BlockGrid(partial, full)
 
 
-def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
+def _touched(rows: Rows, context: Context, q_size: int, kv_size: int) -> Tensor:
     """The blocks of which some row sees a key."""
-    width = -(-frame.kv_len // kv_size)
+    width = -(-context.kv_len // kv_size)
     start, stop = divided(rows.lo, kv_size), divided_up(rows.hi, kv_size)
     if rows.lo.shape[2] == 1:
         return _between(start, stop.where(rows.lo < rows.hi, 0), width)
     return _counted(start.masked_fill(rows.lo >= rows.hi, width), stop, q_size, width) > 0
 
 
-def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor | None:
+def _covered(rows: Rows, context: Context, q_size: int, kv_size: int) -> Tensor | None:
     """The blocks of which every row sees every key, or None where there are too few queries for any."""
-    complete, width = frame.q_len // q_size, -(-frame.kv_len // kv_size)
+    complete, width = context.q_len // q_size, -(-context.kv_len // kv_size)
     if not complete:
         return None
     if rows.lo.shape[2] == 1:
-        all_rows = torch.arange(-(-frame.q_len // q_size), device=rows.lo.device) < complete
+        all_rows = torch.arange(-(-context.q_len // q_size), device=rows.lo.device) < complete
         return _between(divided_up(rows.lo, kv_size), divided(rows.hi, kv_size), width) & all_rows.unsqueeze(-1)
     if rows.slots == 1:  # what all rows of a block cover is one interval again
         lo, hi = (end[:, :, : complete * q_size].unflatten(2, (complete, q_size)) for end in (rows.lo, rows.hi))
         common = _between(divided_up(lo.amax(3), kv_size), divided(hi.amin(3), kv_size), width)
-        return F.pad(common, (0, 0, 0, -(-frame.q_len // q_size) - complete))
+        return F.pad(common, (0, 0, 0, -(-context.q_len // q_size) - complete))
     start, stop = divided_up(rows.lo, kv_size), divided(rows.hi, kv_size)
     return _counted(start, torch.maximum(start, stop), q_size, width) == q_size
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexmask.blocks.entries import Entries, Listed, divided, divided_up
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
 __all__ = ["BlockSets", "block_sets", "known_blocks"]
@@ -60,19 +60,19 @@ class BlockSets:
         return [listed for both in zip(along_q, along_kv, strict=True) for listed in both]
 
 
-def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> BlockSets:
+def block_sets(bounds: RowBounds, context: Context, q_size: int, kv_size: int) -> BlockSets:
     """Classifies the blocks of a mask; evaluates cells only in blocks that its rows leave open.
 
     Args:
         bounds: the rows of the mask.
-        frame: the frame of its lowering.
+        context: the context of its lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
     """
-    surely_partial, full, open_blocks = known_blocks(bounds, frame, q_size, kv_size)
+    surely_partial, full, open_blocks = known_blocks(bounds, context, q_size, kv_size)
     if open_blocks is None:
         return BlockSets(surely_partial, full)
-    survey, rows, width = Survey(frame, q_size, kv_size), torch.Size(open_blocks.lo.shape[:3]), open_blocks.kv_len
+    survey, rows, width = Survey(context, q_size, kv_size), torch.Size(open_blocks.lo.shape[:3]), open_blocks.kv_len
     found: tuple[list[Lines], list[Lines]] = [], []
     for entries in survey.parts(open_blocks):
         for chosen, lines in zip(survey.classes(entries), found, strict=True):
@@ -84,38 +84,38 @@ def block_sets(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> Bl
     return BlockSets(surely_partial | partial, full | filled)
 
 
-def known_blocks(bounds: RowBounds, frame: Frame, q_size: int, kv_size: int) -> tuple[Rows, Rows, Rows | None]:
+def known_blocks(bounds: RowBounds, context: Context, q_size: int, kv_size: int) -> tuple[Rows, Rows, Rows | None]:
     """The blocks that the rows of a mask know to be partial and to be full, and those that they leave open, if any."""
-    touched, full = _touched(bounds.upper, frame, q_size, kv_size), _covered(bounds.lower, frame, q_size, kv_size)
+    touched, full = _touched(bounds.upper, context, q_size, kv_size), _covered(bounds.lower, context, q_size, kv_size)
     if bounds.exact:
         return touched - full, full, None
-    partial = _touched(bounds.lower, frame, q_size, kv_size) - _covered(bounds.upper, frame, q_size, kv_size)
-    return partial, full, (touched - full - partial).expand(frame.batch, frame.heads, touched.lo.shape[2])
+    partial = _touched(bounds.lower, context, q_size, kv_size) - _covered(bounds.upper, context, q_size, kv_size)
+    return partial, full, (touched - full - partial).expand(context.batch, context.heads, touched.lo.shape[2])
 
 
-def _touched(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
+def _touched(rows: Rows, context: Context, q_size: int, kv_size: int) -> Rows:
     """The key blocks of which some row of each query block sees a key."""
     stop = divided_up(rows.hi, kv_size)
-    return _united(divided(rows.lo, kv_size), stop.masked_fill(rows.lo >= rows.hi, 0), frame, q_size, kv_size)
+    return _united(divided(rows.lo, kv_size), stop.masked_fill(rows.lo >= rows.hi, 0), context, q_size, kv_size)
 
 
-def _covered(rows: Rows, frame: Frame, q_size: int, kv_size: int) -> Rows:
+def _covered(rows: Rows, context: Context, q_size: int, kv_size: int) -> Rows:
     """The key blocks of which every row of each query block sees every key: those that no row fails to cover."""
-    width = -(-frame.kv_len // kv_size)
+    width = -(-context.kv_len // kv_size)
     first, last = divided_up(rows.lo, kv_size), divided(rows.hi, kv_size)
     if rows.slots == 1 and rows.lo.shape[2] > 1:
-        return _common(first.squeeze(-1), last.squeeze(-1), frame, q_size, width)
+        return _common(first.squeeze(-1), last.squeeze(-1), context, q_size, width)
     empty = first >= last
     outside = ~Rows(first.masked_fill(empty, width), last.masked_fill(empty, width), width).compact()
-    missed = _united(outside.lo, outside.hi, frame, q_size, kv_size)
+    missed = _united(outside.lo, outside.hi, context, q_size, kv_size)
     q_blocks = missed.lo.shape[2]
-    complete = torch.arange(q_blocks, device=missed.lo.device) < frame.q_len // q_size
+    complete = torch.arange(q_blocks, device=missed.lo.device) < context.q_len // q_size
     return ~missed & Rows.where(complete.view(1, 1, -1), width)
 
 
-def _common(first: Tensor, last: Tensor, frame: Frame, q_size: int, width: int) -> Rows:
+def _common(first: Tensor, last: Tensor, context: Context, q_size: int, width: int) -> Rows:
     """What all rows of each query block cover where each covers one interval: again one interval, none in a ragged block."""
-    complete, q_blocks = frame.q_len // q_size, -(-frame.q_len // q_size)
+    complete, q_blocks = context.q_len // q_size, -(-context.q_len // q_size)
     shape = (*first.shape[:2], complete, q_size)
     start, stop = (end[:, :, : complete * q_size].reshape(shape) for end in (first, last))
     none = first.new_zeros(*first.shape[:2], q_blocks - complete)
@@ -123,10 +123,10 @@ def _common(first: Tensor, last: Tensor, frame: Frame, q_size: int, width: int) 
     return Rows.spans(start, stop, width)
 
 
-def _united(start: Tensor, stop: Tensor, frame: Frame, q_size: int, kv_size: int) -> Rows:
+def _united(start: Tensor, stop: Tensor, context: Context, q_size: int, kv_size: int) -> Rows:
     """The union, over the rows of each query block, of intervals of key blocks ``[start, stop)``."""
     batch, heads, q_len, slots = start.shape
-    width, q_blocks = -(-frame.kv_len // kv_size), -(-frame.q_len // q_size)
+    width, q_blocks = -(-context.kv_len // kv_size), -(-context.q_len // q_size)
     shape = torch.Size((batch, heads, q_blocks))
     if q_len == 1:  # every row is the same, so each query block has one
         start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)

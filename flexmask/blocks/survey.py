@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmask.blocks.decide import Decider, joined
 from flexmask.blocks.entries import BlockCells, Entries
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
 __all__ = ["Progress", "Survey", "watched"]
@@ -44,17 +44,17 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 class Survey:
-    """The blocks of the mask of a frame. Everything here forces host syncs.
+    """The blocks of the mask of a context. Everything here forces host syncs.
 
     Args:
-        frame: the frame of the mask's lowering.
+        context: the context of the mask's lowering.
         q_size: queries in a block.
         kv_size: keys in a block.
     """
 
-    def __init__(self, frame: Frame, q_size: int, kv_size: int) -> None:
-        self.frame, self.q_size, self.kv_size = frame, q_size, kv_size
-        self.cells, self.decider = BlockCells(frame, q_size, kv_size), Decider(frame, q_size, kv_size)
+    def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
+        self.context, self.q_size, self.kv_size = context, q_size, kv_size
+        self.cells, self.decider = BlockCells(context, q_size, kv_size), Decider(context, q_size, kv_size)
 
     @property
     def height(self) -> int:
@@ -107,10 +107,10 @@ class Survey:
 
     def _inside(self, entries: Entries, axis: str) -> Tensor:
         """How many queries or keys of each block there are."""
-        frame = self.frame
+        context = self.context
         if axis == "q":
-            return (frame.q_len - entries.row % self.cells.q_blocks * self.q_size).clamp(max=self.q_size)
-        return (frame.kv_len - entries.column.long() * self.kv_size).clamp(max=self.kv_size)
+            return (context.q_len - entries.row % self.cells.q_blocks * self.q_size).clamp(max=self.q_size)
+        return (context.kv_len - entries.column.long() * self.kv_size).clamp(max=self.kv_size)
 
     def _complete(self, entries: Entries) -> Tensor:
         return (self._inside(entries, "q") == self.q_size) & (self._inside(entries, "kv") == self.kv_size)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from flexmask.expr.mask import Mask
     from flexmask.intervals.bounds import RowBounds
-    from flexmask.intervals.context import Frame
+    from flexmask.intervals.context import Context
     from flexmask.lowering.mask_mod import Form, MaskMod
     from flexmask.plotting.options import Contents, Options
     from flexmask.plotting.sheet import Indices
@@ -72,7 +72,7 @@ class MaskMethods(Node):
         """What each query row may see, as sorted disjoint intervals of keys: see :class:`flexmask.intervals.bounds.RowBounds`."""
         from flexmask.intervals.bounds import analyse
 
-        return analyse(self._frame(q_len, kv_len, batch, heads, q_offset, device))
+        return analyse(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
     def dense(
         self,
@@ -91,7 +91,7 @@ class MaskMethods(Node):
         """
         from flexmask.lowering.dense import dense
 
-        return dense(self._frame(q_len, kv_len, batch, heads, q_offset, device))
+        return dense(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
     def mask_mod(
         self,
@@ -112,7 +112,7 @@ class MaskMethods(Node):
         """
         from flexmask.lowering.mask_mod import mask_mod
 
-        return mask_mod(self._frame(q_len, kv_len, batch, heads, q_offset, device), form)
+        return mask_mod(self._context(q_len, kv_len, batch, heads, q_offset, device), form)
 
     def block_mask(
         self,
@@ -155,8 +155,8 @@ class MaskMethods(Node):
           ``sliding_tile``, ``svg_temporal``. Conditions of your own on the key alone are like these, and so are masks composed
           of others with more than 8 intervals a row.
         * At each lowering beyond 2**22 cells (of all sequences, heads and whole blocks), to count the blocks in which cells
-          have to be evaluated: ``dilated_window``, ``from_dense``, ``random_cells``, ``tree``. Conditions of your own that are not
-          separable in query and key are like these.
+          have to be evaluated: ``dilated_window``, ``from_dense``, ``random_cells``, ``tree``. Conditions of your own that are
+          not separable in query and key are like these.
         * At each lowering beyond 2**22 blocks (262,144 tokens of one sequence and head), to pack the lists: every mask.
         * At the first lowering on a device: data in Python lists, which is copied there.
 
@@ -171,8 +171,8 @@ class MaskMethods(Node):
         """
         from flexmask.lowering.block_mask import block_mask
 
-        frame = self._frame(q_len, kv_len, batch, heads, q_offset, device)
-        return block_mask(frame, block_size, form, separate_full_blocks=separate_full_blocks)
+        context = self._context(q_len, kv_len, batch, heads, q_offset, device)
+        return block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
 
     def stats(
         self,
@@ -188,7 +188,7 @@ class MaskMethods(Node):
         """How much the mask shows and what it costs: see :class:`flexmask.report.stats.Stats`."""
         from flexmask.report.stats import stats
 
-        return stats(self._frame(q_len, kv_len, batch, heads, q_offset, device), block_size)
+        return stats(self._context(q_len, kv_len, batch, heads, q_offset, device), block_size)
 
     def equals(
         self,
@@ -385,7 +385,7 @@ class MaskMethods(Node):
 
         return notebook_html(cast("Mask", self))
 
-    def _frame(
+    def _context(
         self,
         q_len: int,
         kv_len: int | None,
@@ -393,7 +393,7 @@ class MaskMethods(Node):
         heads: int | None,
         q_offset: int | Tensor,
         device: torch.device | str | None,
-    ) -> Frame:
-        from flexmask.intervals.bind import frame_of
+    ) -> Context:
+        from flexmask.intervals.bind import bind
 
-        return frame_of(cast("Mask", self), q_len, kv_len, batch, heads, q_offset, device)
+        return bind(cast("Mask", self), q_len, kv_len, batch, heads, q_offset, device)

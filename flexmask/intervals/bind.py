@@ -23,17 +23,17 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import Captured, Opaque
 from flexmask.expr.packing import COVERING, Derived
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.derive import check_covers, derive
 from flexmask.intervals.ranges import AXES, Computed, check_ranges, is_computed, reach_of
 
-__all__ = ["frame_of"]
+__all__ = ["bind"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
 
 
-def frame_of(
+def bind(
     mask: Any,
     q_len: int,
     kv_len: int | None = None,
@@ -41,7 +41,7 @@ def frame_of(
     heads: int | None = None,
     q_offset: int | Tensor = 0,
     device: torch.device | str | None = None,
-) -> Frame:
+) -> Context:
     """Checks that a mask can be lowered as asked, and prepares it.
 
     Raises:
@@ -64,18 +64,18 @@ def frame_of(
     q_end = _end_of(q_len, offset)
     needed = {"kv": kv_len, "q": q_end}
     sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
-    frame = Frame(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
+    context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
     for lookup in parts.lookups:
-        frame.tables[lookup.table.key] = _tensor(lookup.table, frame)
+        context.tables[lookup.table.key] = _tensor(lookup.table, context)
     for tensor in parts.tensors:
         if isinstance(tensor, Captured):
-            frame.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
+            context.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
     for ranged in parts.ranged:
-        _check_range(ranged, frame)
-    check_ranges(parts.computed, frame)
+        _check_range(ranged, context)
+    check_ranges(parts.computed, context)
     for lookup in parts.lookups:
-        _check_covers(lookup, frame)
-    return frame
+        _check_covers(lookup, context)
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,38 +238,38 @@ def _owner(lookup: Lookup, mask: Mask) -> str:
     return lookup.brief()
 
 
-def _tensor(table: Table | Param, frame: Frame) -> Tensor:
-    """The data of a table on the frame's device, checked."""
+def _tensor(table: Table | Param, context: Context) -> Tensor:
+    """The data of a table on the context's device, checked."""
     match table:
         case TensorTable(tensor):
-            tensor = usable(tensor, f"the data of {frame.mask.brief()}")
+            tensor = usable(tensor, f"the data of {context.mask.brief()}")
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
-            where = str(frame.device)
+            where = str(context.device)
             if not can_keep_tensors():
-                return table.to_tensor().to(frame.device)
+                return table.to_tensor().to(context.device)
             if where not in table.memo:
-                table.memo[where] = table.to_tensor().to(frame.device)
+                table.memo[where] = table.to_tensor().to(context.device)
             return cast(Tensor, table.memo[where])
         case Ranged(source):
-            return _tensor(source, frame)
+            return _tensor(source, context)
         case Derived(rule, source):
-            positions = max(frame.kv_len, frame.q_end or 0)
+            positions = max(context.kv_len, context.q_end or 0)
             if not (isinstance(source, Table) and source.constant and can_keep_tensors()):
-                return derive(rule, _tensor(source, frame), positions)
+                return derive(rule, _tensor(source, context), positions)
             place, made = table.memo.get("derived", (None, None))
-            if place != (positions, frame.device):
-                made = derive(rule, _tensor(source, frame), positions)
-                table.memo["derived"] = (positions, frame.device), made
+            if place != (positions, context.device):
+                made = derive(rule, _tensor(source, context), positions)
+                table.memo["derived"] = (positions, context.device), made
             return cast(Tensor, made)
     raise AssertionError(f"not a table: {table!r}")
 
 
-def _check_covers(lookup: Lookup, frame: Frame) -> None:
+def _check_covers(lookup: Lookup, context: Context) -> None:
     """Checks that documents given by lengths cover the positions that are looked up."""
     match lookup.table:
         case Derived(rule, Table() as source, False) as table if rule in COVERING:
-            needed = reach_of(lookup.indices[-1], frame)
+            needed = reach_of(lookup.indices[-1], context)
             if needed is None or needed <= table.memo.get("covered", 0):
                 return
             check_covers(rule, source.to_tensor(), needed)
@@ -277,8 +277,8 @@ def _check_covers(lookup: Lookup, frame: Frame) -> None:
                 table.memo["covered"] = needed
 
 
-def _check_range(ranged: Ranged, frame: Frame) -> None:
-    values = _tensor(ranged.source, frame)
+def _check_range(ranged: Ranged, context: Context) -> None:
+    values = _tensor(ranged.source, context)
     if _sync.needs_sync(values):
         return
     extent = ranged.memo.get("extent")
@@ -291,9 +291,9 @@ def _check_range(ranged: Ranged, frame: Frame) -> None:
         raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
     if ranged.high is None:
         return
-    if "q_len" in ranged.high.symbols and (isinstance(frame.q_offset, Tensor) or frame.q_offset):
+    if "q_len" in ranged.high.symbols and (isinstance(context.q_offset, Tensor) or context.q_offset):
         return  # the queries are a part of a sequence whose length nothing says
-    high = frame.settled(ranged.high)
+    high = context.with_lengths(ranged.high)
     if not isinstance(high, Constant):
         return  # a mask on blocks of a size that is not one number
     limit = high.value

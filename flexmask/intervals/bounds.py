@@ -24,7 +24,7 @@ from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.packing import Derived
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.closures import greater, lesser
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extents import INT64, extent
 from flexmask.intervals.pieces import Pieces, direction
@@ -107,17 +107,17 @@ class _Group:
         return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, behind), MAX_SLOTS)
 
 
-def analyse(frame: Frame) -> RowBounds:
-    """The rows of the mask of a frame."""
-    return _Analysis(frame).rows(separate(frame.mask))
+def analyse(context: Context) -> RowBounds:
+    """The rows of the mask of a context."""
+    return _Analysis(context).rows(separate(context.mask))
 
 
 class _Analysis:
     """One analysis: each index expression is evaluated once along the queries and once along the keys."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self.queries, self.keys = Evaluation(frame, "q"), Evaluation(frame, "kv")
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.queries, self.keys = Evaluation(context, "q"), Evaluation(context, "kv")
         self.known: dict[Any, Rows | None] = {}
         self.of_columns: dict[Any, Pieces | None] = {}
         self.of_spans: dict[Any, Ends | None] = {}
@@ -179,7 +179,7 @@ class _Analysis:
 
     def pieces(self, column: Index, values: Tensor) -> Pieces | None:
         if column.key not in self.of_columns:
-            self.of_columns[column.key] = Pieces.of(values.flatten()) if values.numel() == self.frame.kv_len else None
+            self.of_columns[column.key] = Pieces.of(values.flatten()) if values.numel() == self.context.kv_len else None
         return self.of_columns[column.key]
 
     def sides(self, mask: Compare) -> tuple[Tensor, Tensor] | None:
@@ -208,7 +208,7 @@ class _Analysis:
     def threshold(self, mask: Compare) -> Rows | None:
         column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
         way = direction(column)
-        return threshold(column, value, self.frame.kv_len, mask.sign, rises=way > 0) if way else None
+        return threshold(column, value, self.context.kv_len, mask.sign, rises=way > 0) if way else None
 
     def ends(self, mask: Mask) -> Ends | None:
         """The starts and stops of what is one interval in each row, or None where it is not or 64 bits do not hold its ends."""
@@ -217,7 +217,7 @@ class _Analysis:
         return self.of_spans[mask.key]
 
     def _ends(self, mask: Mask) -> Ends | None:
-        kv_len = self.frame.kv_len
+        kv_len = self.context.kv_len
         match mask:
             case Span(start, stop):
                 of_start, of_stop = (None if end is None else self.queries.within(end, 0, kv_len) for end in (start, stop))
@@ -230,7 +230,7 @@ class _Analysis:
 
     def span(self, spans: Iterable[Ends], rows: Iterable[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval."""
-        kv_len = self.frame.kv_len
+        kv_len = self.context.kv_len
         starts: list[Any] = [0]
         stops: list[Any] = [kv_len]
         for of_start, of_stop in spans:
@@ -244,11 +244,11 @@ class _Analysis:
         return Rows.spans(self.queries.shaped(lo), self.queries.shaped(hi), kv_len)
 
     def leaf(self, mask: Mask) -> RowBounds:
-        frame, kv_len = self.frame, self.frame.kv_len
+        context, kv_len = self.context, self.context.kv_len
         match mask:
             case Truth(value):
                 make = Rows.everything if value else Rows.nothing
-                return RowBounds.of(make(kv_len, frame.device))
+                return RowBounds.of(make(kv_len, context.device))
             case Span() | Compare() if (ends := self.ends(mask)) is not None:
                 return RowBounds.of(self.span([ends]))
             case Compare() if self.is_told(mask):
@@ -261,13 +261,13 @@ class _Analysis:
         raise LoweringError(f"no rows for {type(mask).__name__} {mask}")
 
     def matches(self, mask: Compare) -> Rows | None:
-        frame, column = self.frame, mask.left
-        if _rises(column) and _sync.needs_sync(frame.tables[column.table.key]):
-            great = extent(mask.right, frame)[1] == INT64[1]  # which no document has
+        context, column = self.context, mask.left
+        if _rises(column) and _sync.needs_sync(context.tables[column.table.key]):
+            great = extent(mask.right, context)[1] == INT64[1]  # which no document has
             ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-            return rising_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, frame.kv_len)
+            return rising_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, context.kv_len)
         found = self.runs_of(column)
-        if frame.q_len == frame.kv_len and isinstance(frame.q_offset, int) and frame.q_offset == 0 and _is_mirrored(mask):
+        if context.q_len == context.kv_len and isinstance(context.q_offset, int) and context.q_offset == 0 and _is_mirrored(mask):
             return found.own(MAX_SLOTS)
         return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
 
@@ -277,7 +277,7 @@ class _Analysis:
         known, found = column.memo.get("runs", (None, None))
         if stamp is not None and found is not None and _is_same(known, stamp):
             return cast(ValueRuns, found)
-        made = ValueRuns.of(self.keys.tensor(column), self.frame.kv_len)
+        made = ValueRuns.of(self.keys.tensor(column), self.context.kv_len)
         if stamp is not None:
             column.memo["runs"] = (stamp.clone() if isinstance(stamp, Tensor) else stamp), made
         return made
@@ -286,16 +286,16 @@ class _Analysis:
         """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
         table = _table_of(column)
         if isinstance(table, Table) and table.constant:
-            return self.frame.kv_len, self.frame.batch, self.frame.heads, self.frame.device
+            return self.context.kv_len, self.context.batch, self.context.heads, self.context.device
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
-            return values if self.frame.q_len < DECODING else None
+            return values if self.context.q_len < DECODING else None
         if isinstance(table, TensorTable) and not table.tensor.is_inference():
-            return table.tensor.data_ptr(), table.tensor._version, self.frame.kv_len, self.frame.batch, self.frame.heads
+            return table.tensor.data_ptr(), table.tensor._version, self.context.kv_len, self.context.batch, self.context.heads
         return None
 
     def unknown(self) -> RowBounds:
-        kv_len, device = self.frame.kv_len, self.frame.device
+        kv_len, device = self.context.kv_len, self.context.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
 
 

@@ -22,10 +22,10 @@ from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Captured, Opaque
 from flexmask.expr.tables import Lookup
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.extents import Read, extent, fits
 
-__all__ = ["ARITHMETIC", "COMPARISON", "Closure", "Column", "closure_of", "frame_closure", "greater", "lesser", "opaque_call"]
+__all__ = ["ARITHMETIC", "COMPARISON", "Closure", "Column", "closure_of", "greater", "lesser", "mask_closure", "opaque_call"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -76,17 +76,17 @@ COMPARISON: dict[str, Callable[[Any, Any], Any]] = {**FOLD_COMPARE}
 JOINED: dict[type, Callable[[Any, Any], Any]] = {And: operator.and_, Or: operator.or_, Xor: operator.xor}
 
 
-def frame_closure(frame: Frame) -> Closure:
-    """The closure of the mask of a frame."""
-    return closure_of(frame.settled(frame.mask), frame)
+def mask_closure(context: Context) -> Closure:
+    """The mask of a context as a closure."""
+    return closure_of(context.with_lengths(context.mask), context)
 
 
-def closure_of(node: Index | Mask, frame: Frame) -> Closure:
-    """The closure of an expression with settled lengths and expanded names.
+def closure_of(node: Index | Mask, context: Context) -> Closure:
+    """The closure of an expression with its lengths put in and expanded names.
 
     Of an index expression it gives an integer tensor, or the int of a constant, of a mask a boolean tensor.
     """
-    program = _Program(frame)
+    program = _Program(context)
     program.add(node)
     return _closure(tuple(program.steps), program.places[node.key])
 
@@ -111,8 +111,8 @@ def _closure(steps: tuple[Step, ...], result: int) -> Closure:
 class _Program:
     """The steps of an expression: what is computed once a step, however often it stands there, operands before operations."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+    def __init__(self, context: Context) -> None:
+        self.context = context
         self.steps: list[Step] = []
         self.places: dict[Any, int] = {name: place for place, name in enumerate(("b", "h", "q", "kv"))}
 
@@ -148,16 +148,16 @@ class _Program:
 
     def step(self, node: Index | Mask) -> tuple[Callable[..., Any], list[Any]]:
         """What is computed for a node, and of what: nodes, or names of the arguments."""
-        frame = self.frame
+        context = self.context
         match node:
             case Constant(value):
                 return lambda: value, []
             case Symbol("kv"):
                 return _same, ["kv"]
             case Symbol("b" | "h" as name):  # an axis of size 1 may stand for more: it is read at 0
-                return (_same if (frame.batch if name == "b" else frame.heads) > 1 else lambda place: place * 0), [name]
+                return (_same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
             case Symbol():
-                return _query(frame.q_offset)
+                return _query(context.q_offset)
             case Widened(operand):
                 return lambda values: values.to(torch.int64), [operand]
             case Arithmetic(sign, left, right):
@@ -167,16 +167,16 @@ class _Program:
             case Choice(condition, then, otherwise):
                 return torch.where, [condition, *self.operands([then, otherwise])]
             case Lookup(table, indices):
-                return _lookup(frame.tables[table.key], len(indices)), list(indices)
+                return _lookup(context.tables[table.key], len(indices)), list(indices)
             case Opaque():
-                call, varying = opaque_call(node, frame)
+                call, varying = opaque_call(node, context)
                 return lambda *values: vectorised(call, *values), list(varying)
             case Column():
                 return _column(node), ["b", "h", node.axis]
             case Truth(value):
                 return (_ones if value else _zeros), ["b"]
-            case Compare("!=", Lookup(table, indices), Constant(0)) if frame.tables[table.key].dtype == torch.bool:
-                return _gathered(frame.tables[table.key], len(indices)), list(indices)
+            case Compare("!=", Lookup(table, indices), Constant(0)) if context.tables[table.key].dtype == torch.bool:
+                return _gathered(context.tables[table.key], len(indices)), list(indices)
             case Compare(sign, left, right):
                 return COMPARISON[sign], self.operands([left, right])
             case Not(operand):
@@ -185,7 +185,7 @@ class _Program:
 
     def operands(self, operands: list[Index], *result: Index) -> list[Index]:
         """The operands of an operation, in 64 bits where one of them or the result may need more than 32."""
-        if all(fits(extent(index, self.frame, Read.NOTHING), 32) for index in (*operands, *result)):
+        if all(fits(extent(index, self.context, Read.NOTHING), 32) for index in (*operands, *result)):
             return operands
         ready = Constant | Lookup | Opaque | Column  # integers of 64 bits already
         return [operand if isinstance(operand, ready) else Widened(operand) for operand in operands]
@@ -232,7 +232,7 @@ def _gathered(data: Tensor, axes: int) -> Callable[..., Any]:
     return (lambda at: data[at]) if axes == 1 else lambda *at: data[at]
 
 
-def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[Index | Mask]]:
+def opaque_call(node: Opaque, context: Context) -> tuple[Callable[..., Any], list[Index | Mask]]:
     """The call of a node, with the calls below it, as a function of what varies below these, and this."""
     varying: dict[Any, Index | Mask] = {}
     steps: list[tuple[Callable[..., Any], tuple[str, ...], list[tuple[bool, Any]]]] = []
@@ -241,7 +241,7 @@ def opaque_call(node: Opaque, frame: Frame) -> tuple[Callable[..., Any], list[In
     def argument(value: Any) -> tuple[bool, Any]:
         """A value as it is, or where to find it: from 0 up in the steps, below 0 in what varies."""
         if isinstance(value, Captured):
-            return False, frame.tables[value.key]
+            return False, context.tables[value.key]
         if isinstance(value, Opaque):
             return True, step(value)
         if isinstance(value, Index | Mask):

@@ -1,4 +1,4 @@
-"""The frame of a lowering: the lengths, sizes, offset and device, and the mask's data as tensors that fit them."""
+"""The lowering context: the lengths, sizes, offset and device of one lowering, and the mask's data as tensors that fit them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import Node
 
-__all__ = ["Frame", "MAX_LENGTH"]
+__all__ = ["Context", "MAX_LENGTH"]
 
 #: The greatest length, batch, number of heads or block size; rows hold positions as 32-bit integers.
 MAX_LENGTH = 2**30
@@ -21,21 +21,21 @@ N = TypeVar("N", bound=Node)
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
-    """The setting of one lowering.
+class Context:
+    """What a mask is lowered with.
 
     Attributes:
         mask: the mask with names expanded.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.
-        full_batch: sequences, whether or not the mask is the same for all; 1 where nothing says how many there are.
+        full_batch: sequences, whether or not the mask is the same for all; 1 where the number is unknown.
         heads: heads, 1 where the mask is the same for all.
         q_offset: position of the first query: an int, or ``int64[B]`` on the device.
-        q_end: the position behind the last query; None where only the device knows it.
+        q_end: one more than the position of the last query; None where reading it forces a host sync.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
-        extents: the least and greatest value of expressions, as far as they were asked for.
+        extents: the least and greatest value of the expressions for which they are computed so far.
     """
 
     mask: Mask
@@ -50,8 +50,8 @@ class Frame:
     tables: dict[Any, Tensor] = field(repr=False)
     extents: dict[Any, tuple[int, int]] = field(default_factory=dict, repr=False)
 
-    def settled(self, node: N) -> N:
-        """An expression with the lengths put in, so that what depends on nothing else is a constant."""
+    def with_lengths(self, node: N) -> N:
+        """The expression with ``q_len`` and ``kv_len`` replaced by their values."""
         if not node.symbols & {"q_len", "kv_len"}:
             return node
         lengths = {"q_len": Constant(self.q_len), "kv_len": Constant(self.kv_len)}

@@ -27,35 +27,35 @@ from flexmask.intervals.closures import (
     closure_of,
     opaque_call,
 )
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.extents import INT64, Extent, Read, extent, fits
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
 
 
 class Evaluation:
-    """The values of expressions in a frame along one axis of positions.
+    """The values of expressions in a context along one axis of positions.
 
     Args:
-        frame: the frame of the lowering.
+        context: the context of the lowering.
         axis: ``"q"`` or ``"kv"``; expressions may depend on ``b``, ``h`` and this symbol.
     """
 
-    def __init__(self, frame: Frame, axis: str) -> None:
-        self.frame, self.axis = frame, axis
+    def __init__(self, context: Context, axis: str) -> None:
+        self.context, self.axis = context, axis
         self.known: dict[Any, Any] = {}
 
     def tensor(self, node: Index | Mask) -> Tensor:
         """The values as ``int64`` or ``bool`` ``[B, H, n]``, with 1 for an axis that they do not depend on."""
-        return self.shaped(self.values(self.frame.settled(node)))
+        return self.shaped(self.values(self.context.with_lengths(node)))
 
     def shaped(self, values: Any) -> Tensor:
         """Values as ``[B, H, n]``, also where they are a number or a tensor without axes."""
-        found = values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.frame.device)
+        found = values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.context.device)
         return found.view(1, 1, 1) if found.dim() == 0 else found
 
     def values(self, node: Any) -> Any:
-        """As :meth:`tensor` for a settled expression, or a Python number where nothing varies."""
+        """As :meth:`tensor` for a expression with lengths put in, or a Python number where nothing varies."""
         if node.key not in self.known:
             self.known[node.key] = self._values(node)
         return self.known[node.key]
@@ -67,7 +67,7 @@ class Evaluation:
             case Symbol(name):
                 return self._symbol(name)
             case Lookup(table, indices) if _is_plain(indices):
-                return self._sliced(self.frame.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
+                return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
             case Arithmetic(sign, left, right):
                 return ARITHMETIC[sign](self.values(left), self.values(right))
             case Absolute(operand):
@@ -79,20 +79,20 @@ class Evaluation:
             case Compare(sign, left, right):
                 return COMPARISON[sign](self.values(left), self.values(right))
             case Opaque():
-                call, varying = opaque_call(node, self.frame)
+                call, varying = opaque_call(node, self.context)
                 return vectorised(call, *map(self.values, varying))
-        closure = closure_of(node, self.frame)
-        position = self.frame.index(self.axis).view(1, 1, -1)
-        b, h = self.frame.index("b").view(-1, 1, 1), self.frame.index("h").view(1, -1, 1)
+        closure = closure_of(node, self.context)
+        position = self.context.index(self.axis).view(1, 1, -1)
+        b, h = self.context.index("b").view(-1, 1, 1), self.context.index("h").view(1, -1, 1)
         return closure(b, h, position, position)
 
     def holds(self, mask: Mask) -> Tensor | None:
         """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice to tell."""
-        settled = self.frame.settled(mask)
-        if not isinstance(settled, Compare):
-            return self.tensor(settled)
-        found = sides(settled, self, self)
-        return None if found is None else self.shaped(COMPARISON[settled.sign](*found))
+        resolved = self.context.with_lengths(mask)
+        if not isinstance(resolved, Compare):
+            return self.tensor(resolved)
+        found = sides(resolved, self, self)
+        return None if found is None else self.shaped(COMPARISON[resolved.sign](*found))
 
     def exact(self, index: Index) -> Any:
         """The values of an expression, or None where 64 bits do not hold what is added up on the way to them."""
@@ -107,17 +107,17 @@ class Evaluation:
         Returns:
             The values as :meth:`values`, or None where 64-bit integers do not suffice to tell them.
         """
-        settled = self.frame.settled(index)
-        if not isinstance(settled, Sum | Quotient):
-            return self.values(settled)
+        resolved = self.context.with_lengths(index)
+        if not isinstance(resolved, Sum | Quotient):
+            return self.values(resolved)
         for read in (Read.HERE, Read.ALL):
-            found = self._within(settled, low, high, read)
+            found = self._within(resolved, low, high, read)
             if found is not None:
                 return found
         return None
 
     def _within(self, index: Index, low: int, high: int, read: Read) -> Any:
-        least, most = extent(index, self.frame, read)
+        least, most = extent(index, self.context, read)
         if most < low or least > high:  # decided without a look at the values
             beyond = low - 1 if most < low else high + 1
             return beyond if fits((beyond, beyond)) else None
@@ -131,7 +131,7 @@ class Evaluation:
 
     def _sum_within(self, form: Linear, low: int, high: int, read: Read) -> Any:
         """As :meth:`_within`: all terms but the greatest are added up, and that one is kept within what decides."""
-        of_term = {key: extent(index, self.frame, read) for key, (index, _) in form.terms.items()}
+        of_term = {key: extent(index, self.context, read) for key, (index, _) in form.terms.items()}
 
         def size(key: Any) -> tuple[bool, int]:
             index, factor = form.terms[key]
@@ -142,7 +142,7 @@ class Evaluation:
         rest = form.without(greatest)
         if not self.is_plain(rest.index(), read):
             return self._limbs_within(form, of_term, low, high, read)
-        of_rest = extent(rest.index(), self.frame, read)
+        of_rest = extent(rest.index(), self.context, read)
         if factor < 0:  # f * x is -f * -x
             least, most = laws.limits(low, high, *of_rest, -factor)
             kept = -most, -least
@@ -183,7 +183,7 @@ class Evaluation:
             case Sum(terms, constant):
                 if not all(self.is_plain(term, read) for term, _ in terms):
                     return False
-                ends = [(abs(factor), extent(term, self.frame, read)) for term, factor in terms]
+                ends = [(abs(factor), extent(term, self.context, read)) for term, factor in terms]
                 return sum(factor * max(map(abs, end)) for factor, end in ends) + abs(constant) <= INT64[1]
             case Quotient(dividend, divisor):
                 return divisor <= INT64[1] and self.is_plain(dividend, read)
@@ -202,26 +202,26 @@ class Evaluation:
         return self.known[key] if factor > 1 else self.values(index)
 
     def _symbol(self, name: str) -> Tensor:
-        values = self.frame.index(name)
+        values = self.context.index(name)
         if name == "b":
             return values.view(-1, 1, 1)
         if name == "h":
             return values.view(1, -1, 1)
-        offset = self.frame.q_offset
+        offset = self.context.q_offset
         if name == "kv" or (isinstance(offset, int) and offset == 0):
             return values.view(1, 1, -1)
         return values.view(1, 1, -1) + (offset.view(-1, 1, 1) if isinstance(offset, Tensor) else offset)
 
     def _sliced(self, data: Tensor, names: list[str]) -> Tensor:
         """A lookup at plain symbols: the table itself, its axes put where the symbols have theirs."""
-        offset, n = self.frame.q_offset, self.frame.q_len
+        offset, n = self.context.q_offset, self.context.q_len
         if "q" in names and isinstance(offset, Tensor):
             return _integer(data[tuple(self._symbol(name) for name in names)])
         if "q" in names:
             data = data.narrow(names.index("q"), int(offset), n)
         if "kv" in names:  # a derived table may have more, as may a captured one
-            data = data.narrow(names.index("kv"), 0, self.frame.kv_len)
-        for name, size in (("b", self.frame.batch), ("h", self.frame.heads)):
+            data = data.narrow(names.index("kv"), 0, self.context.kv_len)
+        for name, size in (("b", self.context.batch), ("h", self.context.heads)):
             if name in names and data.shape[names.index(name)] > size:
                 data = data.narrow(names.index(name), 0, size)
         order = ["b", "h", self.axis]
@@ -263,9 +263,9 @@ def _ends(values: Any) -> Extent:
     return int(least), int(most)
 
 
-def hoisted_closure(frame: Frame) -> Closure:
-    """The closure of the mask of a frame, what depends on the query or on the key alone worked out beforehand."""
-    along = {"q": Evaluation(frame, "q"), "kv": Evaluation(frame, "kv")}
+def hoisted_closure(context: Context) -> Closure:
+    """The closure of the mask of a context, what depends on the query or on the key alone worked out beforehand."""
+    along = {"q": Evaluation(context, "q"), "kv": Evaluation(context, "kv")}
 
     def hoisted(node: Node) -> Node | None:
         if (
@@ -280,10 +280,10 @@ def hoisted_closure(frame: Frame) -> Closure:
             return None
         (axis,) = axes
         values = along[axis].tensor(node)
-        shape = (*values.shape[:2], frame.q_len if axis == "q" else frame.kv_len)
+        shape = (*values.shape[:2], context.q_len if axis == "q" else context.kv_len)
         return Column(values.expand(shape), axis)
 
-    return closure_of(cast(Mask, frame.settled(frame.mask).replace(hoisted)), frame)
+    return closure_of(cast(Mask, context.with_lengths(context.mask).replace(hoisted)), context)
 
 
 def _integer(values: Tensor) -> Tensor:

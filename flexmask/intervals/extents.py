@@ -15,7 +15,7 @@ from flexmask.expr.index import FOLD, Absolute, Arithmetic, Choice, Constant, In
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.packing import Derived
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Context
 
 __all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits"]
 
@@ -38,32 +38,32 @@ def fits(found: Extent, bits: int = 64) -> bool:
     return -(1 << bits - 1) <= found[0] and found[1] < 1 << bits - 1
 
 
-def extent(index: Index, frame: Frame, read: Read = Read.HERE) -> Extent:
-    """The extent of an expression in a frame.
+def extent(index: Index, context: Context, read: Read = Read.HERE) -> Extent:
+    """The extent of an expression in a context.
 
     Expressions as a user writes them have 64 bits: where nothing says more, as of data in another device's memory, they have
     the extent of these. Of sums that the library makes it is exact.
 
     Args:
-        index: the expression, its lengths settled or not.
-        frame: the frame of the lowering, its tables ready.
+        index: the expression, its lengths put in or not.
+        context: the context of the lowering, its tables ready.
         read: which data is read.
     """
-    known, key = frame.extents, (index.key, read)
+    known, key = context.extents, (index.key, read)
     if key not in known:
-        known[key] = _extent(index, frame, read)
+        known[key] = _extent(index, context, read)
     return known[key]
 
 
-def _extent(index: Index, frame: Frame, read: Read) -> Extent:
+def _extent(index: Index, context: Context, read: Read) -> Extent:
     def below(part: Index) -> Extent:
-        return extent(part, frame, read)
+        return extent(part, context, read)
 
     match index:
         case Symbol(name):
-            return _symbol_extent(name, frame)
+            return _symbol_extent(name, context)
         case Lookup(table):
-            return _table_extent(table, frame, read)
+            return _table_extent(table, context, read)
         case Sum(terms, constant):
             return _extent_of_terms([(factor, below(term)) for term, factor in terms], constant)
         case Quotient(dividend, divisor):
@@ -107,31 +107,31 @@ def _combined(sign: str, left: Extent | None, right: Extent | None) -> Extent | 
     return min(corners), max(corners)
 
 
-def _symbol_extent(name: str, frame: Frame) -> Extent:
+def _symbol_extent(name: str, context: Context) -> Extent:
     match name:
         case "b":
-            return 0, frame.batch - 1
+            return 0, context.batch - 1
         case "h":
-            return 0, frame.heads - 1
+            return 0, context.heads - 1
         case "kv":
-            return 0, frame.kv_len - 1
+            return 0, context.kv_len - 1
         case "q_len":
-            return frame.q_len, frame.q_len
+            return context.q_len, context.q_len
         case "kv_len":
-            return frame.kv_len, frame.kv_len
-    first = frame.q_offset if isinstance(frame.q_offset, int) else 0
-    return first, (frame.q_end or MAX_LENGTH) - 1
+            return context.kv_len, context.kv_len
+    first = context.q_offset if isinstance(context.q_offset, int) else 0
+    return first, (context.q_end or MAX_LENGTH) - 1
 
 
-def _table_extent(table: Table | Param, frame: Frame, read: Read) -> Extent:
+def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
     match table:
         case Ranged(source):
-            return _table_extent(source, frame, read)
+            return _table_extent(source, context, read)
         case Literal():
             return table.extent
         case Derived(source=Table() as source):
-            return -1, max(frame.kv_len, frame.q_end or MAX_LENGTH, *(size or 0 for size in source.shape))
-    values = frame.tables[table.key]
+            return -1, max(context.kv_len, context.q_end or MAX_LENGTH, *(size or 0 for size in source.shape))
+    values = context.tables[table.key]
     if values.dtype == torch.bool:
         return 0, 1
     dtype = table.tensor.dtype if isinstance(table, TensorTable) else values.dtype

@@ -15,7 +15,7 @@ from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Ranged, Table, TensorTable
 from flexmask.intervals import laws
 from flexmask.intervals.closures import closure_of
-from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.extents import INT64, Extent, Read, combined_extent, extent, fits
 
 __all__ = ["AXES", "Computed", "check_ranges", "is_computed", "reach_of"]
@@ -59,37 +59,37 @@ def _widest_of(index: Index) -> Extent:
     return max(low, INT64[0]), min(high, INT64[1])
 
 
-def check_ranges(computed: list[Computed], frame: Frame) -> None:
-    """Checks computed indices, divisors and values in a frame. Values in another device's memory are not read nor checked.
+def check_ranges(computed: list[Computed], context: Context) -> None:
+    """Checks computed indices, divisors and values in a context. Values in another device's memory are not read nor checked.
 
     Args:
-        computed: the nodes of the frame's mask for which :func:`is_computed` holds, inner ones before those around them.
-        frame: the frame, its tables ready.
+        computed: the nodes of the context's mask for which :func:`is_computed` holds, inner ones before those around them.
+        context: the context, its tables ready.
 
     Raises:
         LoweringError: an index that leaves its table, a divisor that may be 0, or a value beyond 64 bits.
     """
     for node in computed:
         if isinstance(node, Lookup):
-            _check_lookup(node, frame)
+            _check_lookup(node, context)
             continue
-        if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and _is_known(node.right, frame):
-            low, high = extent(node.right, frame, Read.ALL)
+        if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and _is_known(node.right, context):
+            low, high = extent(node.right, context, Read.ALL)
             if low <= 0 <= high:
                 given = f"{node.right.brief()} ranges from {low} to {high}"
                 raise LoweringError(f"{node.brief()} may divide by 0: {given}")
-        found = combined_extent(node, lambda below: extent(below, frame))
-        if found is None or fits(found) or not _is_known(node, frame):
+        found = combined_extent(node, lambda below: extent(below, context))
+        if found is None or fits(found) or not _is_known(node, context):
             continue
-        found = combined_extent(node, lambda below: extent(below, frame, Read.ALL))
-        if found is not None and not fits(found) and _overflows(node, frame):
+        found = combined_extent(node, lambda below: extent(below, context, Read.ALL))
+        if found is not None and not fits(found) and _overflows(node, context):
             raise LoweringError(
                 f"{node.brief()} ranges from {found[0]} to {found[1]}, beyond 64-bit integers; where a great number means that "
                 "there is no limit, compare with it alone, or take a number such as 2**60"
             )
 
 
-def _is_known(index: Index, frame: Frame) -> bool:
+def _is_known(index: Index, context: Context) -> bool:
     """Whether all data that an expression depends on can be read."""
 
     def is_hidden(node: Node) -> bool:
@@ -97,20 +97,20 @@ def _is_known(index: Index, frame: Frame) -> bool:
             case Opaque():
                 return True
             case Symbol("q"):
-                return frame.q_end is None
+                return context.q_end is None
             case Lookup(table):
-                return _sync.needs_sync(frame.tables[table.key])
+                return _sync.needs_sync(context.tables[table.key])
         return False
 
     return not any(map(is_hidden, index.walk()))
 
 
-def _overflows(node: Arithmetic | Absolute, frame: Frame) -> bool:
+def _overflows(node: Arithmetic | Absolute, context: Context) -> bool:
     """Whether an operation overflows by the values of its operands, which together may be less than what their extents allow."""
     operands = [node.operand] if isinstance(node, Absolute) else [node.left, node.right]
     if any({"q", "kv"} <= operand.symbols for operand in operands):
         return True
-    of_operands = {operand.key: _evaluated(operand, frame) for operand in operands}
+    of_operands = {operand.key: _evaluated(operand, context) for operand in operands}
     ends = {key: (int(values.min()), int(values.max())) for key, values in of_operands.items()}
     found = combined_extent(node, lambda below: ends[below.key])
     if found is None or fits(found):
@@ -118,22 +118,22 @@ def _overflows(node: Arithmetic | Absolute, frame: Frame) -> bool:
     if isinstance(node, Absolute) or {"q", "kv"} <= node.symbols or node.sign not in laws.WRAPS:
         return True
     left, right = (of_operands[operand.key] for operand in operands)
-    return bool(laws.WRAPS[node.sign](left, right, _evaluated(node, frame)).any())
+    return bool(laws.WRAPS[node.sign](left, right, _evaluated(node, context)).any())
 
 
-def _check_lookup(lookup: Lookup, frame: Frame) -> None:
+def _check_lookup(lookup: Lookup, context: Context) -> None:
     for axis, index in enumerate(lookup.indices):
-        size = frame.tables[lookup.table.key].shape[axis]
-        if (isinstance(index, Symbol) and index.name in AXES) or not _is_known(index, frame):
+        size = context.tables[lookup.table.key].shape[axis]
+        if (isinstance(index, Symbol) and index.name in AXES) or not _is_known(index, context):
             continue
-        found = extent(index, frame, Read.ALL)
+        found = extent(index, context, Read.ALL)
         if found[0] >= 0 and found[1] < size:
             continue
         if {"q", "kv"} <= index.symbols:
             if getattr(lookup.table, "spare", False):
                 continue  # a traced function may ask first whether it is inside; torch says so where it is not
         else:
-            values = _evaluated(index, frame)
+            values = _evaluated(index, context)
             found = int(values.min()), int(values.max())
         if found[0] < 0 or found[1] >= size:
             raise LoweringError(
@@ -142,19 +142,19 @@ def _check_lookup(lookup: Lookup, frame: Frame) -> None:
             )
 
 
-def reach_of(index: Index, frame: Frame) -> int | None:
-    """One more than the greatest value of an index in a checked frame; None where that takes a host sync or every cell."""
+def reach_of(index: Index, context: Context) -> int | None:
+    """One more than the greatest value of an index in a checked context; None where that takes a host sync or every cell."""
     if isinstance(index, Symbol):
-        return extent(index, frame)[1] + 1 if _is_known(index, frame) else None
-    if frame.device.type != "cpu" or {"q", "kv"} <= index.symbols:
+        return extent(index, context)[1] + 1 if _is_known(index, context) else None
+    if context.device.type != "cpu" or {"q", "kv"} <= index.symbols:
         return None
-    return int(_evaluated(index, frame).max()) + 1
+    return int(_evaluated(index, context).max()) + 1
 
 
-def _evaluated(index: Index, frame: Frame) -> Tensor:
+def _evaluated(index: Index, context: Context) -> Tensor:
     axis = "kv" if "kv" in index.symbols else "q"
-    position = frame.index(axis).view(1, 1, -1)
-    values = closure_of(frame.settled(index), frame)(
-        frame.index("b").view(-1, 1, 1), frame.index("h").view(1, -1, 1), position, position
+    position = context.index(axis).view(1, 1, -1)
+    values = closure_of(context.with_lengths(index), context)(
+        context.index("b").view(-1, 1, 1), context.index("h").view(1, -1, 1), position, position
     )
     return torch.as_tensor(values)

@@ -14,7 +14,7 @@ from flexmask.blocks.grid import block_grid
 from flexmask.blocks.sparse import block_sets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bounds import analyse
-from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.listed import block_mask_type
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 from flexmask.lowering.write_order import write_orders
@@ -30,7 +30,7 @@ MAX_GRID = _sync.PerDevice(cpu=2**16, elsewhere=2**22)
 
 
 def block_mask(
-    frame: Frame,
+    context: Context,
     block_size: int | tuple[int, int] = 128,
     form: Form = "auto",
     mod: MaskMod | None = None,
@@ -40,10 +40,10 @@ def block_mask(
     batch: int | None = None,
     heads: int | None = None,
 ) -> BlockMask:
-    """The mask of a frame as a BlockMask: see :meth:`flexmask.expr.mask.Mask.block_mask`.
+    """The mask of a context as a BlockMask: see :meth:`flexmask.expr.mask.Mask.block_mask`.
 
     Args:
-        frame: the frame of the lowering.
+        context: the context of the lowering.
         block_size: tokens in a block, or the pair (queries, keys).
         form: which ``mask_mod`` stands in it, unless ``mod`` does.
         mod: a ``mask_mod`` that computes the same mask.
@@ -56,24 +56,24 @@ def block_mask(
     sizes = sizes_of(block_size)
     if not isinstance(separate_full_blocks, bool):
         raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
-    rows = analyse(frame)
+    rows = analyse(context)
     # Kernels know how far heads are apart, and take sequences to be that far apart times the number of heads. So heads that are
     # the same share memory only where there is one sequence.
-    apart = heads if frame.full_batch > 1 else None
-    blocks = frame.full_batch * frame.heads * -(-frame.q_len // sizes[0]) * -(-frame.kv_len // sizes[1])
+    apart = heads if context.full_batch > 1 else None
+    blocks = context.full_batch * context.heads * -(-context.q_len // sizes[0]) * -(-context.kv_len // sizes[1])
     if blocks <= MAX_GRID.on(rows.upper.lo):
-        lists = block_grid(rows, frame, *sizes).lists(frame.full_batch, apart, separate=separate_full_blocks)
+        lists = block_grid(rows, context, *sizes).lists(context.full_batch, apart, separate=separate_full_blocks)
     else:
         packed = blocks > MAX_ROOM.on(rows.upper.lo)
-        lists = block_sets(rows, frame, *sizes).lists(frame.full_batch, apart, separate=separate_full_blocks, packed=packed)
-    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod or mask_mod(frame, form, rows)}
+        lists = block_sets(rows, context, *sizes).lists(context.full_batch, apart, separate=separate_full_blocks, packed=packed)
+    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod or mask_mod(context, form, rows)}
     for kind, listed in zip_longest(("kv", "q", "full_kv", "full_q"), lists, fillvalue=(None, None)):
         fields[f"{kind}_num_blocks"], fields[f"{kind}_indices"] = listed
     if descending is not None:
         fields |= write_orders(*lists[1::2], descending=descending)
     if batch is not None or heads is not None:
         fields = {name: _shaped(field, batch, heads) if isinstance(field, Tensor) else field for name, field in fields.items()}
-    return block_mask_type()((frame.q_len, frame.kv_len), **fields)
+    return block_mask_type()((context.q_len, context.kv_len), **fields)
 
 
 def _shaped(tensor: Tensor, batch: int | None, heads: int | None) -> Tensor:

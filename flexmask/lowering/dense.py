@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.closures import frame_closure
-from flexmask.intervals.context import Frame
+from flexmask.intervals.closures import mask_closure
+from flexmask.intervals.context import Context
 
 __all__ = ["Cells", "cells_of", "dense"]
 
@@ -22,30 +22,30 @@ CHUNK = 2**22
 Cells = Callable[[int, int, int, int], Tensor]
 
 
-def dense(frame: Frame) -> Tensor:
-    """The mask of a frame as a tensor: see :meth:`flexmask.expr.mask.Mask.dense`."""
-    shape = (frame.batch, frame.heads, frame.q_len, frame.kv_len)
+def dense(context: Context) -> Tensor:
+    """The mask of a context as a tensor: see :meth:`flexmask.expr.mask.Mask.dense`."""
+    shape = (context.batch, context.heads, context.q_len, context.kv_len)
     size = torch.Size(shape).numel()
     if size > MAX_BYTES:
         raise LoweringError(
             f"a dense mask of {list(shape)} takes {size / 2**30:.1f} GiB; block_mask, mask_mod, rows and stats need none"
         )
-    cells = cells_of(frame)
-    rows = max(1, CHUNK * frame.q_len // size)
-    result = torch.empty(shape, dtype=torch.bool, device=frame.device)
-    for start in range(0, frame.q_len, rows):
-        stop = min(start + rows, frame.q_len)
-        result[:, :, start:stop] = cells(start, stop, 0, frame.kv_len)
+    cells = cells_of(context)
+    rows = max(1, CHUNK * context.q_len // size)
+    result = torch.empty(shape, dtype=torch.bool, device=context.device)
+    for start in range(0, context.q_len, rows):
+        stop = min(start + rows, context.q_len)
+        result[:, :, start:stop] = cells(start, stop, 0, context.kv_len)
     return result
 
 
-def cells_of(frame: Frame) -> Cells:
-    """Evaluates rectangles of the mask of a frame."""
-    closure = frame_closure(frame)
-    b, h, q, kv = frame.grid()
+def cells_of(context: Context) -> Cells:
+    """Evaluates rectangles of the mask of a context."""
+    closure = mask_closure(context)
+    b, h, q, kv = context.grid()
 
     def cells(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:
         found: Tensor = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
-        return found.expand(frame.batch, frame.heads, q_stop - q_start, kv_stop - kv_start)
+        return found.expand(context.batch, context.heads, q_stop - q_start, kv_stop - kv_start)
 
     return cells

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexmask.errors import ExpressionError, LoweringError
 from flexmask.intervals.bounds import RowBounds, analyse
-from flexmask.intervals.closures import frame_closure
-from flexmask.intervals.context import Frame
+from flexmask.intervals.closures import mask_closure
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
 __all__ = ["Form", "MAX_INTERVALS", "MaskMod", "form_of", "mask_mod"]
@@ -27,11 +27,11 @@ INTERVALS = (2, 4, 8)
 MAX_INTERVALS = INTERVALS[-1]
 
 
-def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
-    """The mask of a frame as a closure: see :meth:`flexmask.expr.mask.Mask.mask_mod`.
+def mask_mod(context: Context, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
+    """The mask of a context as a closure: see :meth:`flexmask.expr.mask.Mask.mask_mod`.
 
     Args:
-        frame: the frame of the lowering.
+        context: the context of the lowering.
         form: which closure.
         rows: the rows of the mask, where they are known already.
 
@@ -41,14 +41,14 @@ def mask_mod(frame: Frame, form: Form = "auto", rows: RowBounds | None = None) -
     if not isinstance(form, str) or form not in ("auto", "interval", "expression"):
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
     if form == "expression":
-        return _expression_mod(frame)
-    rows = rows or analyse(frame)
+        return _expression_mod(context)
+    rows = rows or analyse(context)
     if form_of(rows) is not None:
-        return _interval_mod(rows.lower, frame)
+        return _interval_mod(rows.lower, context)
     if form == "interval":
         reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
         raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
-    return _expression_mod(frame)
+    return _expression_mod(context)
 
 
 def form_of(rows: RowBounds) -> int | None:
@@ -56,13 +56,13 @@ def form_of(rows: RowBounds) -> int | None:
     return next((number for number in INTERVALS if number >= rows.lower.slots), None) if rows.exact else None
 
 
-def _expression_mod(frame: Frame) -> MaskMod:
+def _expression_mod(context: Context) -> MaskMod:
     """The predicate on copies of the data, so that it stays what it was when the mask was lowered."""
-    copies = {key: data.clone() for key, data in frame.tables.items()}
-    return frame_closure(replace(frame, tables=copies))
+    copies = {key: data.clone() for key, data in context.tables.items()}
+    return mask_closure(replace(context, tables=copies))
 
 
-def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
+def _interval_mod(rows: Rows, context: Context) -> MaskMod:
     """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
 
     The tensors have the size of the whole batch, so that the code of the closure is the same whatever the mask depends on.
@@ -70,14 +70,14 @@ def _interval_mod(rows: Rows, frame: Frame) -> MaskMod:
     its CPU kernels cannot.
     """
     slots = next(number for number in INTERVALS if number >= rows.slots)
-    shape = frame.full_batch, frame.heads, frame.q_len
+    shape = context.full_batch, context.heads, context.q_len
     full = rows.expand(*shape)
     pairs = [(full.lo[..., slot].contiguous(), full.hi[..., slot].contiguous()) for slot in range(rows.slots)]
     while len(pairs) < slots:  # each tensor is one of its own, as those that are used are: torch looks at that, too
         pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
     (lo, hi), *more = pairs
     # An axis of size 1 may stand for more: it is read at 0.
-    b_step, h_step = int(frame.full_batch > 1), int(frame.heads > 1)
+    b_step, h_step = int(context.full_batch > 1), int(context.heads > 1)
 
     def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         b, h = b * b_step, h * h_step

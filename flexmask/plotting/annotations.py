@@ -17,7 +17,7 @@ from flexmask.expr.index import Index
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 
 __all__ = ["Band", "PADDING", "bands_of"]
@@ -57,21 +57,21 @@ class _Source(NamedTuple):
     node: Index | Mask
 
 
-def bands_of(mask: Mask, frame: Frame, batch: int, head: int) -> tuple[Band, ...]:
+def bands_of(mask: Mask, context: Context, batch: int, head: int) -> tuple[Band, ...]:
     """The bands of one sequence and head. Padding is drawn into the first band of ids along its axis.
 
     Args:
         mask: the mask as it was written, with its names.
-        frame: where it is lowered.
-        batch: index of the sequence in the frame.
+        context: where it is lowered.
+        batch: index of the sequence in the context.
         head: index of the head.
     """
-    return (*_along("q", mask, frame, batch, head), *_along("kv", mask, frame, batch, head))
+    return (*_along("q", mask, context, batch, head), *_along("kv", mask, context, batch, head))
 
 
-def _along(axis: Axis, mask: Mask, frame: Frame, batch: int, head: int) -> Iterator[Band]:
-    length = frame.q_len if axis == "q" else frame.kv_len
-    evaluation, padded = Evaluation(frame, axis), torch.zeros(length, dtype=torch.bool)
+def _along(axis: Axis, mask: Mask, context: Context, batch: int, head: int) -> Iterator[Band]:
+    length = context.q_len if axis == "q" else context.kv_len
+    evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool)
     ids: dict[Any, tuple[str, Tensor]] = {}
     for label, node in _sources(mask, axis, head, "ids", padding=True):
         values = evaluation.tensor(node)

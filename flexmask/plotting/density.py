@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from flexmask.intervals.bounds import RowBounds
-from flexmask.intervals.closures import frame_closure
-from flexmask.intervals.context import Frame
+from flexmask.intervals.closures import mask_closure
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
 __all__ = ["Counts", "MaskSlice", "SAMPLES", "count_intervals"]
@@ -38,13 +38,13 @@ class MaskSlice:
     """One sequence and one head of a mask, to be counted.
 
     Attributes:
-        frame: where the mask is lowered.
+        context: where the mask is lowered.
         bounds: its rows there.
         batch: index of the sequence.
         head: index of the head.
     """
 
-    frame: Frame
+    context: Context
     bounds: RowBounds
     batch: int
     head: int
@@ -60,8 +60,8 @@ class MaskSlice:
             return least, most
         for (top, bottom), (left, right) in tiles:
             least[top:bottom, left:right] = 0
-            keys = self.frame.index("kv")[left * step[1] : right * step[1]]
-            for queries in self.frame.index("q")[top * step[0] : bottom * step[0]].split(max(1, CHUNK_CELLS // len(keys))):
+            keys = self.context.index("kv")[left * step[1] : right * step[1]]
+            for queries in self.context.index("q")[top * step[0] : bottom * step[0]].split(max(1, CHUNK_CELLS // len(keys))):
                 found = np.add.reduceat(self._cells(queries, keys), range(0, len(keys), step[1]), axis=1, dtype=np.int64)
                 np.add.at(least[:, left:right], queries.cpu().numpy() // step[0], found)
         return least, least
@@ -77,11 +77,11 @@ class MaskSlice:
             np.concatenate(
                 [np.sort(draw.integers(start, min(start + size, length), SAMPLES)) for start in range(0, length, size)]
             )
-            for length, size in zip((self.frame.q_len, self.frame.kv_len), step, strict=True)
+            for length, size in zip((self.context.q_len, self.context.kv_len), step, strict=True)
         )
         for (top, bottom), (left, right) in self._undecided(least, most, step):
             queries, keys = (
-                torch.from_numpy(index[start * SAMPLES : stop * SAMPLES]).to(self.frame.device)
+                torch.from_numpy(index[start * SAMPLES : stop * SAMPLES]).to(self.context.device)
                 for index, start, stop in ((q, top, bottom), (kv, left, right))
             )
             cells = self._cells(queries, keys).reshape(bottom - top, SAMPLES, right - left, SAMPLES)
@@ -93,8 +93,8 @@ class MaskSlice:
         ends = []
         for end in (rows.lo, rows.hi):
             one = end[min(self.batch, end.shape[0] - 1), min(self.head, end.shape[1] - 1)].cpu().numpy()
-            ends.append(np.broadcast_to(one, (self.frame.q_len, one.shape[1])))
-        return count_intervals(ends[0], ends[1], self.frame.kv_len, step)
+            ends.append(np.broadcast_to(one, (self.context.q_len, one.shape[1])))
+        return count_intervals(ends[0], ends[1], self.context.kv_len, step)
 
     def _undecided(self, least: Counts, most: Counts, step: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Ranges of rows and columns that together hold every rectangle whose counts differ."""
@@ -108,8 +108,8 @@ class MaskSlice:
         return tiles
 
     def _cells(self, queries: torch.Tensor, keys: torch.Tensor) -> NDArray[np.bool_]:
-        b, h = (torch.tensor(index, device=self.frame.device) for index in (self.batch, self.head))
-        found = frame_closure(self.frame)(b, h, queries[:, None], keys[None, :])
+        b, h = (torch.tensor(index, device=self.context.device) for index in (self.batch, self.head))
+        found = mask_closure(self.context)(b, h, queries[:, None], keys[None, :])
         cells: NDArray[np.bool_] = found.expand(len(queries), len(keys)).cpu().numpy()
         return cells
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from flexmask.errors import OperandError, RenderError
-from flexmask.intervals.context import MAX_LENGTH, Frame
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
@@ -172,7 +172,7 @@ def picture(
     slices = [selection.slice(category.cells) for category in categories if category.cells is not None]
     pairs, shares, estimated = _shares(slices, step)
     whole = slices[0] if against is None else selection.slice(mask)
-    offset = whole.frame.q_offset
+    offset = whole.context.q_offset
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
     return Picture(
         text=shortened(str(mask)) if against is None else f"A: {shortened(str(mask))}\nB: {shortened(str(against))}",
@@ -191,7 +191,7 @@ def picture(
         hidden_by=_hidden_by(categories, selection) if step == (1, 1) and estimated is None else None,
         block_size=block,
         blocks=_blocks(whole, block, max_blocks) if block else None,
-        bands=bands_of(mask, whole.frame, batch, head) if bands else (),
+        bands=bands_of(mask, whole.context, batch, head) if bands else (),
         q_tokens=None if tokens is None else query_labels(tokens, queries, keys, first),
         kv_tokens=key_labels(keys, tokens, kv_tokens),
     )
@@ -201,7 +201,7 @@ def _shares(
     slices: list[MaskSlice], step: tuple[int, int]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.float32], NDArray[np.bool_] | None]:
     """The pairs and shares of categories, the last of which is what the others leave, and where the shares are estimates."""
-    cells = _cells_in(slices[0].frame, step)
+    cells = _cells_in(slices[0].context, step)
     counts = [part.counts(step) for part in slices]
     estimated = np.logical_or.reduce([least != most for least, most in counts])
     pairs = [(int(least.sum()), int(most.sum())) for least, most in counts]
@@ -237,16 +237,18 @@ def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return pair
 
 
-def _cells_in(frame: Frame, step: tuple[int, int]) -> Counts:
+def _cells_in(context: Context, step: tuple[int, int]) -> Counts:
     """How many cells each rectangle of a grid holds; fewer at the lower and right edge."""
-    sides = [np.diff([*range(0, length, size), length]) for length, size in zip((frame.q_len, frame.kv_len), step, strict=True)]
+    sides = [
+        np.diff([*range(0, length, size), length]) for length, size in zip((context.q_len, context.kv_len), step, strict=True)
+    ]
     return np.multiply.outer(sides[0], sides[1]).astype(np.int64)
 
 
 def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
     """The states that FlexAttention's ``BlockMask`` has: one that reaches over the edge of the mask is never full there."""
-    frame = part.frame
-    if -(-frame.q_len // block[0]) > max_blocks[0] or -(-frame.kv_len // block[1]) > max_blocks[1]:
+    context = part.context
+    if -(-context.q_len // block[0]) > max_blocks[0] or -(-context.kv_len // block[1]) > max_blocks[1]:
         return None
     least, most = part.counts(block)
     states = np.full(least.shape, UNKNOWN, dtype=np.int8)

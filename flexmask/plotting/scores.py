@@ -13,8 +13,8 @@ from flexmask._checks import unfit
 from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask, Truth
-from flexmask.intervals.bind import frame_of
-from flexmask.intervals.context import Frame
+from flexmask.intervals.bind import bind
+from flexmask.intervals.context import Context
 from flexmask.lowering.dense import dense as mask_cells
 from flexmask.plotting.annotations import bands_of
 from flexmask.plotting.caption import shortened
@@ -86,16 +86,16 @@ class _Shown:
 
     mask: Mask
     text: str
-    frame: Frame
+    context: Context
     cells: Tensor
 
     @classmethod
     def of(cls, weights: Tensor, mask: MaskLike | None, options: Labelling) -> _Shown:
         batch, heads, q_len, kv_len = weights.shape
         whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
-        frame = frame_of(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
+        context = bind(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
         text = "attention weights" if mask is None else shortened(str(whole))
-        return cls(whole, text, frame, mask_cells(frame).expand(weights.shape))
+        return cls(whole, text, context, mask_cells(context).expand(weights.shape))
 
 
 def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, options: Labelling) -> Picture:
@@ -104,7 +104,7 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, optio
     if not values.isfinite().all():
         raise RenderError("weights must be finite; of a query without keys flexmask.backends.attention_weights gives 0")
     batches, heads, q_len, kv_len = weights.shape
-    cells, offset = whole.cells[batch], whole.frame.q_offset
+    cells, offset = whole.cells[batch], whole.context.q_offset
     shown = picture(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
     tokens = options.get("tokens")
@@ -117,7 +117,7 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, optio
         batches=batches,
         head=head or 0,
         heads=heads if head is not None else 1,
-        bands=bands_of(whole.mask, whole.frame, batch, head or 0) if options.get("bands", True) else (),
+        bands=bands_of(whole.mask, whole.context, batch, head or 0) if options.get("bands", True) else (),
         q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
         kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
         scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),

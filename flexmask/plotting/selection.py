@@ -11,9 +11,9 @@ from flexmask.errors import OperandError, RenderError
 from flexmask.expr.index import Symbol
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.tables import Lookup, Table, TensorTable
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyse
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.plotting.density import MaskSlice
 
 if TYPE_CHECKING:
@@ -47,19 +47,19 @@ class Selection:
     batches: int | None
     heads: int | None
 
-    def frame(self, mask: Mask) -> Frame:
+    def context(self, mask: Mask) -> Context:
         """A mask lowered here; if it does not say itself how many sequences or heads there are, there are as many as here."""
         own = _sizes(mask)
         batch, heads = (
             None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
             for axis, index, size in (("b", self.batch, self.batches), ("h", self.head, self.heads))
         )
-        return frame_of(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
+        return bind(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
 
     def slice(self, mask: Mask) -> MaskSlice:
         """One sequence and head of a mask."""
-        frame = self.frame(mask)
-        return MaskSlice(frame, analyse(frame), self.batch if frame.batch > 1 else 0, self.head if frame.heads > 1 else 0)
+        context = self.context(mask)
+        return MaskSlice(context, analyse(context), self.batch if context.batch > 1 else 0, self.head if context.heads > 1 else 0)
 
 
 def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:

@@ -17,9 +17,9 @@ from flexmask.blocks.sparse import known_blocks
 from flexmask.blocks.survey import Survey
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import And, Mask, Not
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyse
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -87,22 +87,26 @@ def difference(
 ) -> Difference:
     """How two masks differ: see :meth:`flexmask.Mask.difference`."""
     other = as_mask(other, "other", device=device)
-    frames = _frames((mask, other), q_len, kv_len, batch, heads, q_offset, device)
-    shape = _size("batch", [frame.batch for frame in frames]), _size("heads", [frame.heads for frame in frames]), q_len
-    bounds = [analyse(frame) for frame in frames]
+    contexts = _contexts((mask, other), q_len, kv_len, batch, heads, q_offset, device)
+    shape = (
+        _size("batch", [context.batch for context in contexts]),
+        _size("heads", [context.heads for context in contexts]),
+        q_len,
+    )
+    bounds = [analyse(context) for context in contexts]
     found = []
     for place, (own, its) in enumerate(((mask, other), (other, mask))):
         if all(part.exact for part in bounds):
             found.append(_in_rows(bounds[place].lower - bounds[1 - place].lower, shape))
             continue
         sizes = (batch or (shape[0] if shape[0] > 1 else None), heads or (shape[1] if shape[1] > 1 else None))
-        found.append(_shown(frame_of(And.make((own, Not.make(its))), q_len, kv_len, *sizes, q_offset, frames[0].device), shape))
+        found.append(_shown(bind(And.make((own, Not.make(its))), q_len, kv_len, *sizes, q_offset, contexts[0].device), shape))
     (only_self, first_self), (only_other, first_other) = found
-    cells = shape[0] * shape[1] * q_len * frames[0].kv_len
+    cells = shape[0] * shape[1] * q_len * contexts[0].kv_len
     return Difference(cells, only_self, only_other, first_self, first_other)
 
 
-def _frames(
+def _contexts(
     masks: tuple[Mask, Mask],
     q_len: int,
     kv_len: int | None,
@@ -110,13 +114,13 @@ def _frames(
     heads: int | None,
     q_offset: int | Tensor,
     device: torch.device | str | None,
-) -> list[Frame]:
-    """The frames of both masks, on one device: that of the tensors of either where none is given."""
-    frames = [frame_of(mask, q_len, kv_len, batch, heads, q_offset, device) for mask in masks]
-    where = next((frame.device for frame in frames if frame.device.type != "cpu"), frames[0].device)
+) -> list[Context]:
+    """The contexts of both masks, on one device: that of the tensors of either where none is given."""
+    contexts = [bind(mask, q_len, kv_len, batch, heads, q_offset, device) for mask in masks]
+    where = next((context.device for context in contexts if context.device.type != "cpu"), contexts[0].device)
     return [
-        frame if frame.device == where else frame_of(mask, q_len, kv_len, batch, heads, q_offset, where)
-        for mask, frame in zip(masks, frames, strict=True)
+        context if context.device == where else bind(mask, q_len, kv_len, batch, heads, q_offset, where)
+        for mask, context in zip(masks, contexts, strict=True)
     ]
 
 
@@ -140,34 +144,34 @@ def _place(row: int, shape: Shape) -> Shape:
     return row // shape[2] // shape[1], row // shape[2] % shape[1], row % shape[2]
 
 
-def _shown(frame: Frame, shape: Shape) -> tuple[int, Cell | None]:
-    """How many cells the mask of a frame shows, and the first."""
-    bounds = analyse(frame)
+def _shown(context: Context, shape: Shape) -> tuple[int, Cell | None]:
+    """How many cells the mask of a context shows, and the first."""
+    bounds = analyse(context)
     if bounds.exact:
         return _in_rows(bounds.lower, shape)
-    partial, full, left_open = known_blocks(bounds, frame, SIZE, SIZE)
-    blocks = (frame.batch, frame.heads, -(-frame.q_len // SIZE))
+    partial, full, left_open = known_blocks(bounds, context, SIZE, SIZE)
+    blocks = (context.batch, context.heads, -(-context.q_len // SIZE))
     unsure = (partial if left_open is None else partial | left_open).expand(*blocks)
     full = full.expand(*blocks)
     total = int(full.counts().sum()) * SIZE * SIZE
     rows = [int(row) for row in full.counts().flatten().nonzero()[:1]]
-    for entries, counts in Survey(frame, SIZE, SIZE).counted(unsure):
+    for entries, counts in Survey(context, SIZE, SIZE).counted(unsure):
         total += int(counts.sum())
         rows += [int(row) for row in entries.row[counts.any(1)][:1]]
-    repeated = shape[0] * shape[1] // (frame.batch * frame.heads)
-    return (total * repeated, _first(min(rows), unsure, full, frame, blocks)) if total else (0, None)
+    repeated = shape[0] * shape[1] // (context.batch * context.heads)
+    return (total * repeated, _first(min(rows), unsure, full, context, blocks)) if total else (0, None)
 
 
-def _first(row: int, unsure: Rows, full: Rows, frame: Frame, blocks: Shape) -> Cell:
+def _first(row: int, unsure: Rows, full: Rows, context: Context, blocks: Shape) -> Cell:
     """The first cell that is shown in a row of blocks, of which some is."""
     b, h, block = _place(row, blocks)
     # Of a full block the first cell counts, of the others each.
     found = [(0, int(key) * SIZE) for key in full.lo[b, h, block, :1] if key < full.kv_len]
     members = Entries.of(Rows(unsure.lo[b, h, block].view(1, 1, 1, -1), unsure.hi[b, h, block].view(1, 1, 1, -1), unsure.kv_len))
-    for part, queries, cells in BlockCells(frame, SIZE, SIZE).of(Entries(members.row + row, members.column)):
+    for part, queries, cells in BlockCells(context, SIZE, SIZE).of(Entries(members.row + row, members.column)):
         at, q, kv = cells.nonzero().unbind(-1)
         if at.numel():
-            place = (q + queries.start) * frame.kv_len + members.column[part][at].long() * SIZE + kv
-            found.append(divmod(int(place.min()), frame.kv_len))
+            place = (q + queries.start) * context.kv_len + members.column[part][at].long() * SIZE + kv
+            found.append(divmod(int(place.min()), context.kv_len))
     q_start, key = min(found)
     return Cell(b, h, block * SIZE + q_start, key)

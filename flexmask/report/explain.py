@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flexmask.blocks.sparse import known_blocks
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyse
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import sizes_of
 from flexmask.lowering.mask_mod import form_of
@@ -126,29 +126,29 @@ def explain(
         LoweringError: the mask cannot be lowered at these lengths.
     """
     mask = as_mask(mask, device=device)
-    frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, device)
+    context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
     sizes = sizes_of(block_size)
-    bounds = analyse(frame)
+    bounds = analyse(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
-    _, _, left_open = known_blocks(bounds, frame, *sizes)
+    _, _, left_open = known_blocks(bounds, context, *sizes)
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
     return Explanation(
         mask=str(mask),
         definition=str(mask.expand()),
-        leaves=tuple(_described(leaf, frame, bounds) for leaf in _leaves(separate(mask.expand()))),
+        leaves=tuple(_described(leaf, context, bounds) for leaf in _leaves(separate(mask.expand()))),
         exact=bounds.exact,
         intervals=int(counts.max()),
         mean_intervals=float(counts.double().mean()),
         form=_form(bounds),
         open_blocks=0 if left_open is None else int(left_open.counts().sum()),
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
-        dense_bytes=_cells(frame),
-        stats=stats(frame, sizes, bounds),
+        dense_bytes=_cells(context),
+        stats=stats(context, sizes, bounds),
     )
 
 
-def _cells(frame: Frame) -> int:
-    return frame.batch * frame.heads * frame.q_len * frame.kv_len
+def _cells(context: Context) -> int:
+    return context.batch * context.heads * context.q_len * context.kv_len
 
 
 def _leaves(mask: Mask) -> list[Mask]:
@@ -160,10 +160,10 @@ def _leaves(mask: Mask) -> list[Mask]:
     return list(found.values()) or [mask]
 
 
-def _described(mask: Mask, frame: Frame, bounds: RowBounds) -> Leaf:
+def _described(mask: Mask, context: Context, bounds: RowBounds) -> Leaf:
     """A condition, and whether it is one that leaves the rows open."""
     leaf = _leaf(mask)
-    if bounds.exact or not leaf.separates or analyse(replace(frame, mask=mask)).exact:
+    if bounds.exact or not leaf.separates or analyse(replace(context, mask=mask)).exact:
         return leaf
     return replace(leaf, kind=f"{leaf.kind}; in more intervals than are listed")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.blocks.sparse import block_sets
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds, analyse
-from flexmask.intervals.context import Frame
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_mask import sizes_of
 
@@ -84,31 +84,31 @@ class Stats:
         return 4 * d_head * (self.partial_blocks + self.full_blocks) * self.block_size[0] * self.block_size[1]
 
 
-def stats(frame: Frame, block_size: int | tuple[int, int] = 128, bounds: RowBounds | None = None) -> Stats:
-    """The figures of the mask of a frame: see :meth:`flexmask.expr.mask.Mask.stats`.
+def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: RowBounds | None = None) -> Stats:
+    """The figures of the mask of a context: see :meth:`flexmask.expr.mask.Mask.stats`.
 
     Args:
-        frame: the frame of the lowering.
+        context: the context of the lowering.
         block_size: tokens in a block, or the pair (queries, keys).
         bounds: the rows of the mask, where they are known already.
     """
     q_size, kv_size = sizes_of(block_size)
-    bounds = bounds or analyse(frame)
-    found = block_sets(bounds, frame, q_size, kv_size)
-    q_blocks, kv_blocks = -(-frame.q_len // q_size), -(-frame.kv_len // kv_size)
-    partial, full = (part.expand(frame.batch, frame.heads, q_blocks) for part in (found.partial, found.full))
+    bounds = bounds or analyse(context)
+    found = block_sets(bounds, context, q_size, kv_size)
+    q_blocks, kv_blocks = -(-context.q_len // q_size), -(-context.kv_len // kv_size)
+    partial, full = (part.expand(context.batch, context.heads, q_blocks) for part in (found.partial, found.full))
     if bounds.exact:
-        counts = bounds.lower.counts().expand(frame.batch, frame.heads, frame.q_len)
+        counts = bounds.lower.counts().expand(context.batch, context.heads, context.q_len)
     else:
-        counts = _counted(partial, full, frame, q_size, kv_size)
-    groups = frame.batch * frame.heads
+        counts = _counted(partial, full, context, q_size, kv_size)
+    groups = context.batch * context.heads
     return Stats(
-        batch=frame.batch,
-        heads=frame.heads,
-        q_len=frame.q_len,
-        kv_len=frame.kv_len,
+        batch=context.batch,
+        heads=context.heads,
+        q_len=context.q_len,
+        kv_len=context.kv_len,
         block_size=(q_size, kv_size),
-        cells=groups * frame.q_len * frame.kv_len,
+        cells=groups * context.q_len * context.kv_len,
         visible=int(counts.sum()),
         empty_rows=int((counts == 0).sum()),
         blocks=groups * q_blocks * kv_blocks,
@@ -118,10 +118,10 @@ def stats(frame: Frame, block_size: int | tuple[int, int] = 128, bounds: RowBoun
     )
 
 
-def _counted(partial: Rows, full: Rows, frame: Frame, q_size: int, kv_size: int) -> Tensor:
+def _counted(partial: Rows, full: Rows, context: Context, q_size: int, kv_size: int) -> Tensor:
     """Visible keys of each row, ``[B, H, q_len]``, where only the cells of partial blocks can tell."""
-    survey = Survey(frame, q_size, kv_size)
+    survey = Survey(context, q_size, kv_size)
     counts = (full.counts() * kv_size).repeat_interleave(survey.height, -1).view(-1, survey.height)
     for entries, visible in survey.counted(partial):
         counts.index_add_(0, entries.row, visible)
-    return counts.view(frame.batch, frame.heads, -1)[..., : frame.q_len]
+    return counts.view(context.batch, context.heads, -1)[..., : context.q_len]

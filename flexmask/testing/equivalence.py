@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.lowering.dense import cells_of
 from flexmask.testing.backends import Backend, check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
@@ -129,9 +129,9 @@ def assert_subset(
     rows, columns = part_around((q, kv), (q_len, kv_len or q_len))
     shown = []
     for part in (mask, other):
-        frame = frame_of(part, q_len, kv_len, batch, heads, q_offset, device)
-        cells = cells_of(frame)(rows.start, rows.stop, columns.start, columns.stop)
-        shown.append(cells[min(b, frame.batch - 1), min(h, frame.heads - 1)].cpu())
+        context = bind(part, q_len, kv_len, batch, heads, q_offset, device)
+        cells = cells_of(context)(rows.start, rows.stop, columns.start, columns.stop)
+        shown.append(cells[min(b, context.batch - 1), min(h, context.heads - 1)].cpu())
     marks = torch.where(shown[0] & ~shown[1], 2, shown[0].int())
     picture = drawn_part(
         marks, (rows.start, columns.start), ".#+", "# shown by both   . hidden by the first   + shown by it alone"

@@ -16,7 +16,7 @@ from flexmask._checks import unfit
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import uncalled
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
@@ -114,18 +114,18 @@ def setting_of(
         if q_offset.is_meta or unfit(q_offset):
             raise OperandError("q_offset must be an int or a plain tensor with values, on a device that has memory")
         q_offset = q_offset.to(where)
-    frame = frame_of(mask, q_len, kv_len, batch, heads, q_offset, where)
-    said = [(frame.full_batch, frame.heads if heads is None else heads)]
+    context = bind(mask, q_len, kv_len, batch, heads, q_offset, where)
+    said = [(context.full_batch, context.heads if heads is None else heads)]
     if isinstance(q_offset, Tensor):
         said.append((q_offset.numel(), 1))
     if isinstance(reference, Mask | str):
-        its = frame_of(as_mask(reference, device=where).to(where), q_len, kv_len, batch, heads, q_offset, where)
+        its = bind(as_mask(reference, device=where).to(where), q_len, kv_len, batch, heads, q_offset, where)
         said.append((its.full_batch, its.heads))
     elif isinstance(reference, Tensor):
         shape = _four(reference).shape
         said.append((shape[0], shape[1]))
     most = max(sequences for sequences, _ in said), max(number for _, number in said)
-    setting = Setting(mask, q_len, frame.kv_len, *most, q_offset, frame.device)
+    setting = Setting(mask, q_len, context.kv_len, *most, q_offset, context.device)
     check_size(setting.shape, "check shorter sequences, or compare two masks with mask.difference(other, q_len)")
     return setting
 

@@ -13,7 +13,7 @@ from flexmask import _sync
 from flexmask._checks import integer
 from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_mask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 from flexmask.tracing.trace import follow
@@ -77,6 +77,6 @@ def create_block_mask(
         mask = follow(mask_mod, device=where)
         options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
     if 0 in (B, H):  # without sequences or heads every mask shows the same
-        frame = frame_of(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
-        return block_mask(frame, BLOCK_SIZE, **options, batch=B, heads=H)
-    return block_mask(frame_of(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)
+        context = bind(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
+        return block_mask(context, BLOCK_SIZE, **options, batch=B, heads=H)
+    return block_mask(bind(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)

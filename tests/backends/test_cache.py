@@ -34,15 +34,15 @@ class Model(nn.Module):
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The frames of all lowerings, one for each."""
-    frames: list[Any] = []
+    """The contexts of all lowerings, one for each."""
+    contexts: list[Any] = []
 
-    def counted(frame: Any) -> Any:
-        frames.append(frame)
-        return analyse(frame)
+    def counted(context: Any) -> Any:
+        contexts.append(context)
+        return analyse(context)
 
     monkeypatch.setattr("flexmask.backends.api.analyse", counted)
-    return frames
+    return contexts
 
 
 X = torch.randn(2, S, 8)

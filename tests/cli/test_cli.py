@@ -71,7 +71,7 @@ def test_block_grid() -> None:
 def shows(cells: str, *arguments: str) -> bool:
     """Whether a mask with its parameters shows just these cells, ``#`` or ``.`` in rows between blanks."""
     table = [[cell == "#" for cell in row] for row in cells.split()]
-    result = run("diff", *arguments, f"dense({table})")
+    result = run("diff", *arguments, f"from_dense({table})")
     assert result.exit_code in (0, 1), result.output
     return result.exit_code == 0
 

@@ -16,7 +16,7 @@ from flexmask import attention, b, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.packing import document_ids
 from flexmask.expr.tables import Literal, along
-from flexmask.intervals.bind import frame_of
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyse
 from flexmask.tracing.as_mask import as_mask
 from tests.support import oracle
@@ -98,7 +98,7 @@ def test_a_longer_table_of_queries_is_refused_without_an_offset() -> None:
 
 def test_shared_parts_are_visited_once() -> None:
     index: fm.expr.Index = q
-    for _ in range(200):
+    for _ in range(40):
         index = fm.minimum(index + index, index + 3)
     mask = index <= kv
     assert mask.params == ()
@@ -242,12 +242,12 @@ def test_a_text_keeps_no_tensors_alive(text: str) -> None:
         gc.collect()
         before = tensors()
         mask = as_mask(text) if device.type == "cpu" else as_mask(text, device=device)
-        frame = frame_of(mask, 12, device=device)
+        context = bind(mask, 12, device=device)
         if device.type == "cpu":
-            analyse(frame)
-        gone = [weakref.ref(table) for table in frame.tables.values()]
+            analyse(context)
+        gone = [weakref.ref(table) for table in context.tables.values()]
         assert gone
-        del mask, frame
+        del mask, context
         gc.collect()
         assert [ref() for ref in gone] == [None] * len(gone)
         assert tensors() <= before

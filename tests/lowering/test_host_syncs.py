@@ -183,7 +183,9 @@ def test_host_syncs_are_those_that_are_documented(name: str) -> None:
     assert documented()[name] == kind_of(MASKS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if name not in {"from_dense", "tree"}])  # whose data is as large as the mask
+@pytest.mark.parametrize(
+    "name", [name for name in MASKS if name not in {"from_dense", "tree"}]
+)  # whose data is as large as the mask
 def test_beyond_the_limit_of_blocks_every_mask_has_one(name: str) -> None:
     assert has_sync(MASKS[name](LONGEST, "meta"), LONGEST)
 

@@ -28,7 +28,7 @@ LENGTHS: list[tuple[str, int, int]] = [
     ("key_padding(keep=[True, False])", 2, 2),
     ("cross_length([3, 5, 4], [7, 6, 2])", 7, 5),
     ("prefix_lm([2, 3])", 16, 16),
-    ("dense([[True, False, True], [True, True, True]])", 2, 3),
+    ("from_dense([[True, False, True], [True, True, True]])", 2, 3),
     ("key_padding(0)", 16, 16),
     ("document([0, 0, 1]) & key_padding(2)", 3, 3),
     ("eviction([1, 2, 1000000])", 3, 3),

@@ -190,7 +190,7 @@ def doubled(function: Any) -> Any:
 
 
 TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "dense": ("flexmask.lowering.dense.frame_closure", one_less, "dense, against the reference"),
+    "dense": ("flexmask.lowering.dense.mask_closure", one_less, "dense, against the reference"),
     "rows": (
         "flexmask.intervals.rows.Rows.holds",
         lambda f: lambda self, kv: f(self, kv) & (kv != 1),
