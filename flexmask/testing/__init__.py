@@ -2,7 +2,7 @@
 
 ``assert_equivalent`` holds everything that a mask lowers to against a reference, ``assert_no_leak`` a model against the mask
 that it should obey, ``assert_subset`` one mask against another, and ``assert_batch_invariant`` what a model computes of a
-document against the same in other packings. With pytest, :mod:`flexmask.testing.pytest_plugin` has all but ``assert_subset`` as
+document against the same in other packings. With pytest, :mod:`flexmask.pytest_plugin` has all but ``assert_subset`` as
 fixtures.
 """
 

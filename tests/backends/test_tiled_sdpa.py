@@ -204,7 +204,7 @@ class TestAgainstDense:
     def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tiles of so many scores are cut along heads and batch."""
         for limit in ("FORWARD_SCORES", "BACKWARD_SCORES_PER_THREAD"):
-            monkeypatch.setattr(f"flexmask.tile_passes.{limit}", 1000)
+            monkeypatch.setattr(f"flexmask.backends.tile_passes.{limit}", 1000)
         mask = MASKS[name]()
         bounds = intervals(mask)
         tensors = inputs(heads=heads[0], key_heads=heads[1], **shape_of(mask))

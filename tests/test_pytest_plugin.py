@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from flexmask.testing import pytest_plugin
+from flexmask import pytest_plugin
 from tests.support.imports import HEAVY, loaded_after
 
 pytest_plugins = ["pytester"]
@@ -87,9 +87,9 @@ def test_help(pytester: pytest.Pytester) -> None:
 
 
 def test_nothing_heavy_is_imported(pytester: pytest.Pytester) -> None:
-    assert loaded_after("import flexmask.testing.pytest_plugin", HEAVY) == set()
+    assert loaded_after("import flexmask.pytest_plugin", HEAVY) == set()
     pytester.makepyfile(
-        "import sys\n\ndef test_light():\n    assert 'flexmask.testing.pytest_plugin' in sys.modules\n"
+        "import sys\n\ndef test_light():\n    assert 'flexmask.pytest_plugin' in sys.modules\n"
         "    assert 'torch' not in sys.modules"
     )
     result = pytester.run(sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", "-W", "error")
