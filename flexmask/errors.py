@@ -21,6 +21,7 @@ __all__ = [
     "PluginWarning",
     "RenderError",
     "TextError",
+    "TraceError",
 ]
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from flexmask import registry
 from flexmask._checks import nearest
-from flexmask.catalogue import __all__ as _built_in
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.expr.index import Index, Symbol, maximum, minimum
 from flexmask.expr.mask import Mask, where
-from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
 from flexmask.expr.tables import Literal, Param, Table, param, table
@@ -30,7 +29,6 @@ __all__ = ["kept_mask", "parse"]
 MAX_LENGTH = 1_000_000
 MAX_NESTING = MAX_DEPTH + 10
 
-assert set(_built_in) <= set(NAMES)
 SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,

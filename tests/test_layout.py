@@ -13,7 +13,7 @@ import pytest
 
 import flexmask
 from flexmask.expr.names import NAMES
-from flexmask.registry import package_of
+from tests.support.examples import OWN_MASKS
 from tests.support.imports import HEAVY, loaded_after
 
 PACKAGE = Path(flexmask.__file__).parent
@@ -49,7 +49,7 @@ def test_exports_are_sorted_and_exist(module: str) -> None:
 PICTURE = re.compile(r"``([^`\n]+)`` at ([^:\n]+)::\n\n((?: +[■⬚][ ■⬚]*\n?)+)")
 
 
-@pytest.mark.parametrize("name", sorted(name for name in NAMES if package_of(NAMES[name].__module__) == "flexmask"))
+@pytest.mark.parametrize("name", OWN_MASKS)
 def test_docstrings_draw_what_the_mask_says(name: str) -> None:
     doc = (inspect.getdoc(NAMES[name]) or "") + "\n"
     pictures = PICTURE.findall(doc)

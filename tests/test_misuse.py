@@ -23,7 +23,8 @@ from flexmask import testing
 from flexmask.errors import FlexmaskError
 from flexmask.expr.names import NAMES
 from flexmask.plotting.mpl import plot_score_panels, plot_scores
-from flexmask.registry import package_of, withdraw
+from flexmask.registry import withdraw
+from tests.support.examples import EXAMPLES, PADDED
 
 # Any, since the tests misuse them on purpose
 f: Any = fm
@@ -116,7 +117,6 @@ WRONG["lists that end nowhere"][0].append(WRONG["lists that end nowhere"])
 
 Function = tuple[Callable[..., Any], dict[str, Any]]
 LENGTHS: dict[str, Any] = {"q_len": 8, "kv_len": 8, "batch": None, "heads": None, "q_offset": 0, "device": None}
-PADDED = fm.causal() & fm.key_padding([2, 2])
 
 
 def module(**options: Any) -> Any:
@@ -281,56 +281,9 @@ for sign in ("and", "or", "xor", "sub"):
 for sign in ("add", "floordiv", "lt", "eq"):
     FUNCTIONS[f"Index.__{sign}__"] = (lambda other, sign=sign: getattr(fm.q, f"__{sign}__")(other), {"other": fm.kv})
 
-IDS = [0, 0, 1, 1]
-#: The named masks with arguments that are right at 4 x 4, some in several ways.
-MASKS: dict[str, list[dict[str, Any]]] = {
-    "bidirectional_spans": [{"ids": IDS}],
-    "block_causal": [{"size": 2}],
-    "block_diffusion": [{"length": 4, "size": 2}],
-    "causal": [{"align": "upper_left", "offset": 0}],
-    "chunk_window": [{"size": 2, "left": 1}],
-    "chunked": [{"size": 2, "start": 1}],
-    "coarse": [{"mask": PADDED, "size": 2}],
-    "cross_document": [{"mask": fm.causal(), "q_lengths": [4], "kv_lengths": [4], "align": "upper_left"}],
-    "cross_length": [{"kv_lengths": 3, "q_lengths": 3}],
-    "from_dense": [{"table": [[True] * 4] * 4}],
-    "dilated_window": [{"left": 1, "right": 1, "dilation": 2}],
-    "document": [{"ids": IDS, "kv_ids": IDS}, {"lengths": [1, 3]}, {"cu_seqlens": [0, 4]}, {"position_ids": IDS}],
-    "draft_anchors": [{"anchors": [1, 0], "size": 2, "context": 1}],
-    "draft_blocks": [{"prefix": 2, "size": 2}],
-    "empty": [{}],
-    "eviction": [{"steps": [1] * 4}],
-    "full": [{}],
-    "global_window": [{"is_global": [True, False, False, False], "left": 1, "right": 1}],
-    "image_cross": [{"spans": [[0, 2]], "image_length": 4}],
-    "in_context": [{"ids": IDS, "test_start": 1}],
-    "key_padding": [{"lengths": 3, "side": "left"}, {"keep": [True] * 4}, {"hide": [1, 0, 0, 0]}, {"start": 1}],
-    "multi_item": [{"prefix_length": 1, "positions": IDS}],
-    "neighborhood": [{"canvas": [2, 2], "kernel": [1, 1]}],
-    "paged": [{"mask": fm.causal(), "pages": [0, 1], "page_size": 2}],
-    "per_chunk": [{"mask": fm.causal(), "size": 2}],
-    "per_document": [{"mask": fm.causal(), "ids": IDS}],
-    "per_head": [{"masks": [PADDED]}],
-    "prefix_lm": [{"prefix_lengths": 2}],
-    "qk_sparse": [{"starts": [1], "lengths": [2]}],
-    "query_padding": [{"lengths": 3}, {"keep": [1] * 4}],
-    "random_cells": [{"p": 0.5, "seed": 3}],
-    "reorder": [{"mask": fm.causal(), "q": [0, 1, 2, 3], "kv": [3, 2, 1, 0]}],
-    "shared_prefix": [{"ids": IDS, "prefix_of": [0, 0]}],
-    "shift": [{"mask": PADDED, "q": 1, "kv": 1}],
-    "sink_window": [{"sinks": 1, "left": 1}, {"sinks": 1, "size": 2}],
-    "sliding_tile": [{"canvas": [4], "kernel": [2], "tile": [2], "text": 0}],
-    "sliding_window": [{"left": 1, "right": 1}, {"size": 3}],
-    "svg_spatial": [{"frame_length": 4, "width": 1}],
-    "svg_temporal": [{"frame_length": 4, "frames": 8, "width": 4}],
-    "tile_topk": [{"topk": [[0], [1]], "size": 2}],
-    "training_time_test": [{"length": 3, "steps": 1}],
-    "transpose": [{"mask": PADDED}],
-    "tree": [{"parents": [-1, 0, 1, 1], "prefix": 0}, {"ancestors": [[True] * 4] * 4}],
-}
-for name, ways in MASKS.items():
-    for number, way in enumerate(ways):
-        FUNCTIONS[f"{name} {number}" if number else name] = (getattr(fm.masks, name), way)
+for name, examples in EXAMPLES.items():
+    for number, (arguments, _) in enumerate(examples):
+        FUNCTIONS[f"{name} {number}" if number else name] = (getattr(fm.masks, name), arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -363,10 +316,6 @@ def foreign_error(name: str, argument: str, wrong: Any, lowers: bool) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
-
-
-def test_every_named_mask_is_in_the_table() -> None:
-    assert sorted(MASKS) == sorted(name for name in NAMES if package_of(NAMES[name].__module__) == "flexmask")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -26,13 +26,13 @@ import flexmask as fm
 from flexmask.cli import main
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError
 from flexmask.expr.names import NAMES
-from flexmask.registry import GROUP, named, origin
+from flexmask.registry import GROUP, named
+from tests.support.examples import OWN_MASKS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "plugins" / "README.md").read_text()
 #: The files of the example: a path by itself on a line, and a block of code.
 EXAMPLE = re.findall(r"^`([\w./-]+)`\n\n```\w+\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-BUILT_IN = sorted(name for name in NAMES if origin(name).package == "flexmask")
 
 ONE = """
 from flexmask import kv
@@ -229,7 +229,7 @@ def test_a_plugin_that_was_imported_before(tmp_path: Path) -> None:
 
 def test_flexmask_registers_its_families_as_plugins_do() -> None:
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-    modules = {NAMES[name].__module__ for name in BUILT_IN}
+    modules = {NAMES[name].__module__ for name in OWN_MASKS}
     assert {name: module for module in sorted(modules) for name in [module.rpartition(".")[2]]} == entries
 
 
@@ -460,7 +460,7 @@ def test_list_shows_every_mask(columns: int) -> None:
     lines = result.stdout.splitlines()
     assert "\x1b" not in result.stdout
     assert max(map(len, lines)) <= columns
-    assert [name for name in BUILT_IN if not re.search(rf"^  {name}\(", result.stdout, re.MULTILINE)] == []
+    assert [name for name in OWN_MASKS if not re.search(rf"^  {name}\(", result.stdout, re.MULTILINE)] == []
     assert re.search(r"^windows +package flexmask$", result.stdout, re.MULTILINE)
     assert re.search(r"^  full\(\) +True$", result.stdout, re.MULTILINE)
     assert [line for line in lines if line != line.rstrip()] == []

@@ -10,6 +10,8 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import LoweringError
 from tests.support import oracle
+from tests.support.examples import EXAMPLES, OWN_MASKS
+from tests.support.lowerings import check_block_mask, check_mask_mod, check_rows
 from tests.support.named_masks import (
     BOOLS,
     FORMS,
@@ -25,13 +27,22 @@ from tests.support.named_masks import (
 )
 from tests.support.strategies import Case, Shape
 
-# ---------------------------------------------------------------- masks without data
+EACH = [(name, number) for name, examples in EXAMPLES.items() for number in range(len(examples))]
 
 
-# ---------------------------------------------------------------- masks with data: one for all, and one for each batch element
+def test_every_named_mask_has_an_example() -> None:
+    assert list(EXAMPLES) == OWN_MASKS
 
 
-# ---------------------------------------------------------------- which masks go with which lengths
+@pytest.mark.parametrize(("name", "number"), EACH, ids=[f"{name}-{number}" for name, number in EACH])
+def test_example(name: str, number: int) -> None:
+    arguments, allowed = EXAMPLES[name][number]
+    case, shape = Case(getattr(fm.masks, name)(**arguments), allowed), Shape(4, 4, batch=2)
+    expected = case.expected(shape)
+    assert_means(case, shape)
+    check_rows(case, shape, expected)
+    check_mask_mod(case, shape, expected)
+    check_block_mask(case, shape, expected, 2)
 
 
 @name_and_shape(PLAIN)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.catalogue import __all__ as named_masks
 from flexmask.expr.mask import Named, Truth
+from tests.support.examples import OWN_MASKS
 
 SOURCE = Path(__file__).parents[2] / "gallery" / "gallery.toml"
 ENTRIES: list[dict[str, Any]] = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["mask"]
@@ -53,7 +53,7 @@ def panels_of(entry: dict[str, Any]) -> list[torch.Tensor]:
 def terms_of(text: str) -> int:
     """Named masks and comparisons in a text."""
     nodes = list(ast.walk(ast.parse(text, mode="eval")))
-    names = sum(isinstance(node, ast.Name) and node.id in named_masks for node in nodes)
+    names = sum(isinstance(node, ast.Name) and node.id in OWN_MASKS for node in nodes)
     return names + sum(isinstance(node, ast.Compare) for node in nodes)
 
 
@@ -298,4 +298,4 @@ def test_every_named_mask_has_an_entry() -> None:
     families = [entry for entry in ENTRIES if entry["family"] != "compositions"]
     nodes = [node for entry in families for node in mask_of(entry).walk()]
     shown = {node.name for node in nodes if isinstance(node, Named)} | {str(node) for node in nodes if isinstance(node, Truth)}
-    assert set(named_masks) - shown == set()
+    assert set(OWN_MASKS) - shown == set()
