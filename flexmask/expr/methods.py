@@ -138,16 +138,10 @@ class MaskMethods(Node):
         ``b`` less 1, ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22
         elsewhere lists are packed; then their strides may differ as well.
 
-        Host syncs on a GPU, where the host stops until the device has worked out a number that the next step depends on:
+        Host syncs on a GPU, where the host stops until the device has worked out a number that the next step depends on. Most
+        named masks, and conditions of your own that are solved for the key, need none; ``coarse``, ``per_chunk``, ``per_head``,
+        ``reorder(q=)``, ``shift`` and ``transpose`` have those of the masks inside them. The others have one:
 
-        * None: ``block_causal``, ``block_diffusion``, ``causal``, ``chunk_window``, ``chunked``,
-          ``cross_document(q_cu_seqlens=)``, ``cross_length``, ``document(cu_seqlens=)``, ``document(lengths=)``,
-          ``document(position_ids=)``, ``draft_anchors``, ``draft_blocks``, ``empty``, ``full``, ``key_padding(lengths)``,
-          ``key_padding(start=)``, ``multi_item``,
-          ``per_document(lengths=)``, ``prefix_lm``, ``query_padding(keep=)``, ``query_padding(lengths)``,
-          ``query_padding(start=)``, ``shared_prefix(lengths=)``, ``sink_window``, ``sliding_window``, ``svg_spatial``,
-          ``tile_topk``, ``training_time_test``; and ``coarse``, ``per_chunk``, ``per_head``, ``reorder(q=)``, ``shift`` and
-          ``transpose`` of these. Conditions of your own that are solved for the key are like these.
         * At the first lowering of a tensor, until torch changes it (writes through ``.data`` are not seen):
           ``bidirectional_spans``, ``document(ids)``, ``per_document(ids)``, ``shared_prefix(ids)``.
         * At each lowering, to count the intervals of keys: ``cross_document(q_lengths=)``, ``eviction``, ``global_window``,
