@@ -166,7 +166,7 @@ FUNCTIONS: dict[str, Function] = {
         f.backends.attention_weights,
         {"query": HEADS, "key": HEADS, "mask": fm.causal(), "scale": None, "score_mod": None, "q_offset": 0},
     ),
-    "choose_backend": (f.backends.choose_backend, {"query": HEADS, "value": HEADS, "mask": None}),
+    "choose_backend": (f.backends.choose_backend, {"query": HEADS, "key": HEADS, "value": HEADS, "mask": None}),
     "create_block_mask": (
         f.create_block_mask,
         {"mask_mod": window, "B": 1, "H": 1, "Q_LEN": 128, "KV_LEN": 128, "device": "cpu", "BLOCK_SIZE": 128},

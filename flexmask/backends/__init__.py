@@ -5,7 +5,17 @@ compiled FlexAttention, from torch's SDPA, or from exact attention in tiles with
 """
 
 from flexmask.backends.api import attention, choose_backend
+from flexmask.backends.backend import Backend, Call, backend_names, register_backend
 from flexmask.backends.cache import MaskCache
 from flexmask.backends.weights import attention_weights
 
-__all__ = ["MaskCache", "attention", "attention_weights", "choose_backend"]
+__all__ = [
+    "Backend",
+    "Call",
+    "MaskCache",
+    "attention",
+    "attention_weights",
+    "backend_names",
+    "choose_backend",
+    "register_backend",
+]

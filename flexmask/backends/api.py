@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import check_function, number, unfit
-from flexmask._transforms import has_values, is_captured, is_transformed, outside_transforms
-from flexmask.backends.cache import shared
-from flexmask.backends.dropout import check_dropout, seed_of
-from flexmask.backends.flex import FLEX_DTYPES, flex_sdpa
-from flexmask.backends.tile import Cells
-from flexmask.backends.tiled_sdpa import ScoreMod, block_sdpa, fused_sdpa
-from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
-from flexmask.expr.index import q
-from flexmask.expr.linear import Linear
-from flexmask.expr.mask import Mask, Truth
+from flexmask.backends.backend import Call, check_backend, ordered_backends, register_backend, select
+from flexmask.backends.dropout import check_dropout
+from flexmask.backends.flex import FLEX
+from flexmask.backends.tile_weights import ScoreMod
+from flexmask.backends.tiled_sdpa import TILED_SDPA
+from flexmask.errors import FlexmaskError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import analyse
-from flexmask.intervals.closures import mask_closure
-from flexmask.intervals.solve import Span, separate
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["Backend", "attention", "check_backend", "check_options", "choose_backend"]
-
-Backend = Literal["auto", "flex", "sdpa"]
-
-#: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
-Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
-Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
+__all__ = ["ChosenBackend", "attention", "check_options", "choose_backend"]
 
 #: What to do about tensors in the other order of axes.
 SWAPPED = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
-#: The smallest head that FlexAttention's CUDA kernels take.
-FLEX_MIN_HEAD = 16
+
+for _backend in (TILED_SDPA, FLEX):
+    register_backend(_backend)
 
 
 def attention(
@@ -53,7 +41,7 @@ def attention(
     q_offset: int | Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """``softmax(scale * query @ key.T, where the mask is True) @ value``; 0 for a query that sees no key.
 
@@ -93,28 +81,17 @@ def attention(
 
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
-    _check(query, key, value, enable_gqa)
-    if not torch.compiler.is_compiling():
-        check_options(score_mod, scale)
-    if mask is not None and not isinstance(mask, BlockMask):
-        mask = as_mask(mask, also="a BlockMask, None", device=query.device)
     check_backend(backend)
-    check_dropout(dropout_p)
+    call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     if 0 in query.shape or 0 in value.shape:
         return _nothing(query, key, value)
-    seed = seed_of(dropout_seed, query.device) if dropout_p else None
-    if backend == "sdpa" or (backend == "auto" and choose_backend(query, value, mask) == "sdpa"):
-        if isinstance(mask, BlockMask):
-            raise LoweringError("a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from")
-        run = partial(_sdpa, query, key, value, mask, score_mod, scale, q_offset, dropout_p, seed)
-    else:
-        run = partial(flex_sdpa, query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, seed)
+    chosen = select(call, backend)
     if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
-        return run()
+        return chosen.run(call)
     try:
-        return run()
+        return chosen.run(call)
     except LoweringError as error:
-        if isinstance(mask, Mask) and _is_swapped(mask, query, key, q_offset):
+        if isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, q_offset):
             raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED}") from error
         raise
 
@@ -133,31 +110,51 @@ def _fits(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> boo
     return True
 
 
-def check_backend(backend: object) -> None:
-    """Raises an ExpressionError unless ``backend`` is one."""
-    if not isinstance(backend, str) or backend not in ("auto", "flex", "sdpa"):
-        raise ExpressionError(f"backend must be 'auto', 'flex' or 'sdpa', got {backend!r}")
+class ChosenBackend(str):
+    """The name of a backend, with the reasons against the others.
 
-
-def choose_backend(query: Tensor, value: Tensor, mask: MaskLike | BlockMask | None = None) -> Literal["flex", "sdpa"]:
-    """The backend that ``backend="auto"`` takes: ``flex`` for a BlockMask, and on CUDA where its kernels can; else ``sdpa``.
-
-    Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values it is ``sdpa``.
-
-    Args:
-        query: ``[B, H, q_len, D]``.
-        value: ``[B, H_kv, kv_len, D_v]``.
-        mask: the mask, as for :func:`attention`.
+    Attributes:
+        reasons: for each other backend, why it was not chosen.
     """
-    if isinstance(mask, BlockMask):
-        return "flex"
-    _check_tensors(query=query, value=value)
-    if not query.dim() == value.dim() == 4:
-        raise LoweringError(f"query and value must be [B, H, length, D], got {list(query.shape)} and {list(value.shape)}")
-    if is_transformed(query, value) or not has_values(query):
-        return "sdpa"
-    able = query.dtype in FLEX_DTYPES and min(query.shape[-1], value.shape[-1]) >= FLEX_MIN_HEAD
-    return "flex" if query.device.type == "cuda" and able else "sdpa"
+
+    reasons: dict[str, str]
+
+
+def choose_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskLike | BlockMask | None = None,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+) -> ChosenBackend:
+    """The backend that ``backend="auto"`` takes for the same arguments of :func:`attention`: the first that supports the call.
+
+    The order is that of registration, ``"sdpa"`` before ``"flex"``, where backends that prefer the query's device come first:
+    ``"flex"`` on CUDA. Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values only
+    ``"sdpa"`` supports a call; with a BlockMask only ``"flex"`` does.
+
+    Returns:
+        The name, a str. Its attribute ``reasons`` says for each other backend why it was not chosen.
+
+    Raises:
+        OperandError: as of :func:`attention`.
+        LoweringError: as of :func:`attention`, or no backend supports the call.
+    """
+    call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    chosen = select(call)
+    name = ChosenBackend(chosen.name)
+    name.reasons = {
+        other.name: other.supports(call) or f"{chosen.name} comes first on {query.device.type}"
+        for other in ordered_backends(query.device)
+        if other is not chosen
+    }
+    return name
 
 
 def check_options(score_mod: object, scale: object) -> None:
@@ -174,6 +171,28 @@ def _check_tensors(**tensors: Any) -> None:
             raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if reason := unfit(tensor):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
+
+
+def _checked_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    score_mod: ScoreMod | None,
+    scale: float | None,
+    enable_gqa: bool,
+    q_offset: int | Tensor,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+) -> Call:
+    """The arguments of :func:`attention` as a call, where they fit each other."""
+    _check(query, key, value, enable_gqa)
+    if not torch.compiler.is_compiling():
+        check_options(score_mod, scale)
+    if mask is not None and not isinstance(mask, BlockMask):
+        mask = as_mask(mask, also="a BlockMask, None", device=query.device)
+    check_dropout(dropout_p)
+    return Call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
@@ -210,68 +229,3 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The output where there are no sequences, heads, queries, keys or channels: 0, with gradients that are 0."""
     anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
     return query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | None,
-    score_mod: ScoreMod | None,
-    scale: float | None,
-    q_offset: int | Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    mask = mask if mask is not None else Truth(True)
-    # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
-    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
-    plain = score_mod is None and seed is None and fusible
-    setting = (*query.shape[:3], key.shape[2], query.device, plain)
-    if is_captured():
-        plan = _plan_in_graph(mask, setting, q_offset)
-    elif has_values(query):
-        with outside_transforms():
-            plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
-    else:
-        plan = _plan(mask, setting, q_offset, shapes_only=True)
-    if isinstance(plan, str):
-        return fused_sdpa(query, key, value, is_causal=plan == "causal", scale=scale)
-    bounds, cells = plan
-    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    return block_sdpa(query, key, value, bounds, cells=cells, **options)
-
-
-def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
-    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them.
-
-    With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
-    """
-    batch, heads, q_len, kv_len, device, plain = setting
-    context = bind(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
-    if plain:
-        resolved = context.with_lengths(context.mask)
-        if resolved == Truth(True):
-            return "whole"
-        if _is_fused_causal(resolved, q_offset):
-            return "causal"
-    if shapes_only:
-        return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
-    rows = analyse(context)
-    return rows.upper.bounds, None if rows.exact else mask_closure(context)
-
-
-def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
-    """The plan where operations become part of a graph that runs later."""
-    try:
-        return _plan(mask, setting, q_offset)
-    except RuntimeError as error:  # what torch raises where a value is read
-        raise LoweringError(
-            f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
-            "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
-        ) from error
-
-
-def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
-    """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
-    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())

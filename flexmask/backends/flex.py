@@ -13,60 +13,65 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmask._transforms import has_values, is_captured, is_transformed
+from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import kept, key_numbers, row_numbers
-from flexmask.backends.tiled_sdpa import ScoreMod
+from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
 
-__all__ = ["FLEX_DTYPES", "flex_sdpa"]
+__all__ = ["FLEX"]
 
-FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+#: The least channels of a head that the CUDA kernels take.
+MIN_HEAD = 16
 #: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
 MAX_KERNELS = 256
 #: Whether torch's compiled CPU kernel refuses a query, key and value that share memory, as views of one projection may.
 ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
 
 
-def flex_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | BlockMask | None,
-    score_mod: ScoreMod | None,
-    scale: float | None,
-    enable_gqa: bool,
-    q_offset: int | Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    """Attention through FlexAttention: arguments as for :func:`flexmask.attention`, the seed as a tensor on the device."""
-    if is_transformed(query, key, value) or not (has_values(query) or is_captured()):
-        raise LoweringError(
+def _supports(call: Call) -> str | None:
+    query, value = call.query, call.value
+    if is_transformed(query, call.key, value) or not (has_values(query) or is_captured()):
+        return (
             "FlexAttention takes no transforms of torch.func, no forward-mode derivatives, and no tensors without values (meta, "
             "FakeTensorMode); give a Mask with backend='sdpa'"
         )
-    if query.dtype not in FLEX_DTYPES:
-        raise LoweringError(f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'")
+    if query.dtype not in DTYPES:
+        return f"FlexAttention takes float32, bfloat16 and float16, got {query.dtype}; use backend='sdpa'"
+    if query.device.type == "cuda" and min(query.shape[-1], value.shape[-1]) < MIN_HEAD:
+        return (
+            f"FlexAttention takes heads of at least {MIN_HEAD} channels on CUDA, got D={query.shape[-1]} and "
+            f"D_v={value.shape[-1]}; use backend='sdpa'"
+        )
+    if _inference_only(query) and call.needs_gradients():
+        return "FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()"
+    return None
+
+
+def _run(call: Call) -> Tensor:
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
     if isinstance(mask, Mask):
-        made = partial(mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
-        mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), q_offset, made)
+        made = partial(
+            mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=query.device
+        )
+        mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), call.q_offset, made)
     elif mask is not None:
-        _check_block_mask(mask, query, key, q_offset)
+        _check_block_mask(mask, query, key, call.q_offset)
     if _inference_only(query):
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-            raise LoweringError("FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()")
         query, key, value = query.detach(), key.detach(), value.detach()
         # Of some views of a projection torch's CPU kernels read other numbers, or do not build.
         if torch.compiler.is_compiling():
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             if ONE_BUFFER_REFUSED:
                 key, value = key * 1, value * 1  # Inductor removes a clone, but not this
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.enable_gqa}
+    seed = call.seed()
     if seed is None:
-        return cast(Tensor, _called(query, key, value, score_mod=score_mod, **options))
-    return _dropped(query, key, value, score_mod, dropout_p, seed, options)
+        return cast(Tensor, _called(query, key, value, score_mod=call.score_mod, **options))
+    return _dropped(query, key, value, call.score_mod, call.dropout_p, seed, options)
 
 
 def _dropped(
@@ -138,3 +143,6 @@ def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int
 def _compiled(device: str) -> Callable[..., Any]:
     # On the CPU a mask that captures tensors does not build once shapes turn dynamic, so each shape compiles its own kernel.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+
+FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",))

@@ -6,19 +6,34 @@ Time follows what is visible and memory is linear in the lengths, forward and ba
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._transforms import is_captured
+from flexmask._transforms import has_values, is_captured, is_transformed, outside_transforms
+from flexmask.backends.backend import Backend, Call
+from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.tile import CellMod, Cells
 from flexmask.backends.tile_derivatives import modified
 from flexmask.backends.tile_weights import Drop, ScoreMod
 from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.index import q
+from flexmask.expr.linear import Linear
+from flexmask.expr.mask import Mask, Truth
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import analyse
+from flexmask.intervals.closures import mask_closure
+from flexmask.intervals.solve import Span, separate
 
-__all__ = ["CellMod", "ScoreMod", "block_sdpa", "fused_sdpa"]
+__all__ = ["CellMod", "ScoreMod", "TILED_SDPA", "block_sdpa", "fused_sdpa"]
+
+#: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
+Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
+Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
 
 
 def block_sdpa(
@@ -126,3 +141,71 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cel
 
 def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
     return all(axis in (1, size) for axis, size in zip(tensor.shape, sizes, strict=False))
+
+
+# ---------------------------------------------------------------- the backend
+
+
+def _supports(call: Call) -> str | None:
+    if isinstance(call.mask, BlockMask):
+        return "a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from"
+    return None
+
+
+def _run(call: Call) -> Tensor:
+    query, key, value, q_offset, seed = call.query, call.key, call.value, call.q_offset, call.seed()
+    mask = call.mask if isinstance(call.mask, Mask) else Truth(True)
+    # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
+    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
+    plain = call.score_mod is None and seed is None and fusible
+    setting = (*query.shape[:3], key.shape[2], query.device, plain)
+    if is_captured():
+        plan = _plan_in_graph(mask, setting, q_offset)
+    elif has_values(query):
+        with outside_transforms():
+            plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
+    else:
+        plan = _plan(mask, setting, q_offset, shapes_only=True)
+    if isinstance(plan, str):
+        return fused_sdpa(query, key, value, is_causal=plan == "causal", scale=call.scale)
+    bounds, cells = plan
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed}
+    return block_sdpa(query, key, value, bounds, cells=cells, score_mod=call.score_mod, **options)
+
+
+def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
+    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them.
+
+    With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
+    """
+    batch, heads, q_len, kv_len, device, plain = setting
+    context = bind(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
+    if plain:
+        resolved = context.with_lengths(context.mask)
+        if resolved == Truth(True):
+            return "whole"
+        if _is_fused_causal(resolved, q_offset):
+            return "causal"
+    if shapes_only:
+        return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
+    rows = analyse(context)
+    return rows.upper.bounds, None if rows.exact else mask_closure(context)
+
+
+def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
+    """The plan where operations become part of a graph that runs later."""
+    try:
+        return _plan(mask, setting, q_offset)
+    except RuntimeError as error:  # what torch raises where a value is read
+        raise LoweringError(
+            f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
+            "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
+        ) from error
+
+
+def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
+    """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
+    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())
+
+
+TILED_SDPA = Backend("sdpa", supports=_supports, run=_run)

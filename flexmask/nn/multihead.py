@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import check_function, integer, kind_of, unfit
-from flexmask.backends.api import Backend, attention, check_backend, check_options
+from flexmask.backends.api import attention, check_options
+from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.tiled_sdpa import ScoreMod
 from flexmask.backends.weights import attention_weights
@@ -89,7 +90,7 @@ class MultiheadFlexAttention(nn.Module):
         score_mod: ScoreMod | None = None,
         scale: float | None = None,
         rope: Rope | None = None,
-        backend: Backend = "auto",
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -232,7 +233,7 @@ class MultiheadFlexAttention(nn.Module):
     # ---------------------------------------------------------------- torch's module
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: Backend = "auto") -> Self:
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: str = "auto") -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
         Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from flexmask._checks import kind_of, number
 from flexmask.backends.api import attention
+from flexmask.backends.backend import Backend, Call, backend_names, get_backend
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.testing.findings import Finding
 from flexmask.testing.settings import Setting
 
-__all__ = ["Backend", "check_backends", "own_backends"]
+__all__ = ["check_backends", "own_backends"]
 
-Backend: TypeAlias = Literal["flex", "sdpa"]
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 #: How far a number x may be from its value v, as |x - v| / (1 + |v|).
@@ -24,19 +24,21 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, tor
 #: GPUs multiply float32 in fewer bits, at their discretion.
 GPU_TOLERANCE = 1e-2
 EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
-#: Channels of a head; FlexAttention on CUDA takes no fewer.
+#: Channels of a head. FlexAttention on CUDA takes no fewer.
 WIDTH = 16
 
 
-def own_backends(device: torch.device | str) -> tuple[Backend, ...]:
-    """The backends that a device has with gradients."""
-    return ("sdpa", "flex") if torch.device(device).type == "cuda" else ("sdpa",)
+def own_backends(device: torch.device | str) -> tuple[str, ...]:
+    """The registered backends that have gradients on a device."""
+    query = torch.empty(1, 1, 1, WIDTH, device=device, requires_grad=True)
+    with torch.enable_grad():
+        return tuple(name for name in backend_names() if not get_backend(name).supports(Call(query, query, query)))
 
 
 def check_backends(
     setting: Setting,
     visible: Tensor,
-    backends: Sequence[Backend],
+    backends: Sequence[str],
     dtypes: Sequence[torch.dtype],
     tolerance: float | None,
 ) -> Iterator[Finding]:
@@ -45,12 +47,13 @@ def check_backends(
     Args:
         setting: the mask, and where it is used.
         visible: the cells that it should show, ``bool[B, H, q_len, kv_len]``.
-        backends: which backends; ``"flex"`` has no gradients on the CPU, and no float64.
+        backends: names of backends. Gradients are checked where the backend supports them, and dtypes that it does not support
+            are left out.
         dtypes: of query, key and value.
         tolerance: how far a number may be from its value, relative to 1 plus its size; by default as suits the dtype.
 
     Raises:
-        ExpressionError: a backend that there is not, or a dtype without a tolerance.
+        ExpressionError: a backend that is not registered, or a dtype without a tolerance.
         OperandError: what is no list of them, or a tolerance that is no number.
     """
     for name, given in (("backends", backends), ("dtypes", dtypes)):
@@ -58,39 +61,40 @@ def check_backends(
             raise OperandError(f"{name} must be a list, e.g. {name}={EXAMPLES[name]}, got {kind_of(given)}")
     if tolerance is not None:
         number(tolerance, "tolerance")
-    for backend in backends:
-        if backend not in ("flex", "sdpa"):
-            raise ExpressionError(f"backends are 'sdpa' and 'flex', got {backend!r}")
+    for backend in map(get_backend, backends):
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
                 raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
-            if backend == "sdpa" or dtype != torch.float64:
-                yield from _check(setting, visible, backend, dtype, tolerance)
+            yield from _check(setting, visible, backend, dtype, tolerance)
 
 
 def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
     most = tolerance if tolerance is not None else TOLERANCE[dtype]
     if tolerance is None and setting.device.type != "cpu":
         most = max(most, GPU_TOLERANCE)
-    learns = backend == "sdpa" or setting.device.type != "cpu"
     draw = torch.Generator().manual_seed(0)
     batch, heads, q_len, kv_len = setting.shape
     lengths = (q_len, kv_len, kv_len)
     precise = [torch.randn(batch, heads, length, WIDTH, generator=draw, dtype=torch.float64) for length in lengths]
     given = [tensor.to(dtype) for tensor in precise]
-    inputs = cast(Inputs, tuple(tensor.to(setting.device).requires_grad_(learns) for tensor in given))
+    inputs = cast(Inputs, tuple(tensor.to(setting.device).requires_grad_() for tensor in given))
     copies = cast(Inputs, tuple(tensor.double().requires_grad_() for tensor in given))
     seen = visible.cpu()
-    with torch.set_grad_enabled(learns):
-        out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend)
+    call = Call(*inputs, setting.mask, q_offset=setting.q_offset)
+    with torch.enable_grad():
+        has_gradients = backend.supports(call) is None
+    with torch.set_grad_enabled(has_gradients):
+        if backend.supports(call):
+            return
+        out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend.name)
     wanted = _softmax(copies, seen)
-    name = f"{backend} {str(dtype).removeprefix('torch.')}"
+    name = f"{backend.name} {str(dtype).removeprefix('torch.')}"
     blind = out.detach().cpu()[~seen.any(-1)]
     if blind.count_nonzero():
         yield Finding(f"{name} output", True, f"{blind.abs().max():.3g} for a query that sees no key, not exactly 0")
     else:
         yield _compared(f"{name} output", out, wanted, most)
-    if learns:
+    if has_gradients:
         weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
         found = torch.autograd.grad((out.double().cpu() * weight).sum(), inputs)
         expected = torch.autograd.grad((wanted * weight).sum(), copies)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.intervals.bind import bind
 from flexmask.lowering.dense import cells_of
-from flexmask.testing.backends import Backend, check_backends, own_backends
+from flexmask.testing.backends import check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
 from flexmask.testing.lowerings import check_lowerings
 from flexmask.testing.settings import Reference, Setting, reference_cells, setting_of
@@ -29,7 +29,7 @@ def assert_equivalent(
     q_offset: int | Tensor = 0,
     device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 8,
-    backends: Sequence[Backend] | None = None,
+    backends: Sequence[str] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> None:
@@ -54,7 +54,8 @@ def assert_equivalent(
         q_offset: position of the first query.
         device: where all is done.
         block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
-        backends: the backends of attention: by default ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere; ``()`` for none.
+        backends: names of backends of attention; ``()`` for none. By default those that have gradients on the device:
+            ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and those that are registered besides.
             On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
         dtypes: of query, key and value. FlexAttention is left out for float64, which it does not take.
         tolerance: how far outputs and gradients may be from float64, relative to 1 plus the size of the number; by default as
@@ -80,7 +81,7 @@ def agreement(
     setting: Setting,
     reference: Reference | None = None,
     block_size: int | tuple[int, int] = 8,
-    backends: Sequence[Backend] | None = None,
+    backends: Sequence[str] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> Iterator[Finding]:

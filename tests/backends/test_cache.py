@@ -41,8 +41,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         contexts.append(context)
         return analyse(context)
 
-    monkeypatch.setattr("flexmask.backends.api.analyse", counted)
-    return contexts
+    monkeypatch.setattr("flexmask.backends.tiled_sdpa.analyse", counted)
+    return frames
 
 
 X = torch.randn(2, S, 8)

@@ -1,0 +1,139 @@
+"""What a backend of attention is, the call that it runs, and the backends that are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._checks import kind_of
+from flexmask.backends.dropout import seed_of
+from flexmask.backends.tile_weights import ScoreMod
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
+
+__all__ = ["Backend", "Call", "backend_names", "check_backend", "get_backend", "ordered_backends", "register_backend", "select"]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of one call of :func:`flexmask.attention`, after its checks: shapes, dtypes and devices fit each other.
+
+    Attributes:
+        query: ``[B, H, q_len, D]``.
+        key: ``[B, H_kv, kv_len, D]``.
+        value: ``[B, H_kv, kv_len, D_v]``.
+        mask: a Mask, which is not lowered yet, a BlockMask, or None for no mask.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
+        scale: factor of the scores; None for ``1 / sqrt(D)``.
+        enable_gqa: whether ``H_kv`` may be less than ``H``.
+        q_offset: position of the first query, an int or ``int[B]``.
+        dropout_p: probability that a weight is dropped.
+        dropout_seed: as the caller gives it; :meth:`seed` is the tensor.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | BlockMask | None = None
+    score_mod: ScoreMod | None = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    q_offset: int | Tensor = 0
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+
+    def seed(self) -> Tensor | None:
+        """The seed of dropout, ``int64`` without axes on the query's device; None without dropout."""
+        return seed_of(self.dropout_seed, self.query.device) if self.dropout_p else None
+
+    def needs_gradients(self) -> bool:
+        """Whether autograd differentiates the output by query, key or value."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (self.query, self.key, self.value))
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """A way to compute attention.
+
+    Args:
+        name: what ``backend=`` takes.
+        supports: gives None for a call that ``run`` can compute, else the reason why it cannot, as a sentence that says what to
+            change.
+        run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts.
+        preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
+    """
+
+    name: str
+    supports: Callable[[Call], str | None]
+    run: Callable[[Call], Tensor]
+    preferred_on: tuple[str, ...] = ()
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Makes a backend available as ``backend="NAME"`` of :func:`flexmask.attention` and to ``backend="auto"``.
+
+    Raises:
+        OperandError: it is not a Backend.
+        ExpressionError: its name is taken.
+    """
+    if not isinstance(backend, Backend):
+        raise OperandError(f"register_backend takes a flexmask.backends.Backend, got {kind_of(backend)}")
+    if backend.name in ("auto", *_BACKENDS):
+        raise ExpressionError(f"there is a backend {backend.name!r} already; give the new one another name")
+    _BACKENDS[backend.name] = backend
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names of the registered backends."""
+    return tuple(_BACKENDS)
+
+
+def get_backend(name: object) -> Backend:
+    """The backend of a name.
+
+    Raises:
+        ExpressionError: there is none.
+    """
+    if not isinstance(name, str) or name not in _BACKENDS:
+        names = ", ".join(map(repr, _BACKENDS))
+        raise ExpressionError(f"no backend has the name {name!r}; the registered backends are {names}, of which 'auto' picks one")
+    return _BACKENDS[name]
+
+
+def check_backend(name: object) -> None:
+    """Raises an ExpressionError unless ``name`` is that of a registered backend, or ``"auto"``."""
+    if name != "auto":
+        get_backend(name)
+
+
+def ordered_backends(device: torch.device) -> list[Backend]:
+    """The backends in the order in which ``backend="auto"`` tries them: those that prefer the device, then the others."""
+    preferred = [backend for backend in _BACKENDS.values() if device.type in backend.preferred_on]
+    return preferred + [backend for backend in _BACKENDS.values() if device.type not in backend.preferred_on]
+
+
+def select(call: Call, name: str = "auto") -> Backend:
+    """The backend of a name, or the first that supports the call.
+
+    Raises:
+        LoweringError: it does not support the call, or none does.
+    """
+    if name != "auto":
+        chosen = _BACKENDS[name]
+        if reason := chosen.supports(call):
+            raise LoweringError(reason)
+        return chosen
+    reasons = []
+    for backend in ordered_backends(call.query.device):
+        reason = backend.supports(call)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise LoweringError(f"no backend supports this call. {'. '.join(reasons)}")
