@@ -28,11 +28,14 @@ EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
 WIDTH = 16
 
 
-def own_backends(device: torch.device | str) -> tuple[str, ...]:
-    """The registered backends that have gradients on a device."""
-    query = torch.empty(1, 1, 1, WIDTH, device=device, requires_grad=True)
+def own_backends(setting: Setting) -> tuple[str, ...]:
+    """The registered backends that have gradients in a setting."""
+    batch, heads, q_len, kv_len = setting.shape
     with torch.enable_grad():
-        return tuple(name for name in backend_names() if not get_backend(name).supports(Call(query, query, query)))
+        query = torch.empty(batch, heads, q_len, WIDTH, device=setting.device, requires_grad=True)
+        key = torch.empty(batch, heads, kv_len, WIDTH, device=setting.device)
+        call = Call(query, key, key, setting.mask, q_offset=setting.q_offset)
+        return tuple(name for name in backend_names() if get_backend(name).supports(call) is None)
 
 
 def check_backends(

@@ -91,7 +91,7 @@ def agreement(
     else:
         wanted = reference_cells(reference, setting)
     yield from check_lowerings(setting, wanted, block_size)
-    yield from check_backends(setting, wanted, own_backends(setting.device) if backends is None else backends, dtypes, tolerance)
+    yield from check_backends(setting, wanted, own_backends(setting) if backends is None else backends, dtypes, tolerance)
 
 
 def assert_subset(

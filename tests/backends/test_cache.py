@@ -42,7 +42,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return analyse(context)
 
     monkeypatch.setattr("flexmask.backends.tiled_sdpa.analyse", counted)
-    return frames
+    return contexts
 
 
 X = torch.randn(2, S, 8)

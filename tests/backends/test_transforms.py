@@ -588,8 +588,7 @@ class TestGraphs:
 
     def test_a_plan_without_values_computes_nothing(self) -> None:
         """Were it captured in a graph, it would raise where the graph runs."""
-        from flexmask.backends.tiled_sdpa import _plan
-        from flexmask.backends.tiled_sdpa import block_sdpa
+        from flexmask.backends.tiled_sdpa import _plan, block_sdpa
 
         plan = _plan(fm.document(lengths=[2, 4]), (1, 1, 6, 6, torch.device("cpu"), True), 0, shapes_only=True)
         assert not isinstance(plan, str)

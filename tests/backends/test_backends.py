@@ -1,0 +1,144 @@
+"""The registry of backends: a further one is a few lines, and everything that takes a backend's name knows it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flexmask as fm
+from flexmask import MultiheadFlexAttention, attention
+from flexmask.backends import Backend, Call, backend, backend_names, choose_backend, register_backend
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.testing import assert_equivalent
+from flexmask.testing.backends import own_backends
+from flexmask.testing.settings import setting_of
+from tests.support.cli import run
+
+# ---------------------------------------------------------------- a backend in a few lines
+
+
+def supports_dense(call: Call) -> str | None:
+    return None if isinstance(call.mask, fm.Mask) and not call.dropout_p else "dense takes a Mask, and no dropout_p"
+
+
+def run_dense(call: Call) -> Tensor:
+    assert isinstance(call.mask, fm.Mask)
+    batch, heads, q_len, _ = call.query.shape
+    visible = call.mask.dense(q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset)
+    out = F.scaled_dot_product_attention(call.query, call.key, call.value, visible | ~visible.any(-1, keepdim=True))
+    return out.masked_fill(~visible.any(-1, keepdim=True), 0)
+
+
+@pytest.fixture
+def dense(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls that reach a backend ``dense``, which is registered for the test."""
+    calls: list[Call] = []
+
+    def counted(call: Call) -> Tensor:
+        calls.append(call)
+        return run_dense(call)
+
+    monkeypatch.setattr(backend, "_BACKENDS", dict(backend._BACKENDS))
+    register_backend(Backend("dense", supports=supports_dense, run=counted))
+    return calls
+
+
+# ---------------------------------------------------------------- who knows it
+
+QUERY = torch.randn(2, 2, 9, 8)
+MASK = fm.causal() & fm.query_padding([9, 4])
+
+
+def test_attention_runs_it(dense: list[Call]) -> None:
+    found = attention(QUERY, QUERY, QUERY, MASK, backend="dense", q_offset=0)
+    torch.testing.assert_close(found, attention(QUERY, QUERY, QUERY, MASK))
+    (call,) = dense
+    assert call.mask == MASK
+    assert call.query is QUERY
+    assert call.seed() is None
+
+
+def test_a_module_runs_it(dense: list[Call]) -> None:
+    x = torch.randn(2, 9, 16)
+    module = MultiheadFlexAttention(16, 16, 2, mask=MASK, backend="dense")
+    assert module(x).shape == x.shape
+    assert len(dense) == 1
+    assert copy.deepcopy(module).backend == "dense"
+
+
+def test_auto_takes_it_where_it_prefers_the_device(dense: list[Call]) -> None:
+    def refuse(call: Call) -> str | None:
+        return "first takes nothing"
+
+    register_backend(Backend("eager", supports=supports_dense, run=run_dense, preferred_on=("cpu",)))
+    register_backend(Backend("first", supports=refuse, run=run_dense, preferred_on=("cpu",)))
+    chosen = choose_backend(QUERY, QUERY, QUERY, MASK)
+    assert chosen == "eager"
+    assert list(chosen.reasons) == ["first", "sdpa", "flex", "dense"]
+    assert chosen.reasons["first"] == "first takes nothing"
+    assert chosen.reasons["sdpa"] == chosen.reasons["dense"] == "eager comes first on cpu"
+    assert choose_backend(QUERY, QUERY, QUERY, MASK, dropout_p=0.5) == "sdpa"
+    attention(QUERY, QUERY, QUERY, MASK, backend=chosen)
+
+
+def test_checks_and_the_command_line_know_it(dense: list[Call]) -> None:
+    assert own_backends(setting_of(MASK, 9)) == ("sdpa", "dense")
+    assert_equivalent(MASK, 9, dtypes=(torch.float32, torch.float64))
+    assert len(dense) == 2
+    result = run("check", "causal", "--seq-len", "6", "--backend", "dense")
+    assert result.exit_code == 0
+    assert "dense float32 gradient of query" in result.stdout
+
+
+def test_a_wrong_backend_is_found(dense: list[Call]) -> None:
+    register_backend(Backend("wrong", supports=supports_dense, run=lambda call: run_dense(call) * 1.1))
+    with pytest.raises(AssertionError, match="wrong float32 output"):
+        assert_equivalent(MASK, 9, backends=["wrong"])
+
+
+# ---------------------------------------------------------------- names and reasons
+
+
+def test_a_wrong_name_lists_those_there_are(dense: list[Call]) -> None:
+    listed = r"no backend has the name 'cudnn'; the registered backends are 'sdpa', 'flex', 'dense'"
+    with pytest.raises(ExpressionError, match=listed):
+        attention(QUERY, QUERY, QUERY, MASK, backend="cudnn")
+    with pytest.raises(ExpressionError, match=listed):
+        MultiheadFlexAttention(16, 16, 2, backend="cudnn")
+    with pytest.raises(ExpressionError, match=listed):
+        assert_equivalent(MASK, 9, backends=["cudnn"])
+
+
+def test_a_call_that_a_backend_does_not_support_says_why(dense: list[Call]) -> None:
+    with pytest.raises(LoweringError, match="dense takes a Mask, and no dropout_p"):
+        attention(QUERY, QUERY, QUERY, MASK, backend="dense", dropout_p=0.5)
+
+
+def test_a_call_that_none_supports_has_all_reasons() -> None:
+    query = torch.randn(1, 1, 9, 16, requires_grad=True)
+    with pytest.raises(LoweringError, match=r"no backend supports this call.*sdpa: a BlockMask.*flex: .*no gradients on the CPU"):
+        attention(query, query, query, fm.causal().block_mask(9))
+
+
+def test_the_reasons_of_the_choice() -> None:
+    assert choose_backend(QUERY, QUERY, QUERY, MASK).reasons == {"flex": "sdpa comes first on cpu"}
+    with torch.no_grad():
+        assert "BlockMask" in choose_backend(QUERY, QUERY, QUERY, MASK.block_mask(9)).reasons["sdpa"]
+    chosen = choose_backend(QUERY.double(), QUERY.double(), QUERY.double())
+    assert "float64" in chosen.reasons["flex"]
+    assert pickle.loads(pickle.dumps(chosen)).reasons == chosen.reasons
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+def test_names_are_registered_once(name: str) -> None:
+    before = backend_names()
+    with pytest.raises(ExpressionError, match="another name"):
+        register_backend(Backend(name, supports=supports_dense, run=run_dense))
+    with pytest.raises(OperandError, match=r"flexmask.backends.Backend, got str"):
+        register_backend("toy")  # type: ignore[arg-type]
+    assert backend_names() == before == ("sdpa", "flex")
