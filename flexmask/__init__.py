@@ -1,10 +1,10 @@
 """flexmask: attention masks as values.
 
 ``causal() & key_padding(lengths=[3, 5, 4])`` is a small immutable expression. It lowers to a dense tensor, to a FlexAttention
-``mask_mod`` or ``BlockMask``, to key intervals and to pictures. True means that the query may attend to the key.
+``mask_mod`` or ``BlockMask``, to key intervals and to pictures. True means that the query attends to the key.
 
-Here stands what most models need. All named masks are in :mod:`flexmask.masks`, errors in :mod:`flexmask.errors`, everything
-else in its package. Expressions import without torch; what needs torch is imported when it is first used.
+The names here are those that most models need. All named masks are in :mod:`flexmask.masks`, errors in :mod:`flexmask.errors`,
+everything else in its package. Expressions import without torch; what needs torch is imported on first use.
 """
 
 from importlib import import_module
@@ -87,7 +87,7 @@ __all__ = [
     "where",
 ]
 
-#: Public names whose modules import torch, and these modules.
+#: Names whose modules import torch, and these modules.
 _LAZY = {
     "KVCache": "flexmask.nn.kv_cache",
     "MaskCache": "flexmask.backends.cache",
@@ -97,7 +97,7 @@ _LAZY = {
     "explain": "flexmask.report.explain",
     "from_mask_mod": "flexmask.tracing.trace",
 }
-#: Packages with a public surface, which ``flexmask.NAME`` imports.
+#: Packages with public names, which ``flexmask.NAME`` imports.
 _PACKAGES = {"backends", "intervals", "lowering", "nn", "plotting", "registry", "report", "testing", "tracing"}
 
 
@@ -110,9 +110,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _missing(name: str) -> NoReturn:
-    """Says where a name is that is looked for here."""
+    """Raises an AttributeError that says where a name is, or what to write for it."""
     message = f"module 'flexmask' has no attribute {name!r}"
-    if name.startswith("_"):  # asked for by tools, which read no message
+    if name.startswith("_"):  # tools ask for these, and read no message
         raise AttributeError(message)
     from flexmask._suggestions import suggestion
 

@@ -113,7 +113,12 @@ def unfit(tensor: Tensor) -> str:
     return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
 
 
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to ``word``, or None where none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word nearest to ``word`` as a hint for a message, or nothing where none is near."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    """The known word closest to ``word`` as a hint for a message, or nothing where none is close."""
+    close = closest(word, known)
+    return f" Did you mean {close}?" if close else ""

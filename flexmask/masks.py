@@ -1,6 +1,6 @@
 """Every named mask as an attribute, those of plugins too: ``flexmask.masks.causal``, ``from flexmask.masks import NAME``.
 
-Plugins are loaded when a name is asked for that flexmask itself does not have.
+A name that flexmask itself does not define loads the plugins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Callable[..., Mask]:
     define = None if name.startswith("_") else registry.find(name)
     if define is None:
         hint = "" if name.startswith("_") else nearest(name, registry.names())
-        raise AttributeError(f"there is no named mask {name}.{hint} `flexmask list` shows all; a plugin adds more")
+        raise AttributeError(f"there is no named mask {name}.{hint} `flexmask list` shows all; plugins add more")
     return define
 
 

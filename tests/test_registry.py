@@ -193,7 +193,7 @@ def test_unknown_names_get_the_nearest_of_all(tmp_path: Path) -> None:
     assert printed(tmp_path, code) == [
         "landmark is not a named mask. Did you mean landmarks?",
         "there is no mask or function landmark. Did you mean landmarks?",
-        "there is no named mask landmark. Did you mean landmarks? `flexmask list` shows all; a plugin adds more",
+        "there is no named mask landmark. Did you mean landmarks? `flexmask list` shows all; plugins add more",
     ]
 
 

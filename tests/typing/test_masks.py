@@ -64,4 +64,4 @@ def test_wrong_arguments(wrong: Callable[[], object]) -> None:
 
 def test_masks_have_no_truth_value() -> None:
     with pytest.raises(OperandError, match="&"):
-        assert fm.causal() and fm.full()  # type: ignore[unreachable]
+        _ = fm.causal() and fm.full()  # type: ignore[unreachable]
