@@ -41,7 +41,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(FlexmaskError):
         fm.attention(QUERY, QUERY, QUERY, 3)  # type: ignore[arg-type]
     with pytest.raises(FlexmaskError):
-        fm.attention(QUERY, QUERY, QUERY, "causal", backend="fast")  # type: ignore[arg-type]
+        fm.attention(QUERY, QUERY, QUERY, "causal", backend=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         fm.MultiheadFlexAttention(8, 8)  # type: ignore[call-arg]
     with pytest.raises(FlexmaskError):
