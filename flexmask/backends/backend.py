@@ -109,7 +109,7 @@ def get_backend(name: object) -> Backend:
 
 def check_backend(name: object) -> None:
     """Raises an ExpressionError unless ``name`` is that of a registered backend, or ``"auto"``."""
-    if name != "auto":
+    if not isinstance(name, str) or name != "auto":
         get_backend(name)
 
 
