@@ -15,7 +15,7 @@ from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_function", "integer", "kind_of", "number", "unfit"]
+__all__ = ["check_function", "checked_int", "kind_of", "number", "unfit"]
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
@@ -38,27 +38,33 @@ def kind_of(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}"
 
 
-def integer(
-    value: object, what: str, least: int | None = 1, most: int | None = None, kind: type[FlexmaskError] = ExpressionError
+def checked_int(
+    value: object,
+    what: str,
+    least: int | None = 1,
+    most: int | None = None,
+    kind: type[FlexmaskError] = ExpressionError,
+    wanted: str = "an integer",
 ) -> int:
-    """An integer of any library as Python's own.
+    """An integer of any library as a Python int.
 
     Args:
         value: what was given.
-        what: its name, for messages.
-        least: the least that it may be.
-        most: the greatest.
-        kind: the error of a number that is too small or too large.
+        what: the name of the argument, for messages.
+        least: the smallest value allowed; None for no limit.
+        most: the greatest value allowed; None for no limit.
+        kind: the error that is raised for an integer outside these limits.
+        wanted: what is accepted, for messages.
 
     Raises:
-        OperandError: it is no integer.
+        OperandError: ``value`` is not an integer. Booleans are not.
     """
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(cast(Any, value))
     except (TypeError, ValueError, RuntimeError):
-        raise OperandError(f"{what} must be an integer, got {value!r}") from None
+        raise OperandError(f"{what} must be {wanted}, got {value!r}") from None
     if least is not None and number < least:
         raise kind(f"{what} must be at least {least}, got {value!r}")
     if most is not None and number > most:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import integer, unfit
+from flexmask._checks import checked_int, unfit
 from flexmask._transforms import has_values, is_wrapped
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
@@ -64,7 +64,7 @@ class MaskCache:
     """
 
     def __init__(self, size: int = 32) -> None:
-        integer(size, "MaskCache: size", least=None)
+        checked_int(size, "MaskCache: size", least=None)
         if size < 1:
             raise ExpressionError(f"MaskCache: size must be at least 1, got {size}; leave the cache out to keep nothing")
         self.size, self.builds, self.hits = size, 0, 0
@@ -100,7 +100,7 @@ class MaskCache:
         """
         mask = as_mask(mask)
         if not isinstance(q_offset, Tensor):
-            integer(q_offset, "q_offset", least=0)
+            checked_int(q_offset, "q_offset", least=0)
         elif reason := unfit(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = _tensors_of(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])

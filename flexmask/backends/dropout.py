@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
 __all__ = ["check_dropout", "dropout_cells", "kept", "key_numbers", "row_numbers", "seed_of"]
@@ -120,10 +121,7 @@ def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
         if seed.numel() != 1 or seed.is_floating_point() or seed.dtype == torch.bool:
             raise LoweringError(f"dropout_seed must be an int or one integer in a tensor, got {seed.dtype}{list(seed.shape)}")
         return seed.reshape(()).to(device, torch.int64)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise OperandError(f"dropout_seed must be an int or one integer in a tensor, got {seed!r}")
-    if not -(2**63) <= seed < 2**63:
-        raise ExpressionError(f"dropout_seed must be a 64-bit integer, got {seed}")
+    seed = checked_int(seed, "dropout_seed", -(2**63), 2**63 - 1, wanted="an int or one integer in a tensor")
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from flexmask._checks import integer
+from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, Symbol
-from flexmask.expr.mask import Mask, got
+from flexmask.expr.mask import Mask
+from flexmask.expr.names import describe_non_mask
 from flexmask.expr.tables import Literal, Lookup, Param, Table, as_table, per_batch
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def known(value: Any, what: str, least: int = 0, most: int | None = None) -> int
         raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
     if isinstance(value, Table):
         raise OperandError(f"{what} must be an integer, got {_brief(value)}")
-    return integer(value, what, least, most)
+    return checked_int(value, what, least, most)
 
 
 def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
@@ -53,7 +54,7 @@ def per_sequence(value: Data, what: str) -> Index | int:
 def mask_of(value: object, name: str) -> Mask:
     """The mask that a mask is made of."""
     if not isinstance(value, Mask):
-        raise OperandError(f"{name}: wanted a mask first, got {got(value)}")
+        raise OperandError(f"{name}: wanted a mask first, got {describe_non_mask(value)}")
     return value
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from flexmask.catalogue.arguments import lookup, mask_of, whole
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
-from flexmask.expr.mask import Mask, PerHead, got
+from flexmask.expr.mask import Mask, PerHead
+from flexmask.expr.names import describe_non_mask
 from flexmask.registry import named
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     """
     if not isinstance(masks, list | tuple) or not masks or not all(isinstance(mask, Mask) for mask in masks):
         strange = [mask for mask in masks if not isinstance(mask, Mask)] if isinstance(masks, list | tuple) else [masks]
-        raise OperandError(f"per_head: wanted a list of masks, one for each head, got {got(strange[0]) if strange else masks}")
+        given = describe_non_mask(strange[0]) if strange else masks
+        raise OperandError(f"per_head: wanted a list of masks, one for each head, got {given}")
     return PerHead(tuple(masks))
 
 

@@ -148,10 +148,10 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
         kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
         q_lengths: real queries of each sequence; None to let the padding among the queries see the real keys.
     """
-    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len)
+    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len, is_length=True)
     if q_lengths is None:
         return mask
-    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len))
+    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len, is_length=True))
 
 
 def _padding(name: str, sources: dict[str, Data | None], side: str, position: Index, length: Symbol) -> Mask:
@@ -166,7 +166,7 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
     if what == "start":
         return position >= per_batch(data, f"{name}: start", length)
     if what == "lengths":
-        real = per_batch(data, f"{name}: lengths", length)
+        real = per_batch(data, f"{name}: lengths", length, is_length=True)
         return position >= length - real if side == "left" else position < real
     meaning = "a real token" if what == "keep" else "padding"
     values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", meaning)

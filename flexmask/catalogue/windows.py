@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from flexmask._checks import nearest
+from flexmask._checks import checked_int, nearest
 from flexmask.catalogue.arguments import lookup, whole
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, b, kv, kv_len, q, q_len
@@ -228,8 +228,8 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
             raise ExpressionError(f"{name}: give either size or left and right, got size={size} with the others")
-        if not isinstance(size, Index) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ExpressionError(f"{name}: size counts the query's own key, so it is at least 1; got {size!r}")
+        if not isinstance(size, Index):
+            checked_int(size, f"{name}: size, which counts the query's own key,")
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):
         raise ExpressionError(

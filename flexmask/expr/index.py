@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.node import Node, within_depth
+from flexmask.expr.node import Key, Node, within_depth
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -235,9 +235,9 @@ class Arithmetic(Index):
     left: Index
     right: Index
 
-    def _make_key(self) -> tuple[Any, ...]:
+    def _make_key(self) -> Key:
         pair = (self.left.key, self.right.key)
-        return ("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair)
+        return Key(("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair))
 
     @classmethod
     def make(cls, *values: Any) -> Index:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 from flexmask.expr.index import PRECEDENCE, Arithmetic, Constant, Index, wrap
+from flexmask.expr.node import Key
 
 __all__ = ["Linear", "Quotient", "Sum"]
 
@@ -22,6 +23,12 @@ class Linear:
     @classmethod
     def of(cls, index: Index) -> Linear:
         """The linear form of an expression; what is not linear is a term of its own."""
+        if "linear" not in index.memo:
+            index.memo["linear"] = cls._of(index)
+        return cast(Linear, index.memo["linear"])
+
+    @classmethod
+    def _of(cls, index: Index) -> Linear:
         match index:
             case Constant(value):
                 return cls({}, value)
@@ -97,8 +104,8 @@ class Sum(Index):
     terms: tuple[tuple[Index, int], ...]
     constant: int
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return ("Sum", frozenset((index.key, factor) for index, factor in self.terms), self.constant)
+    def _make_key(self) -> Key:
+        return Key(("Sum", frozenset((index.key, factor) for index, factor in self.terms), self.constant))
 
     @classmethod
     def make(cls, *values: Any) -> Index:

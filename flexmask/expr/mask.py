@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.expr.methods import MaskMethods
-from flexmask.expr.names import uncalled
-from flexmask.expr.node import Node, key_of, within_depth
+from flexmask.expr.names import describe_non_mask
+from flexmask.expr.node import Key, Node, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import Captured
 from flexmask.expr.packing import Derived, document_ids, document_starts
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable, as_table, is_tensor, write_data
@@ -20,7 +20,7 @@ from flexmask.expr.tables import Lookup, Param, Table, TensorTable, as_table, is
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "got", "where"]
+__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "where"]
 
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -118,20 +118,10 @@ def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -
     return within_depth(kind.make((left, right)))
 
 
-def got(value: object) -> str:
-    """What was given where a mask is wanted, with what was forgotten where that is plain."""
-    if callable(value) and not isinstance(value, type | Node):
-        name = getattr(value, "__name__", type(value).__name__)
-        return f"the function {name}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"
-    if isinstance(value, str):
-        return f"the text {value!r}: read it, flexmask.parse({value!r})"
-    return f"{type(value).__name__} {value!s}"
-
-
 def _refuse(sign: str, other: object) -> NoReturn:
     raise OperandError(
-        f"{sign} combines two masks, got {got(other)}. Comparisons bind less tightly than {sign}: "
-        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8). A tensor becomes a mask with flexmask.from_dense(tensor)."
+        f"{sign} combines two masks, got {describe_non_mask(other)}. Comparisons bind less tightly than {sign}: "
+        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
     )
 
 
@@ -177,13 +167,13 @@ class Compare(Mask):
     left: Index
     right: Index
 
-    def _make_key(self) -> tuple[Any, ...]:
+    def _make_key(self) -> Key:
         sides = (self.left.key, self.right.key)
         if self.sign in {"==", "!="}:
-            return ("Compare", self.sign, frozenset(sides))
+            return Key(("Compare", self.sign, frozenset(sides)))
         if self.sign in {">", ">="}:
-            return ("Compare", SWAPPED[self.sign], *reversed(sides))
-        return ("Compare", self.sign, *sides)
+            return Key(("Compare", SWAPPED[self.sign], *reversed(sides)))
+        return Key(("Compare", self.sign, *sides))
 
     @classmethod
     def make(cls, *values: Any) -> Mask:
@@ -202,8 +192,8 @@ class _Nary(Mask):
 
     operands: tuple[Mask, ...]
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return (type(self).__name__, frozenset(operand.key for operand in self.operands))
+    def _make_key(self) -> Key:
+        return Key((type(self).__name__, frozenset(operand.key for operand in self.operands)))
 
     def _write(self, sign: str, bare: bool) -> tuple[str, int]:
         level = PRECEDENCE[sign]
@@ -356,11 +346,14 @@ class Named(Mask):
     body: Mask
     define: Callable[..., Mask]
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return ("Named", self.name, key_of(self.arguments))
+    def _make_key(self) -> Key:
+        return Key(("Named", self.name, key_of(self.arguments)))
 
     def _make_symbols(self) -> frozenset[str]:
         return self.body.symbols
+
+    def written(self) -> list[Node]:
+        return nodes_in(self.arguments)
 
     def write(self, bare: bool) -> tuple[str, int]:
         text = _write_arguments(self.define, self.arguments, bare)
@@ -419,7 +412,7 @@ def where(condition: Mask, a: Any, b: Any) -> Any:
     Source: ``torch.where``.
     """
     if not isinstance(condition, Mask):
-        raise OperandError(f"where() chooses by a mask, got {got(condition)}; compare numbers first")
+        raise OperandError(f"where() chooses by a mask, got {describe_non_mask(condition)}; compare numbers first")
     if isinstance(a, Mask) != isinstance(b, Mask):
         raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
     if isinstance(a, Mask):

@@ -6,12 +6,18 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flexmask._checks import kind_of
 from flexmask.errors import FlexmaskError
+from flexmask.expr.index import Index
+from flexmask.expr.node import Node
+from flexmask.expr.tables import is_tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flexmask.expr.mask import Mask
 
-__all__ = ["NAMES", "signature_of", "uncalled"]
+__all__ = ["NAMES", "describe_non_mask", "signature_of", "uncalled"]
 
 #: Every named mask by its name, as far as its module is imported. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
@@ -34,3 +40,36 @@ def uncalled(value: object) -> str:
     except FlexmaskError:
         return f"call it with its arguments, {name}{signature_of(define)}"
     return f"call it, {name}()"
+
+
+def describe_non_mask(value: Any) -> str:
+    """What was given in place of a mask, and how to get a mask from it, for a message."""
+    given = kind_of(value)
+    match value:
+        case str():
+            return f"the text {value!r}: read it, flexmask.parse({value!r})"
+        case type():
+            return f"{given}; give an object of it"
+        case Index():
+            return f"{given}. Compare it to get a mask, e.g. ({value.brief()} == 0)"
+        case list() | tuple() if value and all(isinstance(item, Node) and not isinstance(item, Index) for item in value):
+            return f"{given}. A mask for each head is flexmask.per_head([...]); several that hold at once are joined with &"
+        case _ if is_tensor(value):
+            return f"{given}. {_from_tensor(value)}"
+        case _ if type(value).__name__ == "BlockMask":
+            return f"{given}; give the Mask that it was made from"
+    if callable(value) and not isinstance(value, Node):
+        name = getattr(value, "__name__", type(value).__name__)
+        return f"{given}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"
+    return f"{given}; the simplest masks are flexmask.causal() and 'causal'"
+
+
+def _from_tensor(tensor: Tensor) -> str:
+    if tensor.is_floating_point():
+        return "Of an additive mask, 0 for visible and -inf for hidden, take flexmask.from_dense(tensor == 0)"
+    cells = "tensor" if str(tensor.dtype) == "torch.bool" else "tensor != 0"
+    return (
+        f"Where its True is for visible, as in SDPA, take flexmask.from_dense({cells}), or of bool[B, kv_len] "
+        "flexmask.key_padding(keep=tensor); where its True is for hidden, as in torch.nn.MultiheadAttention, "
+        f"~flexmask.from_dense({cells}) or flexmask.key_padding(hide=tensor)"
+    )

@@ -1,4 +1,7 @@
-"""The common ground of every expression: immutable nodes with structural identity."""
+"""Base class of expressions: immutable nodes that are equal where they are the same expression.
+
+An expression may use one node many times. Its keys, its text and its pickle take time in the number of distinct nodes.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,40 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from flexmask.errors import ExpressionError
 
-__all__ = ["MAX_DEPTH", "Node", "key_of", "within_depth"]
+__all__ = ["Key", "MAX_DEPTH", "Node", "key_of", "nodes_in", "within_depth"]
 
 #: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
 #: for each of them, next to what the caller needs of it.
 MAX_DEPTH = 100
+#: Nodes in a text at most; of a larger expression the outermost operation is written, and operands of more than
+#: :data:`MAX_OPERAND` nodes are abbreviated.
+MAX_WRITTEN = 10_000
+MAX_OPERAND = 50
 
 N = TypeVar("N", bound="Node")
+
+
+class Key:
+    """What identifies an expression: plain values and the keys of the nodes below. Hashing it does not visit these again."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Key) or self._hash != other._hash:
+            return False
+        if self._parts is not other._parts:
+            if self._parts != other._parts:
+                return False
+            other._parts = self._parts  # so that keys that stand in several places are compared once
+        return True
 
 
 @cache
@@ -51,13 +81,14 @@ def within_depth(node: N) -> N:
     return node
 
 
-def _nodes(values: tuple[Any, ...]) -> list[Node]:
+def nodes_in(values: tuple[Any, ...]) -> list[Node]:
+    """The nodes among values and tuples of values, in order."""
     found: list[Node] = []
     for value in values:
         if isinstance(value, Node):
             found.append(value)
         elif isinstance(value, tuple):
-            found += _nodes(value)
+            found += nodes_in(value)
     return found
 
 
@@ -74,13 +105,13 @@ class Node:
     """A frozen value: its fields are ints, strings, other nodes and tuples of these.
 
     Attributes:
-        key: nested tuples of plain values, equal exactly where two nodes are the same expression.
+        key: equal exactly where two nodes are the same expression.
         symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
         depth: how many operations are inside each other, 1 for a node with none below.
         memo: what later layers worked out about this node; no part of its identity.
     """
 
-    key: tuple[Any, ...] = field(init=False, repr=False)
+    key: Key = field(init=False, repr=False)
     symbols: frozenset[str] = field(init=False, repr=False)
     depth: int = field(init=False, repr=False)
     memo: dict[str, Any] = field(init=False, repr=False)
@@ -94,8 +125,8 @@ class Node:
     def _values(self) -> tuple[Any, ...]:
         return _reader(cast(Any, type(self)))(self)
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return (type(self).__name__, *map(key_of, self._values()))
+    def _make_key(self) -> Key:
+        return Key((type(self).__name__, *map(key_of, self._values())))
 
     def _make_symbols(self) -> frozenset[str]:
         symbols: frozenset[str] = frozenset()
@@ -118,10 +149,26 @@ class Node:
         return type(self), self._values()
 
     def __repr__(self) -> str:
-        return self.write(bare=False)[0]
+        return self._abbreviated().write(bare=False)[0]
 
     def __str__(self) -> str:
-        return self.write(bare=True)[0]
+        return self._abbreviated().write(bare=True)[0]
+
+    def written(self) -> list[Node]:
+        """The nodes directly below that are part of the text."""
+        return self.children()
+
+    @property
+    def text_size(self) -> int:
+        """The number of nodes in the text, in which a node counts wherever it stands."""
+        if "text_size" not in self.memo:
+            self.memo["text_size"] = 1 + sum(node.text_size for node in self.written())
+        return cast(int, self.memo["text_size"])
+
+    def _abbreviated(self) -> Node:
+        if self.text_size <= MAX_WRITTEN:
+            return self
+        return self.replace(lambda node: _Omitted(node) if node is not self and node.text_size > MAX_OPERAND else None)
 
     def brief(self) -> str:
         """The text for a message: the middle is left out where it is long."""
@@ -144,7 +191,7 @@ class Node:
 
     def children(self) -> list[Node]:
         """The nodes directly below, in the order of the fields."""
-        return _nodes(self._values())
+        return nodes_in(self._values())
 
     def walk(self) -> list[Node]:
         """Every node below this one and itself, each object once, inner ones before those around them."""
@@ -190,6 +237,16 @@ class Node:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Omitted(Node):
+    """An expression that is too large for a text, in which it has a text that cannot be read back."""
+
+    node: Node
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"<{self.node.text_size} operations>", 7  # as tightly as a name
 
 
 def _same_items(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:

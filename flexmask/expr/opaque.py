@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexmask.expr.index import PRECEDENCE, Index
-from flexmask.expr.node import Node, key_of
+from flexmask.expr.node import Key, Node, key_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,8 @@ class Captured(Node):
 
     tensor: Tensor
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return ("Captured", id(self.tensor))
+    def _make_key(self) -> Key:
+        return Key(("Captured", id(self.tensor)))
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
@@ -46,10 +46,10 @@ class Opaque(Index):
     keywords: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def _make_key(self) -> tuple[Any, ...]:
+    def _make_key(self) -> Key:
         # 1, 1.0 and True are equal, but not to a function
         arguments = tuple((type(value), key_of(value)) for value in self.arguments)
-        return ("Opaque", self.function, arguments, self.keywords)
+        return Key(("Opaque", self.function, arguments, self.keywords))
 
     def write(self, bare: bool) -> tuple[str, int]:
         texts = [value.write(bare)[0] if isinstance(value, Node) else repr(value) for value in self.arguments]

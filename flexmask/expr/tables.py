@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from flexmask._checks import unfit
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
-from flexmask.expr.node import Node, within_depth
+from flexmask.expr.node import Key, Node, within_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,8 +143,8 @@ class TensorTable(Table):
     tensor: Tensor
     spare: bool = False
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return ("TensorTable", id(self.tensor))
+    def _make_key(self) -> Key:
+        return Key(("TensorTable", id(self.tensor)))
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -170,14 +170,16 @@ class Ranged(Table):
         what: their name, for the message, e.g. ``key_padding: lengths``.
         low: the least value allowed.
         high: the greatest, a number or what becomes one with ``q_len`` and ``kv_len``, or None for no limit.
+        is_length: whether the values are lengths of sequences, padded up to ``high``.
     """
 
     source: Table
     what: str
     low: int
     high: Index | None
+    is_length: bool = False
 
-    def _make_key(self) -> tuple[Any, ...]:
+    def _make_key(self) -> Key:
         return self.source.key  # the check does not change what the table says
 
     def _make_symbols(self) -> frozenset[str]:
@@ -352,14 +354,14 @@ def _flatten(data: Any, depth: int) -> list[Any]:
     return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
 
 
-def per_batch(data: Data, what: str, high: Symbol | None) -> Index:
-    """One length for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
+def per_batch(data: Data, what: str, high: Symbol | None, *, is_length: bool = False) -> Index:
+    """One number of tokens for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
 
-    Each must lie between 0 and the length that ``high`` names.
+    Each must lie between 0 and the length that ``high`` names. ``is_length``: see :class:`Ranged`.
     """
     if isinstance(data, Param):
         return data[b]
-    values = ranged(data, what, 0, high)
+    values = ranged(data, what, 0, high, is_length=is_length)
     if len(values.shape) > 1:
         raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}")
     if values.boolean:
@@ -395,7 +397,7 @@ def truths(data: object, what: str, meaning: str) -> Table:
     return Literal(values.size, bytes(numbers), True)
 
 
-def ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
+def ranged(data: object, what: str, low: int, high: Symbol | None, *, is_length: bool = False) -> Table:
     """A table whose values must lie in a range: see :class:`Ranged`. Literal data is checked at once against ``low``."""
     values = as_table(data, what)
     source = values.source if isinstance(values, Ranged) else values
@@ -403,4 +405,4 @@ def ranged(data: object, what: str, low: int, high: Symbol | None) -> Table:
         worst = min(_flatten(source.tolist(), len(source.size)))
         if worst < low:
             raise ExpressionError(f"{what} must be at least {low}, got {worst}")
-    return Ranged(source, what, low, high)
+    return Ranged(source, what, low, high, is_length)

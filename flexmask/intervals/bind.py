@@ -6,7 +6,6 @@ like all others.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import integer, unfit
+from flexmask._checks import checked_int, unfit
 from flexmask._transforms import can_keep_tensors, usable
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
@@ -52,8 +51,8 @@ def bind(
     if parts.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
-    q_len = integer(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
-    kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
+    q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
+    kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
     where = _device(parts.tensors, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
@@ -142,19 +141,9 @@ def _offset(q_offset: Any) -> int | Tensor:
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
         if not _sync.needs_sync(q_offset) and int(q_offset.min()) < 0:
-            raise LoweringError(f"q_offset must not be negative, got {q_offset.tolist()}")
+            raise LoweringError(f"q_offset must be at least 0, got {q_offset.tolist()}")
         return cast(Tensor, q_offset).long().reshape(-1)
-    try:
-        if isinstance(q_offset, bool):
-            raise TypeError
-        offset = operator.index(q_offset)
-    except TypeError:
-        raise OperandError(f"q_offset must be an int or an integer tensor [B], got {q_offset!r}") from None
-    if offset < 0:
-        raise LoweringError(f"q_offset must not be negative, got {offset}")
-    if offset > MAX_OFFSET:
-        raise LoweringError(f"q_offset must be at most {MAX_OFFSET}, got {offset}")
-    return offset
+    return checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
 
 
 def _end_of(q_len: int, q_offset: int | Tensor) -> int | None:
@@ -177,7 +166,7 @@ def _sizes(
     said: dict[str, dict[int, str]] = {"b": {}, "h": {}}
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if given[axis] is not None:
-            said[axis][integer(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
+            said[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
         said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
     for switch in parts.switches:

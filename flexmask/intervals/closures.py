@@ -20,6 +20,7 @@ from flexmask._vmap import vectorised
 from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.node import Key
 from flexmask.expr.opaque import Captured, Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
@@ -40,8 +41,8 @@ class Column(Index):
     values: Tensor
     axis: str
 
-    def _make_key(self) -> tuple[Any, ...]:
-        return ("Column", id(self.values), self.axis)
+    def _make_key(self) -> Key:
+        return Key(("Column", id(self.values), self.axis))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask._checks import checked_int
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import sizes_of
 
@@ -119,7 +119,7 @@ def align_documents(
         raise LoweringError(f"there must be at least one token, got the lengths {lengths}")
     spaces = [[-(-tokens // step) * step for tokens in sequence] for sequence in sequences]
     least = max(map(sum, spaces))
-    length = least if length is None else _integer(length, "length must be an integer")
+    length = least if length is None else checked_int(length, "length", least=None)
     if length < least or length % step:
         raise LoweringError(
             f"length must be a multiple of {step} and at least {least}, the space of the aligned documents; got {length}"
@@ -147,13 +147,4 @@ def _sequences(lengths: Any) -> list[list[int]]:
     if any(many) and not all(many):
         raise OperandError(f"lengths must be integers, or a list of them for each sequence, got both: {lengths!r}")
     rows = nested if any(many) else [nested]
-    return [[_integer(tokens, "lengths must be integers") for tokens in row] for row in rows]
-
-
-def _integer(value: Any, wanted: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise OperandError(f"{wanted}, got {value!r}") from None
+    return [[checked_int(tokens, "lengths", least=None, wanted="integers") for tokens in row] for row in rows]

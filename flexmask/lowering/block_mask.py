@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
+from flexmask._checks import checked_int
 from flexmask.blocks.grid import block_grid
 from flexmask.blocks.sparse import block_sets
 from flexmask.errors import LoweringError, OperandError
@@ -89,13 +89,9 @@ def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
         OperandError: it is not an int or a pair of ints.
         LoweringError: it is less than 1, or more than a length can be.
     """
-    if isinstance(block_size, bool):
-        raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}")
+    wanted = "an int or a pair (queries, keys)"
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    try:
-        q_size, kv_size = (operator.index(cast(Any, size)) for size in pair)
-    except (TypeError, ValueError):
-        raise OperandError(f"block_size must be an int or a pair (queries, keys), got {block_size!r}") from None
-    if min(q_size, kv_size) < 1 or max(q_size, kv_size) > MAX_LENGTH:
-        raise LoweringError(f"block_size must lie between 1 and {MAX_LENGTH}, got {block_size!r}")
+    if len(pair) != 2:
+        raise OperandError(f"block_size must be {wanted}, got {block_size!r}")
+    q_size, kv_size = (checked_int(size, "block_size", 1, MAX_LENGTH, LoweringError, wanted) for size in pair)
     return q_size, kv_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import integer, kind_of, unfit
+from flexmask._checks import checked_int, kind_of, unfit
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
@@ -62,7 +62,7 @@ class KVCache:
     def __init__(self, capacity: int | None = None, *, window: int | None = None) -> None:
         for name, number in (("capacity", capacity), ("window", window)):
             if number is not None:
-                integer(number, f"KVCache: {name}")
+                checked_int(number, f"KVCache: {name}")
         self.capacity, self.window = capacity, window
         self.reset()
 

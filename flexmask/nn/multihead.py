@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import check_function, integer, kind_of, unfit
+from flexmask._checks import check_function, checked_int, kind_of, unfit
 from flexmask.backends.api import attention, check_options
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
@@ -111,7 +111,7 @@ class MultiheadFlexAttention(nn.Module):
         optional = {"n_kv_heads": n_kv_heads, "d_head": d_head, "d_context": d_context}
         given = required | {name: size for name, size in optional.items() if size is not None}
         for name, size in given.items():
-            integer(size, name, least=None, most=2**31)
+            checked_int(size, name, least=None, most=2**31)
         if min(given.values()) < 1:
             raise ExpressionError(f"sizes must be at least 1; got {', '.join(f'{name}={size}' for name, size in given.items())}")
         if d_head is None and d_out % n_heads:

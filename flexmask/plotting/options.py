@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from flexmask._checks import integer
+from flexmask._checks import checked_int
 from flexmask.plotting.tokens import Tokens, labels_of, split
 from flexmask.report.lengths import lengths_of
 
@@ -51,7 +51,7 @@ def lengths_with(mask: Mask, q_len: int | None, kv_len: int | None, options: Lab
         kv_len = len(split(keys))
     if q_len is None and tokens is not None:
         q_len = len(split(tokens)) - (offset if isinstance(offset, int) else 0)
-    q_len, kv_len = (n if n is None else integer(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))
+    q_len, kv_len = (n if n is None else checked_int(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))
     if q_len is None:
         return lengths_of(mask, None, kv_len)
     return q_len, q_len if kv_len is None else kv_len

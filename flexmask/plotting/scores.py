@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexmask._checks import unfit
+from flexmask._checks import checked_int, unfit
 from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask, Truth
@@ -133,8 +133,7 @@ def _check(weights: Tensor, batch: int, head: int | None) -> None:
     if not weights.numel():
         raise RenderError(f"there are no weights in {list(weights.shape)}")
     for name, index, size in (("batch", batch, weights.shape[0]), ("head", 0 if head is None else head, weights.shape[1])):
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
-            raise RenderError(f"{name} must be an index from 0 to {size - 1}, got {index!r}")
+        checked_int(index, name, 0, size - 1, RenderError, "an index")
 
 
 def _averaged(values: NDArray[np.float32], step: tuple[int, int]) -> NDArray[np.float32]:

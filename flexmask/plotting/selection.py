@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.index import Symbol
 from flexmask.expr.mask import Mask, PerHead
@@ -65,8 +66,7 @@ class Selection:
 def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:
     """The selection, with the numbers of sequences and heads if one of the masks determines them."""
     for name, index in (("batch", batch), ("head", head)):
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise OperandError(f"{name} must be an index from 0, got {index!r}; Mask.plot_panels draws several")
+        checked_int(index, name, 0, kind=OperandError, wanted="one index, of which Mask.plot_panels draws several")
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(length, int) and length > MAX_TOKENS:
             raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")

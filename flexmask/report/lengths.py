@@ -15,8 +15,6 @@ __all__ = ["lengths_of", "said_lengths"]
 
 #: The length where neither the caller nor the mask says one.
 DEFAULT_LENGTH = 16
-#: The data of named masks that counts the tokens of sequences.
-COUNTS = {"lengths", "kv_lengths", "q_lengths"}
 #: Stands for the end of an axis that nothing ends.
 FAR = 2**60
 #: What lies behind this has no end; no length is as great.
@@ -60,7 +58,7 @@ def said_lengths(*masks: Mask) -> dict[str, int]:
             covered = size if size is not None else _covered(table)
             for axis, length in _positions(index, covered).items() if covered else ():
                 say(axis, length)
-        if isinstance(table, Ranged) and isinstance(table.high, Symbol) and table.what.rpartition(": ")[2] in COUNTS:
+        if isinstance(table, Ranged) and table.is_length and isinstance(table.high, Symbol):
             say(table.high.name.removesuffix("_len"), max(_values(table), default=0))
     for named in (named for mask in masks for named in _named(mask)):
         for axis, length in _reach(named.body).items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask import _sync
-from flexmask._checks import check_function, integer, kind_of, unfit
+from flexmask._checks import check_function, checked_int, kind_of, unfit
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.testing.findings import drawn
@@ -84,7 +84,7 @@ def assert_no_leak(
         raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
     where = x.device if device is None else _sync.resolve_device(device)
     masks = [as_mask(part, device=where) for part in (mask if isinstance(mask, list | tuple) else [mask])]
-    if integer(layers, "layers", least=None) < 1 or not masks:
+    if checked_int(layers, "layers", least=None) < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")
     if self_mask is not None and context is None:
         raise ExpressionError("self_mask is for a model with context=; in self-attention give the mask as mask")
@@ -93,7 +93,7 @@ def assert_no_leak(
     for part in (function, embed):
         if device is not None and isinstance(part, nn.Module):
             part.to(where)
-    draw = torch.Generator().manual_seed(integer(seed, "seed", least=0, most=2**63 - 1))
+    draw = torch.Generator().manual_seed(checked_int(seed, "seed", least=0, most=2**63 - 1))
     if context is not None and not isinstance(context, Tensor):
         raise OperandError(f"context must be a tensor, got {kind_of(context)}")
     if embed is not None:

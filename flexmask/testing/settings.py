@@ -15,7 +15,7 @@ from flexmask import _sync
 from flexmask._checks import unfit
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import uncalled
+from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.intervals.bind import bind
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -147,10 +147,9 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
                 f"the reference is for {list(cells.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
             )
         return cells.expand(setting.shape)
-    hint = uncalled(reference)
-    if hint or not callable(reference):
-        got = f"a function: {hint}" if hint else type(reference).__name__
-        raise OperandError(f"reference must be a Mask, its text, a mask_mod or a boolean tensor, got {got}")
+    if uncalled(reference) or not callable(reference):
+        wanted = "a Mask, its text, a mask_mod or a boolean tensor"
+        raise OperandError(f"reference must be {wanted}, got {describe_non_mask(reference)}")
     try:
         found = setting.cells(reference)
     except Exception as error:  # whatever a user's function raises is theirs to correct

@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import integer
+from flexmask._checks import checked_int
 from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bind import bind
@@ -65,7 +65,7 @@ def create_block_mask(
             f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
             "install torch 2.13 or newer, or leave it out"
         )
-    B, H = (None if n is None else integer(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
+    B, H = (None if n is None else checked_int(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
     options: dict[str, Any] = {
         "separate_full_blocks": separate_full_blocks,
         "descending": dq_kv_order if compute_dq_write_order else None,

@@ -15,7 +15,7 @@ from flexmask import _sync
 from flexmask.errors import OperandError, TraceError
 from flexmask.expr.index import b, h, kv, q
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import uncalled
+from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.expr.opaque import Opaque
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.proxies import Beyond, Cells, Traced, Untraceable, truth
@@ -76,14 +76,8 @@ def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.devi
 
 def _check_function(mask_mod: object) -> None:
     wanted = "wanted a function of (b, h, q_idx, kv_idx)"
-    if isinstance(mask_mod, str):
-        raise OperandError(f"{wanted}, got str {mask_mod!r}; flexmask.parse reads a text")
-    if isinstance(mask_mod, type):
-        raise OperandError(f"{wanted}, got the class {mask_mod.__name__}; give an object of it that can be called, or a function")
-    if not callable(mask_mod):
-        raise OperandError(f"{wanted}, got {type(mask_mod).__name__} {mask_mod!r}")
-    if hint := uncalled(mask_mod):
-        raise OperandError(f"{wanted}, got the function {_name(mask_mod)}: {hint}")
+    if isinstance(mask_mod, type) or not callable(mask_mod) or uncalled(mask_mod):
+        raise OperandError(f"{wanted}, got {describe_non_mask(mask_mod)}")
     try:
         signature = inspect.signature(mask_mod.forward if isinstance(mask_mod, torch.nn.Module) else mask_mod)
     except ValueError:

@@ -1,8 +1,8 @@
 """Masks with numbers around 2**31, 2**32 and 2**60 to 2**63, in every lowering, against Python's own integers.
 
 ``FLEXMASK_GREAT_NUMBERS=20000 pytest tests/intervals/test_great_numbers.py`` or
-``python -m tests.intervals.test_great_numbers 20000 [SEED]`` draws
-as many expressions. One that overflows 64 bits as it is written may be refused; it is never silently wrong.
+``python -m tests.intervals.test_great_numbers 20000 [SEED]`` draws as many expressions. One that overflows 64 bits as it is
+written may be refused; it is never silently wrong.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ),
     ("no tensor", lambda: plot_scores([1.0]), OperandError, "got list"),  # type: ignore[arg-type]
     ("integers", lambda: plot_scores(W.long()), OperandError, "floating-point"),
-    ("head", lambda: plot_scores(W, head=2), RenderError, "head must be an index from 0 to 1, got 2"),
-    ("sequence", lambda: plot_scores(W, batch=-1), RenderError, "batch must be an index from 0 to 0, got -1"),
+    ("head", lambda: plot_scores(W, head=2), RenderError, "head must be at most 1, got 2"),
+    ("sequence", lambda: plot_scores(W, batch=-1), RenderError, "batch must be at least 0, got -1"),
     ("none", lambda: plot_scores(W[:, :, :0]), RenderError, "no weights"),
     (
         "no heads",
