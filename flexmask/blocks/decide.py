@@ -301,22 +301,26 @@ def _by_head(node: Node) -> Node | None:
 def _features_of(mask: Mask) -> list[Feature]:
     """What the cells of a block depend on in a condition."""
     found: dict[Any, Feature] = {}
+    seen: set[Any] = set()
     match mask:
         case Span(start, stop):
             values: list[Node] = [kv - end for end in (start, stop) if end is not None]
         case _:
             values = mask.children()
     for value in values:
-        _collect(value, 0, found)
+        _collect(value, 0, found, seen)
     return list(found.values())
 
 
-def _collect(node: Node, divisor: int, found: dict[Any, Feature]) -> None:
+def _collect(node: Node, divisor: int, found: dict[Any, Feature], seen: set[Any]) -> None:
     """What the values of an expression in a block depend on, or their remainders where the divisor is not 0.
 
     From its first cell on, a sum of multiples of ``q`` and ``kv`` changes in the same way in every block. The value of a call
     may be no integer, and the dividend of a quotient may need more than 64 bits, so that what is below them counts instead.
     """
+    if (node.key, divisor) in seen:
+        return
+    seen.add((node.key, divisor))
     if isinstance(node, Index) and not isinstance(node, Constant | Opaque):
         terms = [term for term, _ in Linear.of(node).terms.values()]
         if all(
@@ -327,19 +331,19 @@ def _collect(node: Node, divisor: int, found: dict[Any, Feature]) -> None:
     match node:
         case Sum(parts):  # of the remainders of its terms it is known, too
             for term, _ in parts:
-                _collect(term, divisor, found)
+                _collect(term, divisor, found, seen)
         case Quotient(dividend, value) if 0 < value * divisor < 2**31:
-            _collect(dividend, value * divisor, found)
+            _collect(dividend, value * divisor, found, seen)
         case Arithmetic("%", left, Constant(value)) if 0 < abs(value) < 2**31:
-            _collect(left, abs(value), found)
+            _collect(left, abs(value), found, seen)
         case Arithmetic("//", left, Constant(value)) if 0 < abs(value) * divisor < 2**31:
-            _collect(left, abs(value) * divisor, found)
+            _collect(left, abs(value) * divisor, found, seen)
         case Arithmetic("+" | "-" | "*", left, right):  # of the remainders of both sides it is known, too
-            _collect(left, divisor, found)
-            _collect(right, divisor, found)
+            _collect(left, divisor, found, seen)
+            _collect(right, divisor, found, seen)
         case _:
             for child in node.children():
-                _collect(child, 0, found)
+                _collect(child, 0, found, seen)
 
 
 def _remainders(limits: Limits, divisor: int) -> Limits:
