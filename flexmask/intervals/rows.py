@@ -116,8 +116,8 @@ class Rows:
 
     def hull(self) -> Rows:
         """The smallest single interval of each row that holds all its keys."""
-        last = torch.where(self.lo < self.hi, self.hi, 0).amax(-1, keepdim=True)
-        return Rows(self.lo[..., :1], torch.maximum(last, self.lo[..., :1]), self.kv_len)
+        first = self.lo[..., :1]
+        return Rows(first, torch.where(self.lo < self.hi, self.hi, first).amax(-1, keepdim=True), self.kv_len)
 
     def holds(self, kv: Tensor) -> Tensor:
         """Whether the rows hold keys: ``bool[B, H, q_len, n]`` for ``n`` keys ``int[n]``."""
