@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from flexmask.nn.kv_cache import KVCache
     from flexmask.nn.multihead import MultiheadFlexAttention
     from flexmask.report.explain import explain
-    from flexmask.tracing.drop_in import create_block_mask
+    from flexmask.tracing.create_block_mask import create_block_mask
     from flexmask.tracing.trace import from_mask_mod
 
 __version__ = "0.1.0"
@@ -93,7 +93,7 @@ _LAZY = {
     "MaskCache": "flexmask.backends.cache",
     "MultiheadFlexAttention": "flexmask.nn.multihead",
     "attention": "flexmask.backends.api",
-    "create_block_mask": "flexmask.tracing.drop_in",
+    "create_block_mask": "flexmask.tracing.create_block_mask",
     "explain": "flexmask.report.explain",
     "from_mask_mod": "flexmask.tracing.trace",
 }

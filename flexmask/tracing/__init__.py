@@ -1,5 +1,11 @@
-"""Tracing: from the functions that FlexAttention takes to masks.
+"""Tracing: from the ``mask_mod`` functions that FlexAttention takes to masks.
 
-Takes any ``mask_mod``, or a mask's text; gives the expression that it computes, with named masks where they are recognised and
-calls where an operation has no expression. `create_block_mask` is a drop-in for torch's.
+Takes a ``mask_mod``, which it calls once with proxies; gives a mask, in which named masks have their names and operations without
+an expression are opaque calls. ``create_block_mask`` replaces torch's function of this name.
 """
+
+from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.create_block_mask import create_block_mask
+from flexmask.tracing.trace import from_mask_mod
+
+__all__ = ["MaskLike", "as_mask", "create_block_mask", "from_mask_mod"]

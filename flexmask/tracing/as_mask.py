@@ -1,4 +1,4 @@
-"""What is taken for a mask: a Mask, its text, or a ``mask_mod`` function. Every public function that takes one comes here."""
+"""From any argument that stands for a mask, a Mask, its text or a ``mask_mod``, to the mask: for all public functions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from flexmask.tracing.trace import MaskMod, from_mask_mod
 
 __all__ = ["MaskLike", "as_mask"]
 
-#: What is taken for a mask: a function is traced, see :func:`flexmask.from_mask_mod`.
+#: An argument that stands for a mask. A function is traced: see :func:`flexmask.from_mask_mod`.
 MaskLike: TypeAlias = Mask | str | MaskMod
 
 
 def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.device | str | None = None) -> Mask:
-    """The mask that is meant.
+    """The mask that an argument stands for.
 
-    A text is read once and kept for the next time. A function is traced at each call: trace it beforehand where that counts.
+    A text is parsed once and cached. A function is traced at each call: where that costs too much, call
+    :func:`flexmask.from_mask_mod` once and pass its result.
 
     Args:
         mask: a mask, its text, or a ``mask_mod``.
-        what: its name, for messages.
-        also: what else there may be, for messages.
-        device: where the mask is lowered, if that is known.
+        what: the name of the argument, for messages.
+        also: what else the caller takes, for messages.
+        device: where the mask is lowered, where that is known.
 
     Raises:
-        TextError: text that is not a mask.
-        TraceError: a function that gives no truth value for a cell.
-        OperandError: none of these.
+        TextError: the text is not a mask.
+        TraceError: the function does not return one truth value per cell.
+        OperandError: the argument is none of these.
     """
     if isinstance(mask, Mask):
         return mask

@@ -1,4 +1,4 @@
-"""The rules for operations on each cell: arithmetic, comparisons, truth values, casts and constants."""
+"""Rules of elementwise operations: arithmetic, comparisons, truth values, casts and constants."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from torch import Tensor
 
 from flexmask.expr.index import Constant, Index, maximum, minimum
 from flexmask.expr.mask import Mask, Truth, where
-from flexmask.tracing.proxies import INTEGERS, MAX_CELLS, Beyond, Cell, Cells, Traced, number, truth
-from flexmask.tracing.rules import RULES, Rule, each, holds_traced, rule
+from flexmask.tracing.proxies import INTEGERS, MAX_ELEMENTS, Element, NoExpression, Proxy, TraceState, as_integer, as_truth
+from flexmask.tracing.rules import RULES, Rule, has_proxy, map_elements, rule
 
 __all__: list[str] = []
 
 # ---------------------------------------------------------------- arithmetic
 
 
-def _arithmetic(operation: Callable[[Any, Any], Index], of_truth: Callable[[Any, Any], Mask] | None = None) -> Rule:
-    def apply(cells: Cells, func: Any, left: Any, right: Any, *, alpha: int = 1) -> Traced:
+def _arithmetic(operation: Callable[[Any, Any], Index], on_truth: Callable[[Any, Any], Mask] | None = None) -> Rule:
+    def apply(state: TraceState, func: Any, left: Any, right: Any, *, alpha: int = 1) -> Proxy:
         if alpha != 1:
-            right = RULES["mul"](cells, func, cells.lift(right), alpha)
+            right = RULES["mul"](state, func, state.lift(right), alpha)
         dtype = torch.result_type(left, right)
         if dtype == torch.bool:
-            if of_truth is None:
-                raise Beyond
-            return each(cells, dtype, lambda x, y: of_truth(truth(x), truth(y)), left, right)
+            if on_truth is None:
+                raise NoExpression
+            return map_elements(state, dtype, lambda x, y: on_truth(as_truth(x), as_truth(y)), left, right)
         if dtype.is_floating_point or dtype.is_complex:
-            raise Beyond(INTEGERS)
-        return each(cells, dtype, lambda *pair: cells.fits(operation(*_converted(cells, dtype, pair)), dtype), left, right)
+            raise NoExpression(INTEGERS)
+        return map_elements(
+            state, dtype, lambda *pair: state.in_range(operation(*_converted(state, dtype, pair)), dtype), left, right
+        )
 
     return apply
 
 
-def _converted(cells: Cells, dtype: torch.dtype, values: Iterable[Cell]) -> list[Index]:
-    """The operands as integers of the dtype that torch converts both to, where no value wraps around."""
-    return [cells.fits(number(value), dtype) for value in values]
+def _converted(state: TraceState, dtype: torch.dtype, values: Iterable[Element]) -> list[Index]:
+    """The operands as integers of the dtype that torch promotes both to, where no value wraps around."""
+    return [state.in_range(as_integer(value), dtype) for value in values]
 
 
-def _swapped(name: str) -> Rule:
-    return lambda cells, func, left, right, **options: RULES[name](cells, func, right, left, **options)
+def _reflected(name: str) -> Rule:
+    return lambda state, func, left, right, **options: RULES[name](state, func, right, left, **options)
 
 
 def _quotient(operation: Callable[[Any, Any], Index]) -> Rule:
-    def divided(cells: Cells, left: Index, right: Index) -> Index:
-        low, high = cells.extent(right)
+    def divided(state: TraceState, left: Index, right: Index) -> Index:
+        low, high = state.extent(right)
         if low <= 0 <= high:
-            raise Beyond  # torch says what dividing by 0 gives
+            raise NoExpression  # torch defines what division by 0 gives
         return operation(left, right)
 
-    def apply(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
-        return cast(Traced, _arithmetic(partial(divided, cells))(cells, func, left, right))
+    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
+        return cast(Proxy, _arithmetic(partial(divided, state))(state, func, left, right))
 
     return apply
 
@@ -69,47 +71,47 @@ for _name, _rule in {
     RULES[_name] = _rule
 RULES["subtract"], RULES["multiply"], RULES["__floordiv__"] = RULES["sub"], RULES["mul"], RULES["floor_divide"]
 RULES["__mod__"] = RULES["remainder"]
-RULES["__rsub__"] = RULES["rsub"] = _swapped("sub")
-RULES["__rfloordiv__"], RULES["__rmod__"] = _swapped("floor_divide"), _swapped("remainder")
+RULES["__rsub__"] = RULES["rsub"] = _reflected("sub")
+RULES["__rfloordiv__"], RULES["__rmod__"] = _reflected("floor_divide"), _reflected("remainder")
 
 
-def _is_natural(cells: Cells, *values: Any) -> bool:
-    return all(cells.is_natural(cell) for value in values for cell in cells.lift(value).cells)
+def _is_non_negative(state: TraceState, *values: Any) -> bool:
+    return all(state.is_non_negative(element) for value in values for element in state.lift(value).elements)
 
 
 @rule("div", "divide", "true_divide")
-def _div(cells: Cells, func: Any, left: Any, right: Any, *, rounding_mode: str | None = None) -> Traced:
-    if rounding_mode == "floor" or (rounding_mode == "trunc" and _is_natural(cells, left, right)):
-        return cast(Traced, RULES["floor_divide"](cells, func, left, right))
-    raise Beyond
+def _div(state: TraceState, func: Any, left: Any, right: Any, *, rounding_mode: str | None = None) -> Proxy:
+    if rounding_mode == "floor" or (rounding_mode == "trunc" and _is_non_negative(state, left, right)):
+        return cast(Proxy, RULES["floor_divide"](state, func, left, right))
+    raise NoExpression
 
 
 @rule("fmod")
-def _fmod(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
-    if _is_natural(cells, left, right):
-        return cast(Traced, RULES["remainder"](cells, func, left, right))
-    raise Beyond
+def _fmod(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
+    if _is_non_negative(state, left, right):
+        return cast(Proxy, RULES["remainder"](state, func, left, right))
+    raise NoExpression
 
 
 @rule("neg", "negative")
-def _neg(cells: Cells, func: Any, value: Traced) -> Traced:
-    return cast(Traced, RULES["sub"](cells, func, 0, value))
+def _neg(state: TraceState, func: Any, value: Proxy) -> Proxy:
+    return cast(Proxy, RULES["sub"](state, func, 0, value))
 
 
 @rule("abs", "absolute", "__abs__")
-def _abs(cells: Cells, func: Any, value: Traced) -> Traced:
-    return each(cells, value.dtype, lambda x: cells.fits(abs(number(x)), value.dtype), value)
+def _abs(state: TraceState, func: Any, value: Proxy) -> Proxy:
+    return map_elements(state, value.dtype, lambda x: state.in_range(abs(as_integer(x)), value.dtype), value)
 
 
 @rule("square", "pow")
-def _pow(cells: Cells, func: Any, value: Any, exponent: Any = 2) -> Traced:
+def _pow(state: TraceState, func: Any, value: Any, exponent: Any = 2) -> Proxy:
     if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= 4 or value.dtype == torch.bool:
-        raise Beyond
-    return cast(Traced, reduce(partial(RULES["mul"], cells, func), [value] * exponent, 1))
+        raise NoExpression
+    return cast(Proxy, reduce(partial(RULES["mul"], state, func), [value] * exponent, 1))
 
 
 @rule("clamp", "clip", "clamp_min", "clamp_max")
-def _clamp(cells: Cells, func: Any, value: Any, *limits: Any, **named: Any) -> Traced:
+def _clamp(state: TraceState, func: Any, value: Any, *limits: Any, **named: Any) -> Proxy:
     low = high = None
     if func.__name__ == "clamp_max":
         (high,) = (*limits, *named.values())
@@ -119,42 +121,42 @@ def _clamp(cells: Cells, func: Any, value: Any, *limits: Any, **named: Any) -> T
         low, high = [*limits, None, None][:2]
         low, high = named.get("min", low), named.get("max", high)
     if low is not None:
-        is_less = isinstance(low, int) and low <= 0 and _is_natural(cells, value)
-        value = _copied(cells, func, value) if is_less else RULES["maximum"](cells, func, value, low)
-    return cast(Traced, value if high is None else RULES["minimum"](cells, func, value, high))
+        is_less = isinstance(low, int) and low <= 0 and _is_non_negative(state, value)
+        value = _copied(state, func, value) if is_less else RULES["maximum"](state, func, value, low)
+    return cast(Proxy, value if high is None else RULES["minimum"](state, func, value, high))
 
 
 # ---------------------------------------------------------------- comparison and truth
 
 
 def _comparison(operation: Callable[[Any, Any], Mask]) -> Rule:
-    def apply(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
-        left, right = (_rounded(cells, value, other) for value, other in ((left, right), (right, left)))
+    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
+        left, right = (_rounded(state, value, other) for value, other in ((left, right), (right, left)))
         dtype = torch.result_type(left, right)
         if dtype.is_floating_point or dtype.is_complex:
-            raise Beyond(INTEGERS)
-        return each(cells, torch.bool, lambda *pair: operation(*_converted(cells, dtype, pair)), left, right)
+            raise NoExpression(INTEGERS)
+        return map_elements(state, torch.bool, lambda *pair: operation(*_converted(state, dtype, pair)), left, right)
 
     return apply
 
 
-def _rounded(cells: Cells, value: Any, other: Any) -> Any:
-    """A whole number that is written as a float, as the integer that it is."""
+def _rounded(state: TraceState, value: Any, other: Any) -> Any:
+    """A float scalar with an integral value as an int."""
     if isinstance(value, float) and not (isinstance(other, Tensor) and other.dtype.is_floating_point):
         if value.is_integer() and abs(value) < 2**24:
             return int(value)
-        raise Beyond
+        raise NoExpression
     return value
 
 
-def _same(sign: str) -> Rule:
+def _equality(sign: str) -> Rule:
     compare = _comparison((lambda x, y: x == y) if sign == "==" else (lambda x, y: x != y))
 
-    def apply(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
+    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
         if all(isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.bool) for v in (left, right)):
-            differ = each(cells, torch.bool, lambda x, y: x ^ y, left, right)
-            return differ if sign == "!=" else each(cells, torch.bool, lambda x: ~x, differ)
-        return cast(Traced, compare(cells, func, left, right))
+            differ = map_elements(state, torch.bool, lambda x, y: x ^ y, left, right)
+            return differ if sign == "!=" else map_elements(state, torch.bool, lambda x: ~x, differ)
+        return cast(Proxy, compare(state, func, left, right))
 
     return apply
 
@@ -163,20 +165,20 @@ RULES["lt"] = RULES["less"] = _comparison(lambda x, y: x < y)
 RULES["le"] = RULES["less_equal"] = _comparison(lambda x, y: x <= y)
 RULES["gt"] = RULES["greater"] = _comparison(lambda x, y: x > y)
 RULES["ge"] = RULES["greater_equal"] = _comparison(lambda x, y: x >= y)
-RULES["eq"] = RULES["__eq__"] = _same("==")
-RULES["ne"] = RULES["__ne__"] = RULES["not_equal"] = _same("!=")
+RULES["eq"] = RULES["__eq__"] = _equality("==")
+RULES["ne"] = RULES["__ne__"] = RULES["not_equal"] = _equality("!=")
 
 
-def _logical(operation: Callable[[Any, Any], Mask], of_numbers: Callable[[Index, Index], Index] | None = None) -> Rule:
-    """A rule for truth values; numbers count as such unless their bits are meant."""
+def _logical(operation: Callable[[Any, Any], Mask], on_integers: Callable[[Index, Index], Index] | None = None) -> Rule:
+    """A rule on truth values; integers only with ``logical_...``, or with a rule for their bits."""
 
-    def apply(cells: Cells, func: Any, left: Any, right: Any) -> Traced:
+    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
         dtype = torch.bool if func.__name__.startswith("logical") else torch.result_type(left, right)
         if dtype == torch.bool:
-            return each(cells, dtype, lambda x, y: operation(truth(x), truth(y)), left, right)
-        if of_numbers is None:
-            raise Beyond
-        return each(cells, dtype, lambda *pair: of_numbers(*_converted(cells, dtype, pair)), left, right)
+            return map_elements(state, dtype, lambda x, y: operation(as_truth(x), as_truth(y)), left, right)
+        if on_integers is None:
+            raise NoExpression
+        return map_elements(state, dtype, lambda *pair: on_integers(*_converted(state, dtype, pair)), left, right)
 
     return apply
 
@@ -186,7 +188,7 @@ def _low_bits(left: Index, right: Index) -> Index:
     for bits, value in ((left, right), (right, left)):
         if isinstance(bits, Constant) and bits.value >= 0 and (bits.value + 1) & bits.value == 0:
             return value % (bits.value + 1)
-    raise Beyond
+    raise NoExpression
 
 
 for _name in ("__and__", "bitwise_and", "logical_and"):
@@ -198,22 +200,22 @@ for _name in ("__xor__", "bitwise_xor", "logical_xor"):
 
 
 @rule("__invert__", "bitwise_not", "logical_not")
-def _not(cells: Cells, func: Any, value: Traced) -> Traced:
+def _not(state: TraceState, func: Any, value: Proxy) -> Proxy:
     if value.dtype == torch.bool or func.__name__ == "logical_not":
-        return each(cells, torch.bool, lambda x: ~truth(x), value)
-    return each(cells, value.dtype, lambda x: cells.fits(-1 - number(x), value.dtype), value)
+        return map_elements(state, torch.bool, lambda x: ~as_truth(x), value)
+    return map_elements(state, value.dtype, lambda x: state.in_range(-1 - as_integer(x), value.dtype), value)
 
 
 def _shift(operation: Callable[[Index, int], Index]) -> Rule:
-    def apply(cells: Cells, func: Any, value: Any, by: Any) -> Traced:
+    def apply(state: TraceState, func: Any, value: Any, by: Any) -> Proxy:
         dtype = torch.result_type(value, by)
 
-        def shifted(x: Cell, n: Cell) -> Index:
+        def shifted(x: Element, n: Element) -> Index:
             if not isinstance(n, Constant) or not 0 <= n.value < 63:
-                raise Beyond
-            return cells.fits(operation(cells.fits(number(x), dtype), 2**n.value), dtype)
+                raise NoExpression
+            return state.in_range(operation(state.in_range(as_integer(x), dtype), 2**n.value), dtype)
 
-        return each(cells, dtype, shifted, value, by)
+        return map_elements(state, dtype, shifted, value, by)
 
     return apply
 
@@ -223,39 +225,41 @@ RULES["__rshift__"] = RULES["bitwise_right_shift"] = _shift(lambda x, factor: x 
 
 
 @rule("where")
-def _where(cells: Cells, func: Any, first: Any, second: Any, third: Any) -> Traced:
+def _where(state: TraceState, func: Any, first: Any, second: Any, third: Any) -> Proxy:
     condition, then, otherwise = (second, first, third) if func is torch.Tensor.where else (first, second, third)
-    return _chosen(cells, condition, then, otherwise, torch.result_type(then, otherwise))
+    return _choice(state, condition, then, otherwise, torch.result_type(then, otherwise))
 
 
 @rule("masked_fill")
-def _masked_fill(cells: Cells, func: Any, value: Any, mask: Any, fill: Any) -> Traced:
-    return _chosen(cells, mask, fill, value, value.dtype)
+def _masked_fill(state: TraceState, func: Any, value: Any, mask: Any, fill: Any) -> Proxy:
+    return _choice(state, mask, fill, value, value.dtype)
 
 
-def _chosen(cells: Cells, condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Traced:
+def _choice(state: TraceState, condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Proxy:
     if dtype == torch.bool:
-        return each(cells, dtype, lambda c, x, y: where(truth(c), truth(x), truth(y)), condition, then, otherwise)
+        return map_elements(
+            state, dtype, lambda c, x, y: where(as_truth(c), as_truth(x), as_truth(y)), condition, then, otherwise
+        )
     if dtype.is_floating_point or dtype.is_complex:
-        raise Beyond(INTEGERS)
+        raise NoExpression(INTEGERS)
 
-    def choice(c: Cell, x: Cell, y: Cell) -> Index:
-        return cells.fits(where(truth(c), number(x), number(y)), dtype)
+    def choice(c: Element, x: Element, y: Element) -> Index:
+        return state.in_range(where(as_truth(c), as_integer(x), as_integer(y)), dtype)
 
-    return each(cells, dtype, choice, condition, then, otherwise)
+    return map_elements(state, dtype, choice, condition, then, otherwise)
 
 
 @rule("isin")
-def _isin(cells: Cells, func: Any, elements: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Traced:
-    values = cells.lift(among).cells
+def _isin(state: TraceState, func: Any, elements: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Proxy:
+    values = state.lift(among).elements
     dtype = torch.result_type(elements, among)
 
-    def among_them(x: Cell) -> Mask:
-        own, *others = _converted(cells, dtype, (x, *values))
+    def among_them(x: Element) -> Mask:
+        own, *others = _converted(state, dtype, (x, *values))
         found = reduce(lambda a, b: a | b, (own == other for other in others), cast(Mask, Truth(False)))
         return ~found if invert else found
 
-    return each(cells, torch.bool, among_them, elements)
+    return map_elements(state, torch.bool, among_them, elements)
 
 
 # ---------------------------------------------------------------- casts and constants
@@ -271,34 +275,34 @@ CASTS = {
 
 
 @rule("to", "type", "type_as", *CASTS)
-def _cast(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
+def _cast(state: TraceState, func: Any, value: Proxy, *args: Any, **named: Any) -> Proxy:
     given = [item.dtype if isinstance(item, Tensor) else item for item in (*args, *named.values())]
     if func.__name__ == "type" and not (given and isinstance(given[0], torch.dtype)):
-        raise Beyond  # torch's older names of types
+        raise NoExpression  # a tensor type given by its name
     dtype = CASTS.get(func.__name__) or next((item for item in given if isinstance(item, torch.dtype)), value.dtype)
     if dtype == value.dtype:
         return value
     if dtype == torch.bool:
-        return each(cells, dtype, truth, value)
+        return map_elements(state, dtype, as_truth, value)
     if dtype.is_floating_point or dtype.is_complex:
-        raise Beyond(INTEGERS)
-    return each(cells, dtype, lambda x: cells.fits(number(x), dtype), value)
+        raise NoExpression(INTEGERS)
+    return map_elements(state, dtype, lambda x: state.in_range(as_integer(x), dtype), value)
 
 
 @rule("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_tensor")
-def _constant(cells: Cells, func: Any, like: Traced, *args: Any, **named: Any) -> Any:
-    if holds_traced((args, named)):
-        raise Beyond
+def _constant(state: TraceState, func: Any, like: Proxy, *args: Any, **named: Any) -> Any:
+    if has_proxy((args, named)):
+        raise NoExpression
     named.pop("device", None)
     made = func(torch.zeros(like.shape, dtype=like.dtype), *args, **named)
-    return cells.constant(made) if made.numel() <= MAX_CELLS else made.to(cells.device)
+    return state.constant(made) if made.numel() <= MAX_ELEMENTS else made.to(state.device)
 
 
 @rule("contiguous", "detach", "positive", "__pos__", "alias", "requires_grad_")
-def _unchanged(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
+def _unchanged(state: TraceState, func: Any, value: Proxy, *args: Any, **named: Any) -> Proxy:
     return value
 
 
 @rule("clone", "__deepcopy__")
-def _copied(cells: Cells, func: Any, value: Traced, *args: Any, **named: Any) -> Traced:
-    return each(cells, value.dtype, lambda x: x, value)
+def _copied(state: TraceState, func: Any, value: Proxy, *args: Any, **named: Any) -> Proxy:
+    return map_elements(state, value.dtype, lambda x: x, value)

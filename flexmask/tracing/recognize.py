@@ -1,7 +1,7 @@
-"""Recognition: named masks in an expression that was written without their names.
+"""Finds named masks, such as ``causal``, in expressions that are written without their names.
 
-Both sides are brought into one form: comparisons become linear forms that are at most 0, or 0. A pattern is a named mask with
-parameters, and its form is matched against the parts of a conjunction or disjunction.
+Patterns and expressions are brought into one form, in which comparisons are linear forms that are at most 0, or equal 0. A
+pattern is a named mask with parameters. Its form is matched against the parts of a conjunction or disjunction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals.solve import linear
 from flexmask.parser import parse
 
-__all__ = ["PATTERNS", "recognise"]
+__all__ = ["PATTERNS", "recognize"]
 
-#: Named masks with parameters, in the order in which equally long ones are tried: ``n``, ``m`` and ``k`` stand for numbers, or
-#: one of them for each sequence; ``data`` and ``more`` for tables.
+#: Named masks with parameters, in the order in which patterns of equal length are tried. ``n``, ``m`` and ``k`` match integers,
+#: or data ``[B]``; ``data`` and ``more`` match tables.
 PATTERNS = (
     "causal",
     "causal(offset=n)",
@@ -52,29 +52,29 @@ Binding: TypeAlias = "dict[str, int | Table]"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A named mask with parameters, and the parts of its form under ``&`` or ``|``, or one part under neither."""
+    """A named mask with parameters, and the operands of its form under ``&`` or ``|``; one part where it has neither."""
 
     mask: Mask
     kind: type[And | Or] | None
     parts: tuple[Mask, ...]
 
 
-def recognise(mask: Mask) -> Mask:
-    """The same mask with named masks where it equals them; what they compute with stays what it was."""
+def recognize(mask: Mask) -> Mask:
+    """The mask with a name on each part that equals a named mask. The expressions under the names do not change."""
     match mask:
         case And(operands) | Or(operands):
             return _joined(type(mask), operands)
         case Not(operand):
-            return Not.make(recognise(operand))
+            return Not.make(recognize(operand))
         case Xor(operands):
-            return Xor.make(tuple(map(recognise, operands)))
+            return Xor.make(tuple(map(recognize, operands)))
         case Compare():
             return _named(mask)
     return mask
 
 
 def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
-    """A conjunction or disjunction, of which the patterns of the most parts are taken out first."""
+    """A conjunction or disjunction; patterns with the most parts are tried first."""
     left = list(operands)
     found: dict[int, Mask] = {}
     for pattern in (pattern for pattern in _patterns() if pattern.kind is kind):
@@ -83,12 +83,12 @@ def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
             found[operands.index(chosen[0])] = named
             left = [operand for operand in left if not any(operand is part for part in chosen)]
     for operand in left:
-        found[next(i for i, other in enumerate(operands) if other is operand)] = recognise(operand)
+        found[next(i for i, other in enumerate(operands) if other is operand)] = recognize(operand)
     return kind.make(tuple(found[place] for place in sorted(found)))
 
 
 def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tuple[list[Mask], Mask] | None:
-    """The first operands that are together a pattern, and what they are then."""
+    """The first operands that match a pattern together, and the named mask."""
     for chosen, binding in _chosen(pattern, operands, kind):
         named = _filled(pattern, binding, kind.make(tuple(chosen)))
         if named is not None:
@@ -97,7 +97,7 @@ def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tupl
 
 
 def _named(mask: Compare) -> Mask:
-    """A comparison under the name that it has, if any."""
+    """A comparison, under its name if it has one."""
     kind, parts = _parts(mask)
     for pattern in _patterns():
         if pattern.kind is kind and len(parts) == len(pattern.parts):
@@ -109,7 +109,7 @@ def _named(mask: Compare) -> Mask:
 
 
 def _chosen(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> Iterator[tuple[list[Mask], Binding]]:
-    """Some of the operands that are together the pattern, and what its parameters are then."""
+    """The sets of operands that match the pattern, each with the values of its parameters."""
     owners: list[Mask] = []
     parts: list[Mask] = []
     for operand in operands:
@@ -124,13 +124,13 @@ def _chosen(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> Ite
 
 
 def _filled(pattern: Pattern, binding: Binding, body: Mask) -> Mask | None:
-    """The named mask with its parameters given; it computes what it did before."""
+    """The named mask with its parameters bound, over the expression that it matched."""
     tables = [value for value in binding.values() if isinstance(value, Table)]
     if len({table.key for table in tables}) < len(tables):
-        return None  # two tables that are one have a shorter pattern
+        return None  # a shorter pattern matches one table
     try:
         named = pattern.mask.bind(**binding)
-    except FlexmaskError:  # a window that ends before it starts, and the like, has no name
+    except FlexmaskError:  # values that the named mask refuses, such as a window that ends before it starts
         return None
     return Named(named.name, named.arguments, body, named.define) if isinstance(named, Named) else None
 
@@ -145,7 +145,7 @@ def _patterns() -> tuple[Pattern, ...]:
 
 
 def _parts(mask: Mask) -> tuple[type[And | Or] | None, tuple[Mask, ...]]:
-    """The operator of a mask's form and the parts that it joins, or the form alone."""
+    """The operator of a mask's form and its operands, or None and the form alone."""
     form = _form(mask)
     return (type(form), form.operands) if isinstance(form, And | Or) else (None, (form,))
 
@@ -165,7 +165,7 @@ def _form(mask: Mask) -> Mask:
 
 
 def _assigned(parts: Sequence[Mask], candidates: Sequence[Mask], known: Binding) -> Iterator[tuple[list[int], Binding]]:
-    """Which candidates the parts are, each another one, and what the parameters are then."""
+    """The ways to match each part with a candidate of its own: numbers of the candidates, and values of the parameters."""
     if not parts:
         yield [], known
         return
@@ -211,7 +211,7 @@ def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Bindin
 
 
 def _is_number(index: Index) -> bool:
-    """Whether an expression is a parameter that may stand for a number."""
+    """Whether an expression is a parameter that matches an integer."""
     return isinstance(index, Param) or (
         isinstance(index, Lookup) and isinstance(index.table, Param) and len(index.table.name) == 1
     )

@@ -1,7 +1,7 @@
-"""The table of tracing's rules: for each operation of torch, what expression it is.
+"""The table of rules: for each operation of torch, by name, the function that gives its expression.
 
-A rule takes the common state of the cells, the function that was called, and its arguments; it gives a stand-in, or raises
-:class:`Beyond` where these arguments have no expression.
+A rule takes the state of the trace, the function that was called, and its arguments, proxies or not. It gives a proxy, or raises
+:class:`NoExpression` where these arguments have no expression.
 """
 
 from __future__ import annotations
@@ -11,19 +11,30 @@ from typing import Any
 
 import torch
 
-from flexmask.tracing.proxies import Cell, Cells, Traced
+from flexmask.tracing.proxies import Element, Proxy, TraceState
 
-__all__ = ["METADATA", "RANDOM", "READS", "RULES", "Rule", "each", "holds_traced", "mapped", "rule", "together"]
+__all__ = [
+    "METADATA",
+    "RANDOM",
+    "READS",
+    "RULES",
+    "Rule",
+    "broadcast_elements",
+    "has_proxy",
+    "map_elements",
+    "map_nested",
+    "rule",
+]
 
 Rule = Callable[..., Any]
 
-#: What a tensor says about itself without looking at a value.
+#: Operations that read metadata of a tensor, no values.
 METADATA = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "stride", "get_device", "__hash__", "is_tensor"}
 METADATA |= {"result_type", "can_cast", "__len__", "ndimension", "nelement", "is_contiguous"}
-#: What asks for a value.
+#: Operations that read a value.
 READS = {"__bool__", "item", "tolist", "__int__", "__index__", "__float__", "numpy", "__array__", "__contains__", "__complex__"}
 READS |= {"__repr__", "__format__", "__setitem__", "equal", "is_nonzero", "allclose"}
-#: What draws random numbers, so that a mask would not be the same each time.
+#: Operations that draw random numbers, so that a mask would not be the same each time.
 RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout"}
 RANDOM |= {"rand_like", "randn_like", "randint_like", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
 
@@ -40,35 +51,35 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def holds_traced(value: Any) -> bool:
-    """Whether a stand-in is in nested arguments."""
-    if isinstance(value, Traced):
+def has_proxy(value: Any) -> bool:
+    """Whether nested arguments contain a proxy."""
+    if isinstance(value, Proxy):
         return True
     if isinstance(value, dict):
-        return any(map(holds_traced, value.values()))
-    return isinstance(value, list | tuple) and any(map(holds_traced, value))
+        return any(map(has_proxy, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_proxy, value))
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Nested arguments with ``function`` applied to each."""
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested arguments with ``function`` applied to each leaf."""
     if isinstance(value, dict):
-        return {key: mapped(function, item) for key, item in value.items()}
+        return {key: map_nested(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(mapped(function, item) for item in value)
+        return type(value)(map_nested(function, item) for item in value)
     return function(value)
 
 
-def each(cells: Cells, dtype: torch.dtype, function: Callable[..., Cell], *values: Any) -> Traced:
-    """``function`` of the cells of values that broadcast."""
-    traced = [cells.lift(value) for value in values]
+def map_elements(state: TraceState, dtype: torch.dtype, function: Callable[..., Element], *values: Any) -> Proxy:
+    """``function`` of the elements of values that broadcast."""
+    traced = [state.lift(value) for value in values]
     if all(value.dim() == 0 for value in traced):
-        return cells.one(function(*(value.cells[0] for value in traced)), dtype)
-    rows, shape = together(traced)
-    return cells.make((function(*row) for row in rows), shape, dtype)
+        return state.scalar(function(*(value.elements[0] for value in traced)), dtype)
+    rows, shape = broadcast_elements(traced)
+    return state.proxy((function(*row) for row in rows), shape, dtype)
 
 
-def together(traced: Sequence[Traced]) -> tuple[list[tuple[Cell, ...]], torch.Size]:
-    """The cells of stand-ins that broadcast, those of one place in a row, and the shape that they have then."""
+def broadcast_elements(traced: Sequence[Proxy]) -> tuple[list[tuple[Element, ...]], torch.Size]:
+    """The elements of proxies that broadcast, as one tuple per element of the result, and the shape of the result."""
     places = torch.broadcast_tensors(*(torch.arange(value.numel()).view(value.shape) for value in traced))
-    columns = [[value.cells[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
+    columns = [[value.elements[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
     return list(zip(*columns, strict=True)), places[0].shape

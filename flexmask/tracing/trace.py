@@ -1,4 +1,4 @@
-"""Tracing: from any ``mask_mod`` to the mask that it computes."""
+"""From a ``mask_mod``, any Python function of four index tensors, to a mask: the function is called once, with proxies."""
 
 from __future__ import annotations
 
@@ -18,60 +18,59 @@ from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.expr.opaque import Opaque
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
-from flexmask.tracing.proxies import Beyond, Cells, Traced, Untraceable, truth
-from flexmask.tracing.recognize import recognise
-from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, holds_traced, mapped
+from flexmask.tracing.proxies import NoExpression, Proxy, TraceState, Untraceable, as_truth
+from flexmask.tracing.recognize import recognize
+from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, has_proxy, map_nested
 
-__all__ = ["follow", "from_mask_mod"]
+__all__ = ["from_mask_mod", "trace_function"]
 
-#: What rules take by position, in this order, though it may be given by name.
+#: Arguments of torch functions that rules take by position, in this order; a caller may give them by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
-    """The mask that a FlexAttention ``mask_mod`` computes, under the names of masks that it is written like.
+    """The mask that a FlexAttention ``mask_mod`` computes. Parts that equal a named mask, such as ``causal``, get its name.
 
-    The function is called once with stand-ins for its indices. Integer arithmetic, comparisons, boolean and bitwise
-    operators, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, floor division and remainder, casts, small
-    constants, reshapes and reductions of up to 64 values, and any indexing of the tensors that it captured become the
-    expression that they are. Anything else becomes a call in its place: the mask is right everywhere, but what depends on
-    that call does not separate. Captured tensors stay the function's own: they compare by identity, may be longer than the
-    mask is, and their values are read once for their range.
+    The function is called once, with a proxy for each index. These become expressions: integer arithmetic, comparisons, boolean
+    and bitwise operators, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, floor division and remainder, casts,
+    small constants, reshapes and reductions of up to 64 values, and any indexing of captured tensors. Any other operation is
+    kept as an opaque call: exact, but slower, since it is not separable in q and kv. Captured tensors are not copied: they
+    compare by identity, may be longer than the mask, and are read once for their range of values.
 
     Args:
-        mask_mod: takes ``(b, h, q_idx, kv_idx)`` and gives a truth value; closures, ``functools.partial``, torch's
-            ``and_masks`` and ``or_masks`` and objects with ``__call__`` will do. A mask is returned as it is.
-        strict: raise where an operation has no expression, instead of keeping it as a call.
-        device: where the function finds its indices to be, for the tensors that it makes itself.
+        mask_mod: takes ``(b, h, q_idx, kv_idx)`` and returns a truth value: a function, a closure, a ``functools.partial``,
+            the result of torch's ``and_masks`` or ``or_masks``, or an object with ``__call__``. A mask is returned unchanged.
+        strict: whether to raise where an operation has no expression, instead of keeping it as an opaque call.
+        device: the device of the indices, for functions that create tensors on it.
 
     Raises:
         OperandError: ``mask_mod`` is not a function of four indices.
-        TraceError: the result is no truth value for each cell; with ``strict``, an operation without an expression, or an
-            error of the function's own.
+        TraceError: the result is not one truth value per cell. With ``strict`` also: an operation has no expression, or the
+            function raises.
 
     Source: ``torch.nn.attention.flex_attention.create_block_mask`` takes such functions.
     """
-    return recognise(follow(mask_mod, strict=strict, device=device))
+    return recognize(trace_function(mask_mod, strict=strict, device=device))
 
 
-def follow(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
-    """As :func:`trace`, without looking for named masks."""
+def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
+    """As :func:`from_mask_mod`, without the recognition of named masks."""
     if isinstance(mask_mod, Mask):
         return mask_mod
     _check_function(mask_mod)
-    cells = Cells(_sync.resolve_device(device))
+    state = TraceState(_sync.resolve_device(device))
     try:
-        with _Tracing(cells, strict):
-            found = mask_mod(*(cells.symbol(name) for name in ("b", "h", "q", "kv")))
+        with _Tracing(state, strict):
+            found = mask_mod(*(state.symbol(name) for name in ("b", "h", "q", "kv")))
     except TraceError:
         raise
-    except (Untraceable, RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # the function may work on numbers
+    except (Untraceable, RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # with values the function may work
         if strict:
             raise TraceError(f"{_name(mask_mod)} cannot be traced: {type(error).__name__}: {error}") from error
         return Opaque(mask_mod, (b, h, q, kv)) != 0
-    return _result(found, mask_mod, cells)
+    return _result(found, mask_mod, state)
 
 
 def _check_function(mask_mod: object) -> None:
@@ -81,7 +80,7 @@ def _check_function(mask_mod: object) -> None:
     try:
         signature = inspect.signature(mask_mod.forward if isinstance(mask_mod, torch.nn.Module) else mask_mod)
     except ValueError:
-        return  # functions written in C tell no signature
+        return  # functions written in C have no signature
     try:
         signature.bind(b, h, q, kv)
     except TypeError as error:
@@ -89,18 +88,18 @@ def _check_function(mask_mod: object) -> None:
         raise OperandError(f"{wanted}; {_name(mask_mod)}: {error}{hint}") from None
 
 
-def _result(found: Any, mask_mod: MaskMod, cells: Cells) -> Mask:
-    if isinstance(found, Tensor) and not isinstance(found, Traced) and found.dim() == 0 and found.dtype == torch.bool:
-        found = cells.lift(found)
+def _result(found: Any, mask_mod: MaskMod, state: TraceState) -> Mask:
+    if isinstance(found, Tensor) and not isinstance(found, Proxy) and found.dim() == 0 and found.dtype == torch.bool:
+        found = state.lift(found)
     if isinstance(found, bool):
-        found = cells.lift(found)
+        found = state.lift(found)
     if isinstance(found, Mask):
         raise TraceError(f"{_name(mask_mod)} gives a mask, {found.brief()}, where a truth value is wanted; give that mask itself")
-    if not isinstance(found, Traced) or found.dim() != 0 or found.dtype != torch.bool:
+    if not isinstance(found, Proxy) or found.dim() != 0 or found.dtype != torch.bool:
         kind = "a tensor" if isinstance(found, Tensor) else type(found).__name__
         shape = f" of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else ""
         raise TraceError(f"{_name(mask_mod)} must give one truth value for a cell, got {kind}{shape}; compare numbers first")
-    return truth(found.cells[0])
+    return as_truth(found.elements[0])
 
 
 def _name(function: object) -> str:
@@ -118,11 +117,11 @@ def _signature(rule: Rule) -> inspect.Signature:
 
 
 class _Tracing(TorchFunctionMode):
-    """Answers every operation of torch on stand-ins."""
+    """Handles every torch operation on proxies."""
 
-    def __init__(self, cells: Cells, strict: bool) -> None:
+    def __init__(self, state: TraceState, strict: bool) -> None:
         super().__init__()
-        self.cells, self.strict = cells, strict
+        self.state, self.strict = state, strict
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,56 +130,54 @@ class _Tracing(TorchFunctionMode):
             raise TraceError(
                 f"{name} draws random numbers, so that the mask would not stay the same; use flexmask.masks.random_cells"
             )
-        if not holds_traced((args, kwargs)):
+        if not has_proxy((args, kwargs)):
             return func(*args, **kwargs)
         if name in METADATA:
             return func(*args, **kwargs)
         if name in READS:
             raise Untraceable(f"{name} asks for the number in a cell, as `if` and int() do; choose with torch.where")
         if name not in RULES and _is_in_place(name):
-            return self.changed(name, args, kwargs)
+            return self.in_place(name, args, kwargs)
         try:
             if name in RULES:
-                return self.ruled(RULES[name], func, args, kwargs)
-        except Beyond as beyond:
+                return self.by_rule(RULES[name], func, args, kwargs)
+        except NoExpression as beyond:
             reason = f" ({beyond})" if beyond.args else ""
         else:
             reason = ""
         if self.strict:
-            raise TraceError(f"{name} has no expression{reason}; without strict it is kept as a call")
+            raise TraceError(f"{name} has no expression{reason}; without strict it is kept as an opaque call")
         return self.call(func, args, kwargs)
 
-    def ruled(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def by_rule(self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = dict(kwargs)
         placed = (*args, *(named.pop(name) for name in POSITIONS if name in named))
         try:
-            _signature(rule).bind(self.cells, func, *placed, **named)
-        except TypeError:  # an option that the rule does not know
-            raise Beyond from None
-        return rule(self.cells, func, *placed, **named)
+            _signature(rule).bind(self.state, func, *placed, **named)
+        except TypeError:  # an option that the rule does not take
+            raise NoExpression from None
+        return rule(self.state, func, *placed, **named)
 
-    def changed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """An operation in place, such as ``x &= y``: what it gives stands in the cells of its tensor."""
+    def in_place(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """An in-place operation, such as ``x &= y``: its result replaces the elements of its first argument."""
         target, function = args[0], getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
-        if not isinstance(target, Traced) or target.shared or target.is_large or function is None:
+        if not isinstance(target, Proxy) or target.shared or target.is_large or function is None:
             raise Untraceable(f"{name} changes a tensor in place that has other names, or that the function made")
         found = self.__torch_function__(function, (), args, kwargs)
         if found.shape != target.shape or found.dtype != target.dtype or found.is_large:
             raise Untraceable(f"{name} changes the shape or type of what it gives")
-        target.cells, target.source = found.cells, None
+        target.elements, target.source = found.elements, None
         return target
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The operation itself, on what stands in its arguments' cells."""
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """The operation as an opaque call."""
 
         def empty(value: Any) -> Any:
             return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
         if "out" in kwargs or kwargs.get("inplace"):
             raise Untraceable(f"{func.__name__} changes a tensor in place")
-        example = func(*mapped(empty, args), **mapped(empty, kwargs))
-        if not isinstance(example, Tensor) or any(
-            holds_traced(v) and not isinstance(v, Traced) for v in (*args, *kwargs.values())
-        ):
+        example = func(*map_nested(empty, args), **map_nested(empty, kwargs))
+        if not isinstance(example, Tensor) or any(has_proxy(v) and not isinstance(v, Proxy) for v in (*args, *kwargs.values())):
             raise Untraceable(f"{func.__name__} has no expression")
-        return self.cells.called(func, (*args, *kwargs.values()), tuple(kwargs), example)
+        return self.state.opaque_call(func, (*args, *kwargs.values()), tuple(kwargs), example)

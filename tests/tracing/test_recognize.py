@@ -18,7 +18,7 @@ KEEP = torch.stack([torch.arange(SIZE) < 7, torch.arange(SIZE) != 3])
 NAMES = {"torch": torch, "ids": IDS, "others": OTHERS, "lengths": LENGTHS, "is_global": GLOBAL, "keep": KEEP}
 
 #: For each pattern the bodies of functions, and how the mask then prints.
-RECOGNISED: dict[str, list[tuple[str, str]]] = {
+RECOGNIZED: dict[str, list[tuple[str, str]]] = {
     "causal": [("q >= kv", "causal"), ("kv <= q", "causal"), ("q - kv > -1", "causal"), ("~(q < kv)", "causal")],
     "causal(offset=n)": [("q + 3 >= kv", "causal(offset=3)"), ("q > kv", "causal(offset=-1)")],
     "sliding_window(left=n, right=m)": [
@@ -55,7 +55,7 @@ RECOGNISED: dict[str, list[tuple[str, str]]] = {
     "query_padding(keep=data)": [("keep[b, q]", "query_padding(keep=<bool[2, 12]>)")],
 }
 
-ROWS = [(body, text) for rows in RECOGNISED.values() for body, text in rows]
+ROWS = [(body, text) for rows in RECOGNIZED.values() for body, text in rows]
 
 #: Bodies that are near a named mask, and the names that they must not have.
 NEAR = [
@@ -90,11 +90,11 @@ def check(body: str, mask: fm.Mask) -> None:
 
 
 def test_every_pattern_is_listed() -> None:
-    assert set(RECOGNISED) == set(PATTERNS)
+    assert set(RECOGNIZED) == set(PATTERNS)
 
 
 @pytest.mark.parametrize(("body", "text"), ROWS, ids=[body for body, _ in ROWS])
-def test_recognised(body: str, text: str) -> None:
+def test_recognized(body: str, text: str) -> None:
     mask = fm.from_mask_mod(of_text(body))
     assert str(mask) == text
     check(body, mask)
@@ -110,9 +110,9 @@ def test_near_misses(body: str, name: str) -> None:
 @pytest.mark.parametrize(("body", "text"), ROWS, ids=[body for body, _ in ROWS])
 def test_body_is_what_was_written(body: str, text: str) -> None:
     """A name is only a name: what is computed stays what the function said."""
-    from flexmask.tracing.trace import follow
+    from flexmask.tracing.trace import trace_function
 
-    written = follow(of_text(body))
+    written = trace_function(of_text(body))
     assert fm.from_mask_mod(of_text(body)).expand().key == written.key
 
 

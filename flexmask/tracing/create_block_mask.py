@@ -16,7 +16,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_mask
 from flexmask.tracing.as_mask import MaskLike, as_mask
-from flexmask.tracing.trace import follow
+from flexmask.tracing.trace import trace_function
 
 __all__ = ["create_block_mask"]
 
@@ -34,27 +34,27 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The BlockMask that torch's function of this name makes, in time that follows the mask's intervals.
+    """The same BlockMask as torch's ``create_block_mask``. The time depends on the key intervals, not on ``Q_LEN * KV_LEN``.
 
     Args:
-        mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.from_mask_mod`) and stands in the
-            result as it is; or a mask or its text, whose own ``mask_mod`` does.
-        B: sequences, None for 1; of a mask, None for as many as its data says.
-        H: heads, likewise.
+        mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.from_mask_mod`) and is the
+            ``mask_mod`` of the result; or a mask or its text.
+        B: sequences; None for 1, or for the batch of a mask's data.
+        H: heads; None for 1, or for the heads of a mask's data.
         Q_LEN: queries.
         KV_LEN: keys.
-        device: by default, as in torch, the current accelerator, else the CPU; of a mask, where its tensors are.
+        device: by default, as in torch, the current accelerator, else the CPU; for a mask, the device of its tensors.
         BLOCK_SIZE: tokens in a block, or the pair (queries, keys).
-        _compile: taken and ignored, as nothing has to be compiled.
-        separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which ``mask_mod`` is not called.
-        compute_dq_write_order: whether to add what FlexAttention's deterministic backward pass needs, in time that follows the
-            number of listed blocks (with a host sync on a GPU, to count them). From torch 2.13.
+        _compile: ignored, since nothing is compiled.
+        separate_full_blocks: whether full blocks have lists of their own, in which FlexAttention does not call ``mask_mod``.
+        compute_dq_write_order: whether to add the write order of FlexAttention's deterministic backward pass, in time linear in
+            the number of listed blocks (with one host sync on a GPU, to count them). From torch 2.13.
         dq_kv_order: the order of key blocks in it: True for descending, False for ascending.
 
     Raises:
         LoweringError: an argument that is not supported, or a captured tensor that is too short or on another device.
         OperandError: ``mask_mod`` is neither a mask nor a function of four indices.
-        TraceError: the function gives no truth value for each cell.
+        TraceError: the function does not return one truth value per cell.
 
     Source: ``torch.nn.attention.flex_attention.create_block_mask``.
     """
@@ -74,9 +74,9 @@ def create_block_mask(
         mask, where = as_mask(mask_mod, "mask_mod"), device
     else:
         where = _sync.resolve_device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
-        mask = follow(mask_mod, device=where)
+        mask = trace_function(mask_mod, device=where)
         options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
-    if 0 in (B, H):  # without sequences or heads every mask shows the same
+    if 0 in (B, H):  # no cell, so any mask will do
         context = bind(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
         return block_mask(context, BLOCK_SIZE, **options, batch=B, heads=H)
     return block_mask(bind(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)
