@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexmask as fm
 from flexmask import _sync
 from flexmask.blocks import sparse as block_sets
-from flexmask.intervals.runs import ValueRuns, rising_runs
 from tests.support.lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
 from tests.support.paths import PATHS, lowering, path
 from tests.support.strategies import Case, Shape, shaped_masks
@@ -91,33 +89,6 @@ def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
         found = mask.block_mask(SIZE, block_size=4)
     for kind, wanted in lists_of_cells(mask).items():
         assert list(blocks_of(found, kind, Shape(SIZE, SIZE, batch=2, heads=2))) == wanted, kind
-
-
-# ---------------------------------------------------------------- values that rise
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 4), st.lists(st.integers(-3, 9), min_size=1))
-def test_rising_runs(steps: list[int], tail: int, wanted: list[int]) -> None:
-    rising = torch.tensor(steps).cumsum(0).tolist() + [-1] * tail
-    column, value = (torch.tensor(values)[None, None] for values in (rising, wanted))
-    found = rising_runs(column, value, len(rising))
-    expected = column[..., None, :] == value[..., None]
-    assert torch.equal(found.holds(torch.arange(len(rising))), expected)
-
-
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_value_runs(batch: int, n: int, q_len: int, numbers: Any) -> None:
-    """The greatest integer is a value like any other, though it also fills up lines with few runs."""
-    values = [0, 0, 1, 1, 2, torch.iinfo(torch.int64).max]
-    column = torch.tensor([[[numbers.choice(values) for _ in range(n)]] for _ in range(batch)])
-    value = torch.tensor([[[numbers.choice(values) for _ in range(q_len)]] for _ in range(batch)])
-    found = ValueRuns.of(column, n)
-    rows, own = found.matching(value, 9), found.own(9)
-    assert rows is not None
-    assert own is not None
-    keys = torch.arange(n)
-    assert torch.equal(rows.holds(keys).expand(-1, -1, q_len, -1), column[..., None, :] == value[..., None])
-    assert torch.equal(own.holds(keys), column[..., None, :] == column[..., None])
 
 
 # ---------------------------------------------------------------- data that changes

@@ -217,6 +217,12 @@ def limits() -> bool:
     )
 
 
+def limits_are_the_nearest() -> bool:
+    low, high, least, most, f = integers("low high least most f")
+    a, b = laws.limits(low, high, least, most, f)
+    return holds(z3.And(f * (a + 1) + most >= low, f * (b - 1) + least <= high), f > 0)
+
+
 def limits_of_floor() -> bool:
     x, low, high, n = integers("x low high n")
     a, b = laws.limits_of_floor(low, high, n)
@@ -266,6 +272,7 @@ THEOREMS = [
     floor_at_most,
     floor_at_least,
     limits,
+    limits_are_the_nearest,
     limits_of_floor,
     joined_limbs,
     limbs,
