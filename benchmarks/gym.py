@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from benchmarks.workloads import MaskMod
+from flexmask.lowering.mask_mod import MaskMod
 
 __all__ = ["Generated", "generated", "same_blocks"]
 

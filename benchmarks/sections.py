@@ -20,8 +20,9 @@ import flexmask
 from benchmarks.gym import generated, same_blocks
 from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.pictures import drawings
-from benchmarks.workloads import MaskMod, Workload, causal_work, even_work, packed_work, window_work, workloads
+from benchmarks.workloads import Workload, causal_work, even_work, packed_work, window_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
+from flexmask.lowering.mask_mod import MaskMod
 
 __all__ = ["Row", "Section", "sections"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexmask import Mask, causal, document, from_dense, h, key_padding, kv, prefix_lm, q, sliding_window
+from flexmask.lowering.mask_mod import MaskMod
 
 __all__ = [
-    "MaskMod",
     "Workload",
     "causal_work",
     "dilated_work",
@@ -23,8 +23,6 @@ __all__ = [
     "window_work",
     "workloads",
 ]
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 DOCUMENT = 512
 

@@ -38,7 +38,7 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
 
         found = explained(mask, **asked.lowering(mask), block_size=block_size)
     if as_json:
-        leaves = [{"text": leaf.text, "kind": leaf.kind, "separates": leaf.separates} for leaf in found.leaves]
+        leaves = [{"text": leaf.text, "kind": leaf.kind, "separable": leaf.separable} for leaf in found.leaves]
         plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")
         print_json({name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": figures(found.stats)})
         return

@@ -1,4 +1,4 @@
-"""Documents packed so that each begins at a block, which makes their numbers independent of how they are packed."""
+"""Documents packed so that each begins at a block, which makes their outputs independent of how they are packed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from flexmask._checks import checked_int
 from flexmask.errors import LoweringError, OperandError
-from flexmask.lowering.block_mask import sizes_of
+from flexmask.lowering.block_mask import block_sizes
 
 __all__ = ["AlignedDocuments", "align_documents"]
 
 
 @dataclass(frozen=True, eq=False)
 class AlignedDocuments:
-    """Where the tokens of documents stand in sequences in which each document begins at a block.
+    """The positions of the tokens of documents in sequences in which each document begins at a block.
 
     Attributes:
         lengths: the tokens of each document, for each sequence.
@@ -39,7 +39,7 @@ class AlignedDocuments:
 
         Args:
             tokens: ``[tokens, ...]``.
-            fill: what stands at the positions of padding.
+            fill: the value at the positions of padding.
 
         Returns:
             ``[B, length, ...]``.
@@ -55,7 +55,7 @@ class AlignedDocuments:
         return packed.index_copy(0, self.index, tokens).view(*self.ids.shape, *tokens.shape[1:])
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The tokens again, one document after the other, without padding.
+        """The tokens of :meth:`pack`, one document after the other, without padding.
 
         Args:
             packed: ``[B, length, ...]``.
@@ -64,14 +64,14 @@ class AlignedDocuments:
             ``[tokens, ...]``.
 
         Raises:
-            LoweringError: another number of sequences or positions.
+            LoweringError: ``packed`` has another number of sequences or positions.
         """
         if packed.shape[:2] != self.ids.shape:
             raise LoweringError(f"packed must be [B, length, ...] = {[*self.ids.shape]} and more, got {list(packed.shape)}")
         return packed.flatten(0, 1).index_select(0, self.index)
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """The tokens of each document, ``[tokens of the document, ...]``, of ``packed`` as for :meth:`unpack`."""
+        """The tokens of each document, ``[tokens of the document, ...]``; ``packed`` is as for :meth:`unpack`."""
         return torch.split(self.unpack(packed), [tokens for sequence in self.lengths for tokens in sequence])
 
 
@@ -82,11 +82,12 @@ def align_documents(
     length: int | None = None,
     device: torch.device | str | None = None,
 ) -> AlignedDocuments:
-    """Packs documents so that each begins at a block, and no block holds tokens of two.
+    """Packs documents so that each begins at a block, and no block holds tokens of two documents.
 
-    FlexAttention adds up what a row attends to block by block, so that in packed sequences the bits of its output depend on where
-    a document begins. Where that is at a block they do not, with ``mask.block_mask(..., separate_full_blocks=False)``: it gives
-    the key blocks of a row one order, also where the queries of a document come a few at a time::
+    FlexAttention sums over the keys of a row block by block, so the bits of its output depend on where in a packed sequence a
+    document begins. They do not where each document begins at a block and the BlockMask is
+    ``mask.block_mask(..., separate_full_blocks=False)``, which lists the key blocks of a row in one order. This also holds for
+    the queries of a document a few at a time::
 
         documents = align_documents([300, 150, 250])
         x = documents.pack(tokens)  # [1, 896, ...]: 384 + 256 + 256 positions
@@ -95,21 +96,22 @@ def align_documents(
         ...
         answers = documents.unpack(out)  # [700, ...]
 
-    :func:`flexmask.testing.assert_batch_invariant` checks a model for it. Operators whose kernels are chosen by the size of the
-    batch, as matrix products and autotuned kernels are, can still tell how a document is packed; so can ``backend="sdpa"``, which
+    :func:`flexmask.testing.assert_batch_invariant` checks a model for it. The output can still depend on the packing in operators
+    that choose a kernel by the size of the batch, such as matrix products and autotuned kernels, and in ``backend="sdpa"``, which
     computes the sequences of a batch together.
 
     Args:
-        lengths: the tokens of each document of one sequence, or for each sequence those of its documents; 0 for no document.
-        block_size: that of the BlockMask, or of the kernel where that has larger ones: an int or the pair (queries, keys).
+        lengths: the tokens of each document of one sequence, or a list of these for each sequence; 0 for no document.
+        block_size: tokens in a block of the BlockMask, or of the kernel if its blocks are larger: an int or (queries, keys).
         length: positions of each sequence, a multiple of the block size; by default the fewest that hold all documents.
-        device: of the tensors; by default where ``lengths`` is, if that is a tensor (which is read), else the CPU.
+        device: where the tensors are made; by default the device of ``lengths`` if it is a tensor, else the CPU. A tensor is
+            read, which forces a host sync.
 
     Raises:
         OperandError: ``lengths`` or ``length`` are not integers.
-        LoweringError: a negative length, no token at all, or too small a ``length`` or one that is no multiple.
+        LoweringError: a length is negative, there is no token, or ``length`` is too small or no multiple of the block size.
     """
-    step = math.lcm(*sizes_of(block_size))
+    step = math.lcm(*block_sizes(block_size))
     if device is None:
         device = lengths.device if isinstance(lengths, Tensor) else "cpu"
     sequences = _sequences(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
@@ -129,12 +131,12 @@ def align_documents(
     for row, (sequence, space) in enumerate(zip(sequences, spaces, strict=True)):
         start = 0
         for number, (tokens, taken) in enumerate(zip(sequence, space, strict=True)):
-            own = torch.arange(tokens)
-            ids[row, start : start + tokens], positions[row, start : start + tokens] = number, own
-            index.append(own + (row * length + start))
+            place = torch.arange(tokens)
+            ids[row, start : start + tokens], positions[row, start : start + tokens] = number, place
+            index.append(place + (row * length + start))
             start += taken
-    found = tuple(map(tuple, sequences))
-    return AlignedDocuments(found, ids.to(device), positions.to(device), torch.cat(index).to(device))
+    counts = tuple(map(tuple, sequences))
+    return AlignedDocuments(counts, ids.to(device), positions.to(device), torch.cat(index).to(device))
 
 
 def _sequences(lengths: Any) -> list[list[int]]:

@@ -1,88 +1,93 @@
-"""The BlockMask lowering: what FlexAttention's kernels skip, test, and compute without a test."""
+"""The BlockMask lowering: which blocks FlexAttention's kernels compute with ``mask_mod``, and which without it."""
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int
-from flexmask.blocks.grid import block_grid
-from flexmask.blocks.sparse import block_sets
+from flexmask.blocks.classify import S, Strategy, classify, decide_open
+from flexmask.blocks.grid import BlockGrid
+from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import RowBounds, analyse
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.lowering.listed import block_mask_type
+from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, no_lists
+from flexmask.lowering.block_mask_type import BLOCK_MASK_TYPE
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
-from flexmask.lowering.write_order import write_orders
 
-__all__ = ["block_mask", "sizes_of"]
+__all__ = ["block_mask", "block_sizes"]
 
 #: Blocks of a mask up to which each list of its BlockMask has room for all of them, on the CPU and elsewhere. Then the lists'
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
 MAX_ROOM = _sync.PerDevice(cpu=2**20, elsewhere=2**22)
-#: Blocks up to which a grid of them is better than sets: on the CPU while it is faster; elsewhere wherever there is room, since
+#: Blocks up to which a grid is better than intervals: on the CPU while it is faster; elsewhere wherever there is room, since
 #: the sizes of a grid depend on no data, so that there is no host sync.
 MAX_GRID = _sync.PerDevice(cpu=2**16, elsewhere=2**22)
+#: The fields of a BlockMask that hold its lists, in the order of :func:`_lists`.
+FIELDS = [(f"{kind}_num_blocks", f"{kind}_indices") for kind in ("kv", "q", "full_kv", "full_q")]
 
 
 def block_mask(
     context: Context,
     block_size: int | tuple[int, int] = 128,
-    form: Form = "auto",
-    mod: MaskMod | None = None,
+    form: Form | MaskMod = "auto",
     *,
     separate_full_blocks: bool = True,
-    descending: bool | None = None,
-    batch: int | None = None,
     heads: int | None = None,
 ) -> BlockMask:
-    """The mask of a context as a BlockMask: see :meth:`flexmask.expr.mask.Mask.block_mask`.
+    """The mask of a lowering context as a BlockMask: see :meth:`flexmask.Mask.block_mask`.
 
     Args:
-        context: the context of the lowering.
+        context: the lowering context.
         block_size: tokens in a block, or the pair (queries, keys).
-        form: which ``mask_mod`` stands in it, unless ``mod`` does.
-        mod: a ``mask_mod`` that computes the same mask.
+        form: the form of its ``mask_mod``, or a ``mask_mod`` that computes the same mask.
         separate_full_blocks: whether full blocks have lists of their own.
-        descending: for deterministic backward passes, whether key blocks add to the gradients of query blocks in descending
-            order; None for no order, which not every version of torch takes.
-        batch: B of the BlockMask where its lists are the same for all sequences.
-        heads: H of the BlockMask where its lists are the same for all heads.
+        heads: H of the BlockMask where its lists are the same for all heads; None for 1.
+
+    Raises:
+        OperandError: ``block_size`` or ``separate_full_blocks`` has another type.
+        LoweringError: ``block_size`` is less than 1 or too large, or the mask has not the ``form``.
     """
-    sizes = sizes_of(block_size)
+    sizes = block_sizes(block_size)
     if not isinstance(separate_full_blocks, bool):
         raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
-    rows = analyse(context)
-    # Kernels know how far heads are apart, and take sequences to be that far apart times the number of heads. So heads that are
-    # the same share memory only where there is one sequence.
-    apart = heads if context.full_batch > 1 else None
-    blocks = context.full_batch * context.heads * -(-context.q_len // sizes[0]) * -(-context.kv_len // sizes[1])
-    if blocks <= MAX_GRID.on(rows.upper.lo):
-        lists = block_grid(rows, context, *sizes).lists(context.full_batch, apart, separate=separate_full_blocks)
-    else:
-        packed = blocks > MAX_ROOM.on(rows.upper.lo)
-        lists = block_sets(rows, context, *sizes).lists(context.full_batch, apart, separate=separate_full_blocks, packed=packed)
-    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod or mask_mod(context, form, rows)}
-    for kind, listed in zip_longest(("kv", "q", "full_kv", "full_q"), lists, fillvalue=(None, None)):
-        fields[f"{kind}_num_blocks"], fields[f"{kind}_indices"] = listed
-    if descending is not None:
-        fields |= write_orders(*lists[1::2], descending=descending)
-    if batch is not None or heads is not None:
-        fields = {name: _shaped(field, batch, heads) if isinstance(field, Tensor) else field for name, field in fields.items()}
-    return block_mask_type()((context.q_len, context.kv_len), **fields)
+    bounds = analyse(context)
+    lists = _lists(bounds, context, sizes, heads, separate_full_blocks)
+    if heads is not None:
+        lists = [(number.expand(-1, heads, -1), indices.expand(-1, heads, -1, -1)) for number, indices in lists]
+    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": form if callable(form) else mask_mod(context, form, bounds)}
+    for names, block_list in zip(FIELDS, [*lists, (None, None), (None, None)], strict=False):
+        fields.update(zip(names, block_list, strict=True))
+    return BLOCK_MASK_TYPE((context.q_len, context.kv_len), **fields)
 
 
-def _shaped(tensor: Tensor, batch: int | None, heads: int | None) -> Tensor:
-    """Lists ``[B, H, ...]`` at their full size; those that are the same for all sequences or heads share their memory."""
-    sizes = (own if size is None else size for own, size in zip(tensor.shape, (batch, heads), strict=False))
-    return tensor.expand(*sizes, *tensor.shape[2:])
+def _lists(bounds: RowBounds, context: Context, sizes: tuple[int, int], heads: int | None, separate: bool) -> list[BlockList]:
+    """The lists ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``, with B of the whole batch."""
+    # CUDA kernels read the stride of heads alone and multiply it by the number of heads for the stride of sequences. So equal
+    # heads share memory only where there is one sequence.
+    batch = context.full_batch
+    repeated = heads if batch > 1 else None
+    grid = BlockGrid(context, *sizes)
+    count = batch * context.heads * grid.q_blocks * grid.kv_blocks
+    if count > MAX_GRID.on(bounds.upper.lo):
+        packed = count > MAX_ROOM.on(bounds.upper.lo)
+        return interval_lists(_listed_sets(bounds, BlockSets(context, *sizes), separate), batch, repeated, packed=packed)
+    if grid.complete_rows:
+        return grid_lists(_listed_sets(bounds, grid, separate), batch, repeated)
+    lists = grid_lists(_listed_sets(bounds, grid, separate)[:1], batch, repeated)  # in decoding no block is full
+    return lists + no_lists(lists) if separate else lists
 
 
-def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
+def _listed_sets(bounds: RowBounds, strategy: Strategy[S], separate: bool) -> list[S]:
+    """The sets of blocks that have lists of their own."""
+    blocks = decide_open(classify(bounds, strategy), strategy)
+    return [blocks.partial, blocks.full] if separate else [blocks.partial | blocks.full]
+
+
+def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """The block size as the pair (queries, keys).
 
     Raises:

@@ -1,8 +1,9 @@
-"""The dense lowering: a mask as a boolean tensor, evaluated cell by cell."""
+"""The dense lowering: a mask as ``bool[B, H, q_len, kv_len]``, evaluated cell by cell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,41 +12,45 @@ from flexmask.errors import LoweringError
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 
-__all__ = ["Cells", "cells_of", "dense"]
+__all__ = ["cell_evaluator", "dense"]
 
-#: The largest dense mask in bytes, one a cell; beyond it the other lowerings are the ones to use.
+#: The largest dense mask in bytes, one for each cell; the other lowerings serve longer masks.
 MAX_BYTES = 4 * 2**30
 #: Cells evaluated at a time, which bounds the memory of intermediate results.
 CHUNK = 2**22
 
-#: ``cells(q_start, q_stop, kv_start, kv_stop)`` gives that rectangle of a mask as ``bool[B, H, q, kv]``.
-Cells = Callable[[int, int, int, int], Tensor]
+#: ``evaluate(q_start, q_stop, kv_start, kv_stop)`` gives that rectangle of a mask as ``bool[B, H, q, kv]``.
+Evaluator: TypeAlias = Callable[[int, int, int, int], Tensor]
 
 
 def dense(context: Context) -> Tensor:
-    """The mask of a context as a tensor: see :meth:`flexmask.expr.mask.Mask.dense`."""
+    """The mask of a lowering context as a tensor: see :meth:`flexmask.Mask.dense`.
+
+    Raises:
+        LoweringError: the tensor would be larger than 4 GiB.
+    """
     shape = (context.batch, context.heads, context.q_len, context.kv_len)
     size = torch.Size(shape).numel()
     if size > MAX_BYTES:
         raise LoweringError(
             f"a dense mask of {list(shape)} takes {size / 2**30:.1f} GiB; block_mask, mask_mod, rows and stats need none"
         )
-    cells = cells_of(context)
+    evaluate = cell_evaluator(context)
     rows = max(1, CHUNK * context.q_len // size)
     result = torch.empty(shape, dtype=torch.bool, device=context.device)
     for start in range(0, context.q_len, rows):
         stop = min(start + rows, context.q_len)
-        result[:, :, start:stop] = cells(start, stop, 0, context.kv_len)
+        result[:, :, start:stop] = evaluate(start, stop, 0, context.kv_len)
     return result
 
 
-def cells_of(context: Context) -> Cells:
-    """Evaluates rectangles of the mask of a context."""
+def cell_evaluator(context: Context) -> Evaluator:
+    """A function that evaluates rectangles of the mask of a lowering context."""
     closure = mask_closure(context)
     b, h, q, kv = context.grid()
 
-    def cells(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:
-        found: Tensor = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
-        return found.expand(context.batch, context.heads, q_stop - q_start, kv_stop - kv_start)
+    def evaluate(q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Tensor:
+        cells: Tensor = closure(b, h, q[:, :, q_start:q_stop], kv[..., kv_start:kv_stop])
+        return cells.expand(context.batch, context.heads, q_stop - q_start, kv_stop - kv_start)
 
-    return cells
+    return evaluate

@@ -1,10 +1,10 @@
-"""The mask_mod lowering: a mask as the closure that FlexAttention takes."""
+"""The ``mask_mod`` lowering: a mask as the closure ``(b, h, q_idx, kv_idx) -> bool`` that FlexAttention takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,68 +15,70 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Form", "MAX_INTERVALS", "MaskMod", "form_of", "mask_mod"]
+__all__ = ["Form", "MaskMod", "interval_count", "mask_mod"]
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Form = Literal["auto", "interval", "expression"]
+#: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+#: What a ``mask_mod`` computes: whether the key is in an interval of the row, or the expression of the mask.
+Form: TypeAlias = Literal["auto", "interval", "expression"]
 
-#: How many intervals of a row the interval form tests one by one: the first of these that is enough, so that a kernel which
-#: was compiled for one mask serves nearly every other. Most masks need one interval or two; a second that is not used costs
-#: a kernel about 3% of a window of 256 on the CPU.
+#: How many intervals of a row the interval form tests: the least of these that is enough, so that a kernel compiled for one
+#: mask serves nearly every other mask. Most masks need one interval or two; a second one that is unused costs a kernel about
+#: 3% of a window of 256 on the CPU.
 INTERVALS = (2, 4, 8)
-MAX_INTERVALS = INTERVALS[-1]
 
 
-def mask_mod(context: Context, form: Form = "auto", rows: RowBounds | None = None) -> MaskMod:
-    """The mask of a context as a closure: see :meth:`flexmask.expr.mask.Mask.mask_mod`.
+def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = None) -> MaskMod:
+    """The mask of a lowering context as a closure: see :meth:`flexmask.Mask.mask_mod`.
 
     Args:
-        context: the context of the lowering.
+        context: the lowering context.
         form: which closure.
-        rows: the rows of the mask, where they are known already.
+        bounds: the key intervals of the mask, where they are computed already.
 
     Raises:
-        LoweringError: the interval form is asked for but the rows have too many intervals or are only bounded.
+        ExpressionError: there is no such form.
+        LoweringError: ``form`` is ``"interval"``, but the rows have too many intervals or the mask is not separable.
     """
     if not isinstance(form, str) or form not in ("auto", "interval", "expression"):
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
     if form == "expression":
         return _expression_mod(context)
-    rows = rows or analyse(context)
-    if form_of(rows) is not None:
-        return _interval_mod(rows.lower, context)
+    bounds = bounds or analyse(context)
+    count = interval_count(bounds)
+    if count is not None:
+        return _interval_mod(bounds.lower, count, context)
     if form == "interval":
-        reason = f"its rows have {rows.upper.slots} intervals" if rows.exact else "a part of it does not separate"
-        raise LoweringError(f"the mask has no interval form, which tests at most {MAX_INTERVALS} intervals: {reason}")
+        reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
+        raise LoweringError(f"the mask has no interval form, which tests at most {INTERVALS[-1]} intervals: {reason}")
     return _expression_mod(context)
 
 
-def form_of(rows: RowBounds) -> int | None:
+def interval_count(bounds: RowBounds) -> int | None:
     """How many intervals the interval form of a mask tests, or None where it has no such form."""
-    return next((number for number in INTERVALS if number >= rows.lower.slots), None) if rows.exact else None
+    return next((count for count in INTERVALS if count >= bounds.lower.slots), None) if bounds.exact else None
 
 
 def _expression_mod(context: Context) -> MaskMod:
-    """The predicate on copies of the data, so that it stays what it was when the mask was lowered."""
+    """The expression on copies of the data, so that later changes of the data do not change the ``mask_mod``."""
     copies = {key: data.clone() for key, data in context.tables.items()}
     return mask_closure(replace(context, tables=copies))
 
 
-def _interval_mod(rows: Rows, context: Context) -> MaskMod:
+def _interval_mod(rows: Rows, count: int, context: Context) -> MaskMod:
     """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
 
-    The tensors have the size of the whole batch, so that the code of the closure is the same whatever the mask depends on.
-    Each slot has its own, so that no size changes with their number: torch would take the size for dynamic from then on, which
-    its CPU kernels cannot.
+    The tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
+    mask depends on. Each slot has tensors of its own rather than a place on a fourth axis: torch would take the size of that
+    axis for dynamic once it changes, which its CPU kernels do not support.
     """
-    slots = next(number for number in INTERVALS if number >= rows.slots)
     shape = context.full_batch, context.heads, context.q_len
     full = rows.expand(*shape)
     pairs = [(full.lo[..., slot].contiguous(), full.hi[..., slot].contiguous()) for slot in range(rows.slots)]
-    while len(pairs) < slots:  # each tensor is one of its own, as those that are used are: torch looks at that, too
+    while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
         pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
     (lo, hi), *more = pairs
-    # An axis of size 1 may stand for more: it is read at 0.
+    # An axis of size 1 is broadcast: it is read at 0.
     b_step, h_step = int(context.full_batch > 1), int(context.heads > 1)
 
     def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -8,11 +8,15 @@ are not too many.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from flexmask.blocks.classify import Blocks, classify, decide_open
+from flexmask.blocks.sparse import BlockSets
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
@@ -66,6 +70,23 @@ class MaskSlice:
                 np.add.at(least[:, left:right], queries.cpu().numpy() // step[0], found)
         return least, least
 
+    def blocks(self, block_size: tuple[int, int]) -> Blocks[Tensor]:
+        """The blocks as a BlockMask has them, ``bool[q_blocks, kv_blocks]``; open ones are left if they have too many cells."""
+        context, sets = self.context, BlockSets(self.context, *block_size)
+        lower = self._rows(self.bounds.lower)
+        blocks = classify(RowBounds(lower, lower if self.bounds.exact else self._rows(self.bounds.upper)), sets)
+        if blocks.open is not None and int(blocks.open.counts().sum()) * block_size[0] * block_size[1] <= MAX_CELLS:
+            is_here = torch.zeros((context.batch, context.heads, 1), dtype=torch.bool, device=context.device)
+            is_here[self.batch, self.head] = True
+            here = Rows.where(is_here, sets.kv_blocks)
+            blocks = decide_open(Blocks(blocks.partial, blocks.full, blocks.open & here), sets)
+        keys = torch.arange(sets.kv_blocks, device=context.device)
+        partial, full, left_open = (
+            None if part is None else self._rows(part).expand(1, 1, sets.q_blocks).holds(keys)[0, 0]
+            for part in (blocks.partial, blocks.full, blocks.open)
+        )
+        return Blocks(cast(Tensor, partial), cast(Tensor, full), left_open)
+
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
         """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ, 0 in the others.
 
@@ -89,12 +110,14 @@ class MaskSlice:
         fraction[least == most] = 0
         return fraction
 
+    def _rows(self, rows: Rows) -> Rows:
+        """The rows of the sequence and head, ``[1, 1, q, K]``."""
+        b, h = min(self.batch, rows.lo.shape[0] - 1), min(self.head, rows.lo.shape[1] - 1)
+        return Rows(rows.lo[b : b + 1, h : h + 1], rows.hi[b : b + 1, h : h + 1], rows.kv_len)
+
     def _count(self, rows: Rows, step: tuple[int, int]) -> Counts:
-        ends = []
-        for end in (rows.lo, rows.hi):
-            one = end[min(self.batch, end.shape[0] - 1), min(self.head, end.shape[1] - 1)].cpu().numpy()
-            ends.append(np.broadcast_to(one, (self.context.q_len, one.shape[1])))
-        return count_intervals(ends[0], ends[1], self.context.kv_len, step)
+        own = self._rows(rows).expand(1, 1, self.context.q_len)
+        return count_intervals(own.lo[0, 0].cpu().numpy(), own.hi[0, 0].cpu().numpy(), self.context.kv_len, step)
 
     def _undecided(self, least: Counts, most: Counts, step: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Ranges of rows and columns that together hold every rectangle whose counts differ."""

@@ -246,16 +246,16 @@ def _cells_in(context: Context, step: tuple[int, int]) -> Counts:
 
 
 def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]) -> NDArray[np.int8] | None:
-    """The states that FlexAttention's ``BlockMask`` has: one that reaches over the edge of the mask is never full there."""
+    """The states of the blocks, ``int8[q_blocks, kv_blocks]``, or None where they are too many to draw."""
     context = part.context
     if -(-context.q_len // block[0]) > max_blocks[0] or -(-context.kv_len // block[1]) > max_blocks[1]:
         return None
-    least, most = part.counts(block)
-    states = np.full(least.shape, UNKNOWN, dtype=np.int8)
-    if most is not least:
-        found = part.samples(least, most, block)
-        states[(found > 0) & (found < 1)] = PARTIAL
-    states[(least > 0) & (most < block[0] * block[1])] = PARTIAL
-    states[most == 0] = EMPTY
-    states[least == block[0] * block[1]] = FULL
+    blocks = part.blocks(block)
+    states = np.full(blocks.partial.shape, EMPTY, dtype=np.int8)
+    if blocks.open is not None:
+        states[blocks.open.cpu().numpy()] = UNKNOWN
+        fraction = part.samples(*part.counts(block), block)
+        states[(fraction > 0) & (fraction < 1)] = PARTIAL
+    states[blocks.partial.cpu().numpy()] = PARTIAL
+    states[blocks.full.cpu().numpy()] = FULL
     return states

@@ -1,4 +1,4 @@
-"""Reports: what people ask about a mask.
+"""Reports about masks.
 
 Takes masks and lengths; gives `Stats` (cells, blocks, bytes), `Explanation` (meaning and lowering in words) and `Difference`
 (the cells that only one of two masks shows), in memory that follows the key intervals.

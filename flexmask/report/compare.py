@@ -1,33 +1,36 @@
-"""Comparing two masks as sets of cells, in memory that follows their intervals.
+"""The difference of two masks as sets of cells, in memory that follows their key intervals.
 
-Where both masks have exact rows, so has their difference. Where a part of one does not separate, the blocks that its rows
-leave open are decided from ranges of values or cell by cell, a bounded number at a time, so that the answer is exact.
+Where the key intervals of both masks are exact, so are those of their difference. Otherwise cells are evaluated in the blocks
+that the key intervals leave open, a bounded number at a time, so the difference is always exact.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flexmask.blocks.entries import BlockCells, Entries
-from flexmask.blocks.sparse import known_blocks
-from flexmask.blocks.survey import Survey
+from flexmask.blocks.cells import BlockCells
+from flexmask.blocks.classify import classify
+from flexmask.blocks.layout import BlockLayout, Entries
+from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import And, Mask, Not
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyse
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
+from flexmask.report.stats import row_counts
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["Cell", "Difference", "difference"]
 
-#: Queries and keys in a block of cells that are decided together.
+#: Queries and keys in a block in which cells are evaluated.
 SIZE = 128
 
+#: Sequences, heads and queries.
 Shape: TypeAlias = tuple[int, int, int]
 
 
@@ -45,14 +48,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """How two masks differ at given lengths, over all sequences and heads that they distinguish; true where they do.
+    """How two masks differ at given lengths, over all sequences and heads that differ; true where the masks differ.
 
     Attributes:
         cells: all cells.
         only_self: cells that only the first mask shows.
         only_other: cells that only the second mask shows.
         first_self: the first cell that only the first mask shows, in the order of b, h, q and kv; None where there is none.
-        first_other: the first cell that only the second mask shows, likewise.
+        first_other: the first cell that only the second mask shows, in the same way.
     """
 
     cells: int
@@ -88,20 +91,18 @@ def difference(
     """How two masks differ: see :meth:`flexmask.Mask.difference`."""
     other = as_mask(other, "other", device=device)
     contexts = _contexts((mask, other), q_len, kv_len, batch, heads, q_offset, device)
-    shape = (
-        _size("batch", [context.batch for context in contexts]),
-        _size("heads", [context.heads for context in contexts]),
-        q_len,
-    )
+    sizes = [_size(keyword, [getattr(context, keyword) for context in contexts]) for keyword in ("batch", "heads")]
+    shape = sizes[0], sizes[1], q_len
     bounds = [analyse(context) for context in contexts]
-    found = []
-    for place, (own, its) in enumerate(((mask, other), (other, mask))):
-        if all(part.exact for part in bounds):
-            found.append(_in_rows(bounds[place].lower - bounds[1 - place].lower, shape))
-            continue
-        sizes = (batch or (shape[0] if shape[0] > 1 else None), heads or (shape[1] if shape[1] > 1 else None))
-        found.append(_shown(bind(And.make((own, Not.make(its))), q_len, kv_len, *sizes, q_offset, contexts[0].device), shape))
-    (only_self, first_self), (only_other, first_other) = found
+    if all(part.exact for part in bounds):
+        one, two = (part.lower for part in bounds)
+        sides = [_visible_keys(one - two, shape), _visible_keys(two - one, shape)]
+    else:
+        groups = [given or (size if size > 1 else None) for given, size in zip((batch, heads), sizes, strict=True)]
+        lowering: Any = q_len, kv_len, *groups, q_offset, contexts[0].device
+        only = And.make((mask, Not.make(other))), And.make((other, Not.make(mask)))
+        sides = [_visible_cells(bind(part, *lowering), shape) for part in only]
+    (only_self, first_self), (only_other, first_other) = sides
     cells = shape[0] * shape[1] * q_len * contexts[0].kv_len
     return Difference(cells, only_self, only_other, first_self, first_other)
 
@@ -130,48 +131,37 @@ def _size(keyword: str, sizes: list[int]) -> int:
     return max(sizes)
 
 
-def _in_rows(rows: Rows, shape: Shape) -> tuple[int, Cell | None]:
+def _visible_cells(context: Context, shape: Shape) -> tuple[int, Cell | None]:
+    """How many cells the mask of a context shows, and the first."""
+    bounds, sets = analyse(context), BlockSets(context, SIZE, SIZE)
+    if bounds.exact:
+        return _visible_keys(bounds.lower, shape)
+    counts = row_counts(bounds, classify(bounds, sets), sets).expand(shape)
+    row = _first_row(counts)
+    return int(counts.sum()), row and Cell(*row, _first_key(context, *row))
+
+
+def _visible_keys(rows: Rows, shape: Shape) -> tuple[int, Cell | None]:
     """How many cells exact rows show, and the first."""
     counts = rows.counts().expand(shape)
-    total = int(counts.sum())
-    if not total:
-        return 0, None
-    b, h, q = _place(int((counts > 0).flatten().to(torch.uint8).argmax()), shape)
-    return total, Cell(b, h, q, int(rows.expand(*shape).lo[b, h, q, 0]))
+    row = _first_row(counts)
+    return int(counts.sum()), row and Cell(*row, int(rows.expand(*shape).lo[*row, 0]))
 
 
-def _place(row: int, shape: Shape) -> Shape:
-    return row // shape[2] // shape[1], row // shape[2] % shape[1], row % shape[2]
+def _first_row(counts: Tensor) -> Shape | None:
+    """The indices ``b``, ``h``, ``q`` of the first row with a visible key."""
+    is_visible = (counts > 0).flatten()
+    row = int(is_visible.to(torch.uint8).argmax())
+    _, heads, q_len = counts.shape
+    return (row // q_len // heads, row // q_len % heads, row % q_len) if is_visible[row] else None
 
 
-def _shown(context: Context, shape: Shape) -> tuple[int, Cell | None]:
-    """How many cells the mask of a context shows, and the first."""
-    bounds = analyse(context)
-    if bounds.exact:
-        return _in_rows(bounds.lower, shape)
-    partial, full, left_open = known_blocks(bounds, context, SIZE, SIZE)
-    blocks = (context.batch, context.heads, -(-context.q_len // SIZE))
-    unsure = (partial if left_open is None else partial | left_open).expand(*blocks)
-    full = full.expand(*blocks)
-    total = int(full.counts().sum()) * SIZE * SIZE
-    rows = [int(row) for row in full.counts().flatten().nonzero()[:1]]
-    for entries, counts in Survey(context, SIZE, SIZE).counted(unsure):
-        total += int(counts.sum())
-        rows += [int(row) for row in entries.row[counts.any(1)][:1]]
-    repeated = shape[0] * shape[1] // (context.batch * context.heads)
-    return (total * repeated, _first(min(rows), unsure, full, context, blocks)) if total else (0, None)
-
-
-def _first(row: int, unsure: Rows, full: Rows, context: Context, blocks: Shape) -> Cell:
-    """The first cell that is shown in a row of blocks, of which some is."""
-    b, h, block = _place(row, blocks)
-    # Of a full block the first cell counts, of the others each.
-    found = [(0, int(key) * SIZE) for key in full.lo[b, h, block, :1] if key < full.kv_len]
-    members = Entries.of(Rows(unsure.lo[b, h, block].view(1, 1, 1, -1), unsure.hi[b, h, block].view(1, 1, 1, -1), unsure.kv_len))
-    for part, queries, cells in BlockCells(context, SIZE, SIZE).of(Entries(members.row + row, members.column)):
-        at, q, kv = cells.nonzero().unbind(-1)
-        if at.numel():
-            place = (q + queries.start) * context.kv_len + members.column[part][at].long() * SIZE + kv
-            found.append(divmod(int(place.min()), context.kv_len))
-    q_start, key = min(found)
-    return Cell(b, h, block * SIZE + q_start, key)
+def _first_key(context: Context, b: int, h: int, q: int) -> int:
+    """The first visible key of a row that has one."""
+    layout = BlockLayout(context, 1, SIZE)
+    columns = torch.arange(layout.kv_blocks, device=context.device)
+    entries = Entries(torch.full_like(columns, (b * context.heads + h) * context.q_len + q), columns)
+    for blocks, _, cells in BlockCells(layout).evaluate(entries):
+        if bool(cells.any()):
+            return int(blocks.start) * SIZE + int(cells.flatten().to(torch.uint8).argmax())
+    raise AssertionError("no key of the row is visible")

@@ -1,4 +1,4 @@
-"""Statistics: how much a mask shows, and what it costs."""
+"""Statistics: the visible cells of a mask, its blocks, and the cost of attention with it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexmask.blocks.sparse import block_sets
+from flexmask.blocks.classify import Blocks, classify, decide_open
+from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds, analyse
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.block_mask import sizes_of
+from flexmask.lowering.block_mask import block_sizes
 
-__all__ = ["Stats", "stats"]
+__all__ = ["Stats", "row_counts", "stats"]
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one mask at given lengths, over all sequences and heads that it distinguishes.
+    """Statistics of a mask at given lengths, over all sequences and heads that differ.
 
     Attributes:
-        batch: sequences that the mask distinguishes, 1 where it is the same for all.
-        heads: heads, likewise.
+        batch: sequences, 1 where the mask is the same for all.
+        heads: heads, 1 where the mask is the same for all.
         q_len: queries.
         kv_len: keys.
         block_size: queries and keys in a block.
-        cells: all pairs of a query and a key.
-        visible: pairs where the query sees the key.
-        empty_rows: queries that see no key; attention gives 0 there.
+        cells: all (query, key) pairs.
+        visible: cells where the query attends to the key.
+        empty_rows: fully masked rows, for which attention gives 0.
         blocks: all blocks.
-        partial_blocks: blocks that the kernel computes and masks.
-        full_blocks: blocks that the kernel computes without a test.
+        partial_blocks: blocks that the kernel computes with ``mask_mod``.
+        full_blocks: blocks that the kernel computes without it.
         block_mask_bytes: memory of the BlockMask's tensors as torch stores them, in bytes.
     """
 
@@ -50,7 +51,7 @@ class Stats:
 
     @property
     def visible_fraction(self) -> float:
-        """Visible pairs of all pairs, 0 to 1."""
+        """Visible cells of all cells, 0 to 1."""
         return self.visible / self.cells
 
     @property
@@ -65,18 +66,18 @@ class Stats:
 
     @property
     def partial_fill(self) -> float:
-        """Visible pairs of the pairs computed in partial blocks, 0 to 1; 1 where there is no such block."""
+        """Visible cells of the cells in partial blocks, 0 to 1; 1 where there is no such block."""
         size = self.block_size[0] * self.block_size[1]
         computed = self.partial_blocks * size
         return (self.visible - self.full_blocks * size) / computed if computed else 1.0
 
     @property
     def cost(self) -> float:
-        """Attention operations that a block-sparse kernel does, of those of dense attention (can exceed 1 by ragged blocks)."""
+        """Work of a block-sparse kernel relative to dense attention; above 1 where blocks reach beyond the ends of the mask."""
         return (self.partial_blocks + self.full_blocks) * self.block_size[0] * self.block_size[1] / self.cells
 
     def flops(self, d_head: int) -> int:
-        """Floating point operations of one forward pass over these cells: two matrix products over the blocks computed.
+        """Floating point operations of one forward pass: two matrix products over the partial and full blocks.
 
         Args:
             d_head: size of a head.
@@ -85,43 +86,50 @@ class Stats:
 
 
 def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: RowBounds | None = None) -> Stats:
-    """The figures of the mask of a context: see :meth:`flexmask.expr.mask.Mask.stats`.
+    """The statistics of the mask of a lowering context: see :meth:`flexmask.Mask.stats`.
 
     Args:
-        context: the context of the lowering.
+        context: the lowering context.
         block_size: tokens in a block, or the pair (queries, keys).
-        bounds: the rows of the mask, where they are known already.
+        bounds: the key intervals of the mask, where they are computed already.
     """
-    q_size, kv_size = sizes_of(block_size)
+    sets = BlockSets(context, *block_sizes(block_size))
     bounds = bounds or analyse(context)
-    found = block_sets(bounds, context, q_size, kv_size)
-    q_blocks, kv_blocks = -(-context.q_len // q_size), -(-context.kv_len // kv_size)
-    partial, full = (part.expand(context.batch, context.heads, q_blocks) for part in (found.partial, found.full))
-    if bounds.exact:
-        counts = bounds.lower.counts().expand(context.batch, context.heads, context.q_len)
-    else:
-        counts = _counted(partial, full, context, q_size, kv_size)
-    groups = context.batch * context.heads
+    blocks = decide_open(classify(bounds, sets), sets)
+    counts = row_counts(bounds, blocks, sets)
+    groups, q_blocks, kv_blocks = context.batch * context.heads, sets.q_blocks, sets.kv_blocks
     return Stats(
         batch=context.batch,
         heads=context.heads,
         q_len=context.q_len,
         kv_len=context.kv_len,
-        block_size=(q_size, kv_size),
+        block_size=(sets.q_size, sets.kv_size),
         cells=groups * context.q_len * context.kv_len,
         visible=int(counts.sum()),
         empty_rows=int((counts == 0).sum()),
         blocks=groups * q_blocks * kv_blocks,
-        partial_blocks=int(partial.counts().sum()),
-        full_blocks=int(full.counts().sum()),
+        partial_blocks=sets.count(blocks.partial),
+        full_blocks=sets.count(blocks.full),
         block_mask_bytes=groups * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks)),
     )
 
 
-def _counted(partial: Rows, full: Rows, context: Context, q_size: int, kv_size: int) -> Tensor:
-    """Visible keys of each row, ``[B, H, q_len]``, where only the cells of partial blocks can tell."""
-    survey = Survey(context, q_size, kv_size)
-    counts = (full.counts() * kv_size).repeat_interleave(survey.height, -1).view(-1, survey.height)
-    for entries, visible in survey.counted(partial):
+def row_counts(bounds: RowBounds, blocks: Blocks[Rows], sets: BlockSets) -> Tensor:
+    """The number of visible keys of each row, ``int64[B, H, q_len]``.
+
+    Counted from the key intervals where they are exact, else from full blocks and from cells of partial and open blocks.
+
+    Args:
+        bounds: the key intervals of the mask.
+        blocks: its blocks, of which some may be open.
+        sets: the strategy that classified them.
+    """
+    context = sets.context
+    if bounds.exact:
+        return bounds.lower.counts().expand(context.batch, context.heads, context.q_len)
+    shape = context.batch, context.heads, sets.q_blocks
+    counts = (blocks.full.expand(*shape).counts() * sets.kv_size).repeat_interleave(sets.height, -1).view(-1, sets.height)
+    evaluated = blocks.partial if blocks.open is None else blocks.partial | blocks.open
+    for entries, visible in Survey(sets).row_counts(evaluated.expand(*shape)):
         counts.index_add_(0, entries.row, visible)
     return counts.view(context.batch, context.heads, -1)[..., : context.q_len]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.intervals.bind import bind
-from flexmask.lowering.dense import cells_of
+from flexmask.lowering.dense import cell_evaluator
 from flexmask.testing.backends import check_backends, own_backends
 from flexmask.testing.findings import Finding, drawn_part, part_around
 from flexmask.testing.lowerings import check_lowerings
@@ -131,7 +131,7 @@ def assert_subset(
     shown = []
     for part in (mask, other):
         context = bind(part, q_len, kv_len, batch, heads, q_offset, device)
-        cells = cells_of(context)(rows.start, rows.stop, columns.start, columns.stop)
+        cells = cell_evaluator(context)(rows.start, rows.stop, columns.start, columns.stop)
         shown.append(cells[min(b, context.batch - 1), min(h, context.heads - 1)].cpu())
     marks = torch.where(shown[0] & ~shown[1], 2, shown[0].int())
     picture = drawn_part(

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.block_mask import sizes_of
-from flexmask.lowering.mask_mod import form_of
+from flexmask.lowering.block_mask import block_sizes
+from flexmask.lowering.mask_mod import interval_count
 from flexmask.testing.findings import Finding, compared_cells, compared_figures
 from flexmask.testing.settings import Setting
 
@@ -31,7 +31,7 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
     bounds = mask.rows(**lowering)
     yield compared_cells("rows" if bounds.exact else "rows (bounds)", _within(bounds, setting, wanted), wanted)
     forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
-    if form_of(bounds) is None:
+    if interval_count(bounds) is None:
         del forms["mask_mod (interval)"]
     for name, form in forms.items():
         mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def _grid(block_mask: BlockMask, kind: str, setting: Setting) -> tuple[Tensor, T
 def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Finding:
     found = setting.mask.stats(**setting.lowering, block_size=block_size)
     cells = wanted[: found.batch, : found.heads]
-    q_size, kv_size = sizes_of(block_size)
+    q_size, kv_size = block_sizes(block_size)
     padded = torch.nn.functional.pad(cells, (0, -setting.kv_len % kv_size, 0, -setting.q_len % q_size))
     visible = padded.unflatten(3, (-1, kv_size)).unflatten(2, (-1, q_size)).sum((3, 5))
     full = int((visible == q_size * kv_size).sum())

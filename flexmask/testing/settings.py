@@ -17,11 +17,11 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.intervals.bind import bind
+from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MAX_CELLS", "MaskMod", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
+__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
 
-MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Reference: TypeAlias = MaskLike | Tensor
 
 #: Cells that are checked at most, over all sequences and heads: their scores in float64 take 32 MiB.

@@ -9,8 +9,9 @@ import torch
 from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask, uncalled
+from flexmask.lowering.mask_mod import MaskMod
 from flexmask.parser import kept_mask
-from flexmask.tracing.trace import MaskMod, from_mask_mod
+from flexmask.tracing.trace import from_mask_mod
 
 __all__ = ["MaskLike", "as_mask"]
 

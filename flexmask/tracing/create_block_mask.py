@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import flex_attention
@@ -15,6 +15,8 @@ from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.mask_mod import Form, MaskMod
+from flexmask.lowering.write_order import add_write_order
 from flexmask.tracing.as_mask import MaskLike, as_mask
 from flexmask.tracing.trace import trace_function
 
@@ -66,17 +68,18 @@ def create_block_mask(
             "install torch 2.13 or newer, or leave it out"
         )
     B, H = (None if n is None else checked_int(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
-    options: dict[str, Any] = {
-        "separate_full_blocks": separate_full_blocks,
-        "descending": dq_kv_order if compute_dq_write_order else None,
-    }
+    form: Form | MaskMod = "auto"
     if not callable(mask_mod):
         mask, where = as_mask(mask_mod, "mask_mod"), device
     else:
         where = _sync.resolve_device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
         mask = trace_function(mask_mod, device=where)
-        options["mod"], B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
+        form, B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
     if 0 in (B, H):  # no cell, so any mask will do
-        context = bind(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where)
-        return block_mask(context, BLOCK_SIZE, **options, batch=B, heads=H)
-    return block_mask(bind(mask, Q_LEN, KV_LEN, B, H, 0, where), BLOCK_SIZE, **options, heads=H)
+        context = replace(bind(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where), full_batch=1 if B is None else B)
+    else:
+        context = bind(mask, Q_LEN, KV_LEN, B, H, 0, where)
+    made = block_mask(context, BLOCK_SIZE, form, separate_full_blocks=separate_full_blocks, heads=H)
+    if compute_dq_write_order:
+        add_write_order(made, descending=dq_kv_order)
+    return made

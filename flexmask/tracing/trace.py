@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from flexmask.expr.index import b, h, kv, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.expr.opaque import Opaque
+from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.proxies import NoExpression, Proxy, TraceState, Untraceable, as_truth
 from flexmask.tracing.recognize import recognize
@@ -26,8 +26,6 @@ __all__ = ["from_mask_mod", "trace_function"]
 
 #: Arguments of torch functions that rules take by position, in this order; a caller may give them by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:

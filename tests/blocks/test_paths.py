@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
 from flexmask import _sync
-from flexmask.blocks import sparse as block_sets
+from flexmask.lowering import block_lists
 from tests.support.lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
 from tests.support.paths import PATHS, lowering, path
 from tests.support.strategies import Case, Shape, shaped_masks
@@ -298,7 +298,7 @@ MILLION = 2**20
 )
 def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
     """With room for every block they would take 1 GiB."""
-    if block_sets.SHARED_STRIDES and mask == fm.causal():
+    if block_lists.SHARED_STRIDES and mask == fm.causal():
         pytest.skip("the partial blocks of a causal mask take the strides of its full ones, for kernels of this torch")
     made = mask.block_mask(MILLION)
     lists = [getattr(made, f"{kind}_indices") for kind in ("kv", "full_kv", "q", "full_q")]

@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import Mask, _sync, h, kv, q
-from flexmask.blocks import entries as blocks
+from flexmask.blocks import cells as blocks
 from flexmask.blocks import survey
-from flexmask.blocks.entries import BlockCells
+from flexmask.blocks.cells import BlockCells
 from tests.support.block_lists import check_lists
 from tests.support.lowerings import check_block_mask, check_stats
 from tests.support.paths import lowering
@@ -159,15 +159,15 @@ def test_lists_are_those_of_torch(name: str, block_size: Any, stepwise: bool) ->
 def cells_counted() -> Iterator[list[int]]:
     """How many cells are evaluated within."""
     counts = [0]
-    evaluate = BlockCells.of
+    evaluate = BlockCells.evaluate
 
-    def of(self: BlockCells, *args: Any) -> Iterator[Any]:
+    def counted(self: BlockCells, *args: Any) -> Iterator[Any]:
         for step in evaluate(self, *args):
             counts[0] += step[2].numel()
             yield step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockCells, "of", of)
+        patch.setattr(BlockCells, "evaluate", counted)
         yield counts
 
 

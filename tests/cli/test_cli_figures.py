@@ -232,7 +232,7 @@ def test_explain() -> None:
     assert {"mask", "definition", "leaves", "exact", "intervals", "form", "open_blocks", "row_bytes", "dense_bytes"} <= set(found)
     assert found["mask"] == "causal & (q * kv % 3 == 1)"
     assert found["exact"] is False
-    assert sorted(leaf["separates"] for leaf in found["leaves"]) == [False, True]
+    assert sorted(leaf["separable"] for leaf in found["leaves"]) == [False, True]
     assert {"mask": found["mask"]} | found["stats"] == answer("stats", found["mask"], "--seq-len", "6", "--block-size", "3")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 import flexmask as fm
-from flexmask.blocks import sparse as block_sets
+from flexmask.lowering import block_lists
 from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
 from tests.support.dropout import kept_of
 
@@ -244,9 +244,9 @@ def test_memory_of_others_is_not_touched() -> None:
 def test_strides_of_full_blocks_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists with strides of their own are right where `block_sets` gives them, and wrong where it does not."""
     decoding = name.startswith("decoding")
-    monkeypatch.setattr(block_sets, "DECODING", 0)
-    wrong = decoding or block_sets.SHARED_STRIDES
-    monkeypatch.setattr(block_sets, "SHARED_STRIDES", False)
+    monkeypatch.setattr(block_lists, "DECODING", 0)
+    wrong = decoding or block_lists.SHARED_STRIDES
+    monkeypatch.setattr(block_lists, "SHARED_STRIDES", False)
     with pytest.raises(Exception, match=r"close|leaves the memory") if wrong else nullcontext():
         check(CASES[name])
 

@@ -71,8 +71,8 @@ LEAVES: list[tuple[fm.Mask, list[tuple[str, bool]]]] = [
     (fm.document([0, 0, 1, 1]), [("runs of keys with the query's value", True), ("a test of the query", True)]),
     (q % 3 == 0, [("a test of the query", True)]),
     (kv % 3 == 0, [("runs of keys", True)]),
-    (kv % 4 <= q % 4, [("a stretch of keys wherever the values rise", True)]),
-    ((q - kv) % 3 == 0, [("mixes query and key, so it does not separate: evaluated cell by cell", False)]),
+    (kv % 4 <= q % 4, [("one interval of keys in each non-decreasing piece", True)]),
+    ((q - kv) % 3 == 0, [("not separable in q and kv: evaluated cell by cell", False)]),
     (fm.full(), [("every key", True)]),
     (fm.empty(), [("no key", True)]),
 ]
@@ -81,14 +81,14 @@ LEAVES: list[tuple[fm.Mask, list[tuple[str, bool]]]] = [
 @pytest.mark.parametrize(("mask", "wanted"), LEAVES, ids=[str(mask) for mask, _ in LEAVES])
 def test_leaves(mask: fm.Mask, wanted: list[tuple[str, bool]]) -> None:
     found = fm.explain(mask, 4)
-    assert sorted((leaf.kind, leaf.separates) for leaf in found.leaves) == sorted(wanted)
+    assert sorted((leaf.kind, leaf.separable) for leaf in found.leaves) == sorted(wanted)
 
 
 def test_traced_functions() -> None:
     found = fm.explain(fm.from_mask_mod(lambda b, h, q, kv: (q >= kv) & (torch.sin(q - kv) > 0)), 16)
     assert found.mask.startswith("causal & ")
     assert not found.exact
-    assert [leaf.separates for leaf in found.leaves].count(False) == 1
+    assert [leaf.separable for leaf in found.leaves].count(False) == 1
 
 
 def test_lengths_that_do_not_fit() -> None:

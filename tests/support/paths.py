@@ -23,15 +23,15 @@ def path(name: str) -> Iterator[None]:
         match name:
             case "grid, all ranked" | "grid, few picked":
                 patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(2**30, 2**30))
-                patch.setattr("flexmask.blocks.grid.SMALL", 2**30 if name == "grid, all ranked" else 0)
+                patch.setattr("flexmask.lowering.block_lists.SMALL", 2**30 if name == "grid, all ranked" else 0)
             case "sets with room":
                 patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
             case "packed sets" | "packed sets, shared strides":
                 patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
                 patch.setattr(lowering, "MAX_ROOM", _sync.PerDevice(0, 0))
-                patch.setattr("flexmask.blocks.sparse.LEAST_PITCH", 1)
-                patch.setattr("flexmask.blocks.sparse.SHARED_STRIDES", name != "packed sets")
-                patch.setattr("flexmask.blocks.sparse.DECODING", 0)
+                patch.setattr("flexmask.lowering.block_lists.LEAST_PITCH", 1)
+                patch.setattr("flexmask.lowering.block_lists.SHARED_STRIDES", name != "packed sets")
+                patch.setattr("flexmask.lowering.block_lists.DECODING", 0)
             case "without waiting":
                 patch.setattr(_sync, "needs_sync", lambda tensor: True)
             case "without waiting, cell by cell":

@@ -198,7 +198,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     ),
     "expression": ("flexmask.lowering.mask_mod._expression_mod", one_less, "mask_mod (expression), against"),
     "interval": ("flexmask.lowering.mask_mod._interval_mod", one_less, "mask_mod (interval), against"),
-    "lists": ("flexmask.blocks.grid.BlockGrid.lists", doubled, "BlockMask (kv_indices), against"),
+    "lists": ("flexmask.lowering.block_mask.grid_lists", doubled, "BlockMask (kv_indices), against"),
     "stats": (
         "flexmask.report.stats.stats",
         lambda f: lambda *a: replace(f(*a), visible=7),

@@ -1,0 +1,102 @@
+"""The layout of a mask in blocks, ``[B, H, q_blocks, kv_blocks]``, and lists of single blocks, ``int64[n]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from flexmask.intervals.context import Context
+from flexmask.intervals.rows import Rows
+
+__all__ = ["BlockLayout", "Entries", "ceil_div", "floor_div"]
+
+
+class BlockLayout:
+    """A mask cut into blocks; the last block row and column may reach beyond the mask.
+
+    Attributes:
+        context: the lowering context of the mask.
+        q_size: queries in a block.
+        kv_size: keys in a block.
+        q_blocks: block rows.
+        kv_blocks: block columns.
+        height: rows of a block that are evaluated, ``min(q_size, q_len)``.
+        width: keys of a block that are evaluated, ``min(kv_size, kv_len)``.
+    """
+
+    def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
+        self.context, self.q_size, self.kv_size = context, q_size, kv_size
+        self.q_blocks, self.kv_blocks = -(-context.q_len // q_size), -(-context.kv_len // kv_size)
+        self.height, self.width = min(q_size, context.q_len), min(kv_size, context.kv_len)
+
+    @property
+    def complete_rows(self) -> int:
+        """Block rows that do not reach beyond the last query."""
+        return self.context.q_len // self.q_size
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Single members of the sets of some rows, in order: for block rows, single blocks.
+
+    Attributes:
+        row: index of the row in ``[B, H, q]`` flattened, ``int64[n]``.
+        column: the member, ``int[n]``.
+    """
+
+    row: Tensor
+    column: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Rows) -> Self:
+        """The members of every row; forces a host sync."""
+        length = (rows.hi - rows.lo).flatten().long()
+        total = int(length.sum())
+        interval = torch.repeat_interleave(length, output_size=total)
+        within = torch.arange(total, device=length.device) - (length.cumsum(0) - length)[interval]
+        return cls(interval // rows.slots, rows.lo.flatten()[interval] + within)
+
+    @classmethod
+    def from_grid(cls, grid: Tensor) -> Self:
+        """The members where ``bool[B, H, q, columns]`` is True; forces a host sync."""
+        index = grid.flatten().nonzero().squeeze(-1)
+        row = index.div(grid.shape[-1], rounding_mode="floor")
+        return cls(row, index - row * grid.shape[-1])
+
+    @classmethod
+    def whole_grid(cls, grid: Tensor) -> Self:
+        """One member for each element of ``[B, H, q, columns]``, whether it is True or False."""
+        row, column = (torch.arange(size, device=grid.device) for size in (grid.shape[:-1].numel(), grid.shape[-1]))
+        return cls(row.repeat_interleave(column.numel(), output_size=grid.numel()), column.repeat(row.numel()))
+
+    @classmethod
+    def chunks(cls, rows: Rows, size: int) -> Iterator[Self]:
+        """The members of every row in order, those of as many rows at a time as have ``size`` of them; forces a host sync."""
+        lo, hi = rows.lo.flatten(0, 2), rows.hi.flatten(0, 2)
+        total = (hi - lo).sum(-1).cumsum(0)
+        start, done, count = 0, 0, int(total[-1])
+        while done < count:
+            stop = max(start + 1, int(torch.searchsorted(total, done + size, right=True)))
+            part_lo, part_hi = (end[start:stop].view(1, 1, -1, rows.slots) for end in (lo, hi))
+            part = cls.from_rows(Rows(part_lo, part_hi, rows.kv_len))
+            if part.row.numel():
+                yield cls(part.row + start, part.column)
+            start, done = stop, int(total[stop - 1])
+
+    def select(self, index: Tensor | slice) -> Self:
+        """Some of the members."""
+        return type(self)(self.row[index], self.column[index])
+
+
+def floor_div(positions: Tensor, size: int) -> Tensor:
+    """Positions divided by a size, rounded down; by a shift for a power of two, since integer division is slow."""
+    return positions >> (size.bit_length() - 1) if size & (size - 1) == 0 else positions.div(size, rounding_mode="floor")
+
+
+def ceil_div(positions: Tensor, size: int) -> Tensor:
+    """Positions divided by a size, rounded up."""
+    return floor_div(positions + (size - 1), size)

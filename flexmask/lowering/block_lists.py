@@ -1,0 +1,176 @@
+"""The index lists of a BlockMask: ``num_blocks``, ``int32[B, H, rows]``, and ``indices``, ``int32[B, H, rows, columns]``.
+
+Only the first ``num_blocks`` indices of a row are defined. Lists from a grid have room for every block. Lists from intervals
+are packed: a strided view of the shape that kernels expect over storage that follows the listed blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask.blocks.layout import Entries
+from flexmask.blocks.sparse import union
+from flexmask.intervals.rows import Rows
+
+__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists"]
+
+#: ``num_blocks`` and ``indices``.
+BlockList: TypeAlias = tuple[Tensor, Tensor]
+
+#: Blocks of a grid up to which it is faster to rank all of them than to pick out those that are set.
+SMALL = 2**13
+#: The least distance between the packed lists of two rows.
+LEAST_PITCH = 64
+#: Whether all of FlexAttention's CUDA kernels read the lists of full blocks with the strides of those of partial blocks.
+SHARED_STRIDES = torch.__version__ < "2.12"
+#: Block rows from which on no decoding kernel runs. Those kernels share the strides in every version.
+DECODING = 128
+
+
+def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[BlockList]:
+    """The lists of grids: of each grid by query block, then by key block.
+
+    Args:
+        grids: ``bool[B', H', q_blocks, kv_blocks]``, each of which broadcasts to the shape of the first.
+        batch: B of the lists.
+        heads: H of the lists, each with memory of its own; None for the H of the grids.
+    """
+    shape = batch, *grids[0].shape[1:]
+    lists = [_grid_list(side) for grid in grids for whole in [grid.expand(shape)] for side in (whole, whole.mT)]
+    if heads is None or heads == shape[1]:
+        return lists
+    return [(number.repeat(1, heads, 1), indices.repeat(1, heads, 1, 1)) for number, indices in lists]
+
+
+def no_lists(like: Sequence[BlockList]) -> list[BlockList]:
+    """Lists of no blocks in the shapes of others."""
+    return [(torch.zeros_like(number), torch.zeros_like(indices)) for number, indices in like]
+
+
+def _grid_list(grid: Tensor) -> BlockList:
+    """The blocks that are set in each row, in the order of columns."""
+    width = grid.shape[-1]
+    if width == 1:
+        return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
+    grid = grid.contiguous()
+    if grid.numel() > SMALL and not _sync.needs_sync(grid):
+        index = grid.flatten().nonzero().squeeze(-1)
+        if index.numel() < grid.numel() // 8:
+            return _few_blocks_list(index, grid)
+    rank = grid.cumsum(-1)  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
+    columns = torch.arange(width, dtype=torch.int32, device=grid.device).expand_as(grid)
+    indices = torch.zeros((*grid.shape[:-1], width + 1), dtype=torch.int32, device=grid.device)
+    indices.scatter_(-1, rank * grid, columns)
+    return rank[..., -1].to(torch.int32), indices[..., 1:].contiguous()
+
+
+def _few_blocks_list(index: Tensor, grid: Tensor) -> BlockList:
+    """The list of a grid from the indices of the set blocks, in time that follows their number."""
+    width = grid.shape[-1]
+    row = index.div(width, rounding_mode="floor")
+    count = torch.bincount(row, minlength=grid.numel() // width)
+    rank = torch.arange(row.numel(), device=grid.device) - (count.cumsum(0) - count)[row]
+    indices = torch.zeros(grid.numel(), dtype=torch.int32, device=grid.device)
+    indices.scatter_(0, row * width + rank, (index - row * width).to(torch.int32))
+    return count.to(torch.int32).view(grid.shape[:-1]), indices.view(grid.shape)
+
+
+def interval_lists(sets: Sequence[Rows], batch: int, heads: int | None, *, packed: bool) -> list[BlockList]:
+    """The lists of sets of blocks: of each set by query block, then by key block.
+
+    Args:
+        sets: intervals of key blocks ``[B', H', q_blocks, K]`` that broadcast.
+        batch: B of the lists.
+        heads: H of the lists; None for the H of the sets.
+        packed: whether the lists have room for their members alone, or for all blocks.
+    """
+    shape = batch, heads or sets[0].lo.shape[1], sets[0].lo.shape[2]
+    by_query = [blocks.expand(*shape) for blocks in sets]
+    by_key = [_transpose(blocks) for blocks in by_query]
+    pairs = zip(_lists(by_query, packed), _lists(by_key, packed), strict=True)
+    return [side for pair in pairs for side in pair]
+
+
+def _lists(sets: list[Rows], packed: bool) -> list[BlockList]:
+    if not packed:
+        return [_spaced_list(rows, rows.kv_len) for rows in sets]
+    if SHARED_STRIDES or sets[0].lo.shape[2] < DECODING:
+        return _packed_lists(sets)
+    return [packed_list for rows in sets for packed_list in _packed_lists([rows])]
+
+
+def _packed_lists(sets: list[Rows]) -> list[BlockList]:
+    """Lists with room for their members alone, which all have the same strides.
+
+    Only the first ``num_blocks`` indices of a row are defined. So the indices of a row start at a fixed distance from those of
+    the row above, and the view of a row reads on into the rows below: every value there is the index of some block. The
+    distance is a power of two, so that few masks differ in it.
+    """
+    for pitch in (0, 1) if all(rows.slots == 1 for rows in sets) else ():
+        diagonals = [_diagonal_indices(rows, pitch) for rows in sets]
+        if None not in diagonals:
+            pairs = zip(sets, diagonals, strict=True)
+            return [(rows.counts().to(torch.int32), indices) for rows, indices in pairs if indices is not None]
+    most = max(int(rows.counts().max()) for rows in sets)
+    pitch = min(sets[0].kv_len, max(LEAST_PITCH, 1 << (most - 1).bit_length()))
+    return [_spaced_list(rows, pitch) for rows in sets]
+
+
+def _spaced_list(rows: Rows, pitch: int) -> BlockList:
+    """A list whose rows start at a distance of ``pitch``; no row has more members."""
+    (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
+    count = rows.counts()
+    storage = torch.zeros(count.numel() * pitch + width - pitch, dtype=torch.int32, device=count.device)
+    if rows.slots == 1:
+        run = storage[: count.numel() * pitch].view(batch, heads, height, pitch)
+        torch.add(rows.lo, torch.arange(pitch, dtype=torch.int32, device=count.device), out=run).clamp_(max=width - 1)
+    else:
+        entries = Entries.from_rows(rows)
+        before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
+        rank = torch.arange(entries.row.numel(), device=count.device) - before
+        storage.scatter_(0, entries.row * pitch + rank, entries.column.to(torch.int32))
+    strides = heads * height * pitch, height * pitch, pitch, 1
+    return count.to(torch.int32), storage.as_strided((batch, heads, height, width), strides)
+
+
+def _diagonal_indices(rows: Rows, pitch: int) -> Tensor | None:
+    """The indices as views of one range, where each row is a run that starts ``pitch`` after that of the row above, else None.
+
+    So causal masks, whose rows are long, take no memory.
+    """
+    (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
+    row = torch.arange(height, dtype=torch.int32, device=rows.lo.device).unsqueeze(-1)
+    origin, used = rows.lo - row * pitch, rows.lo < rows.hi
+    first = origin.masked_fill(~used, width).amin(2)
+    if bool((origin.masked_fill(~used, -height) > first.unsqueeze(2)).any()):
+        return None
+    size = width + pitch * (height - 1)
+    line = (first + torch.arange(size, dtype=torch.int32, device=row.device)).clamp_(0, width - 1)
+    return line.as_strided((batch, heads, height, width), (heads * size, size, pitch, 1))
+
+
+def _transpose(rows: Rows) -> Rows:
+    """For each column the rows that hold it.
+
+    Neighbouring rows differ in few columns. Where a row holds a column that the row above does not, an interval of that column
+    starts; where the row above alone holds it, an interval stops.
+    """
+    batch, heads, height, _ = rows.lo.shape
+    width, edge = rows.kv_len, torch.full_like(rows.lo[:, :, :1], rows.kv_len)
+    here = Rows(torch.cat((rows.lo, edge), 2), torch.cat((rows.hi, edge), 2), width)
+    above = Rows(torch.cat((edge, rows.lo), 2), torch.cat((edge, rows.hi), 2), width)
+
+    def by_column(changes: Rows) -> Tensor:
+        """The changes sorted by column and then by row, each as one number."""
+        entries = Entries.from_rows(changes)
+        group, row = entries.row // (height + 1), entries.row % (height + 1)
+        return ((group * width + entries.column) * (height + 1) + row).sort().values
+
+    starts, stops = by_column(here - above), by_column(above - here)
+    shape = torch.Size((batch, heads, width))
+    return union(starts // (height + 1), starts % (height + 1), stops % (height + 1), shape, height)
