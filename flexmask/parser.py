@@ -18,12 +18,12 @@ from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
 from flexmask.expr.tables import Literal, Param, Table, param, table
-from flexmask.registry import misfit
+from flexmask.registry import call_error
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["kept_mask", "parse"]
+__all__ = ["cached_mask", "parse"]
 
 #: The longest text, in characters, and the deepest nesting that is read: that of an expression, and of what data adds to it.
 MAX_LENGTH = 1_000_000
@@ -121,7 +121,7 @@ def parse(text: str, /, **values: object) -> Mask:
     return mask
 
 
-def kept_mask(text: str, device: torch.device | None = None) -> Mask:
+def cached_mask(text: str, device: torch.device | None = None) -> Mask:
     """The mask of a text, which is read once and kept for the next time.
 
     Args:
@@ -132,12 +132,12 @@ def kept_mask(text: str, device: torch.device | None = None) -> Mask:
     Raises:
         TextError: text that is not a mask.
     """
-    kept = _kept(text)
+    kept = _cached(text)
     return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
 
 
 @lru_cache(maxsize=256)
-def _kept(text: str) -> Mask:
+def _cached(text: str) -> Mask:
     return parse(text)
 
 
@@ -291,7 +291,7 @@ class _Reader:
         try:
             inspect.signature(target).bind(*values, **named)
         except TypeError as error:
-            self.fail(node, misfit(target, error, values, named))
+            self.fail(node, call_error(target, error, values, named))
         return target(*values, **named)
 
 

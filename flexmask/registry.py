@@ -33,7 +33,7 @@ from flexmask.expr.tables import RESERVED, Table, as_table, is_tensor
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["GROUP", "Origin", "find", "load", "misfit", "named", "names", "origin", "package_of", "withdraw"]
+__all__ = ["GROUP", "Origin", "find", "load", "call_error", "named", "names", "origin", "package_of", "withdraw"]
 
 P = ParamSpec("P")
 
@@ -104,7 +104,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise OperandError(misfit(define, error, args, kwargs)) from None
+            raise OperandError(call_error(define, error, args, kwargs)) from None
         arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
         body = cast(Callable[..., Mask], define)(**arguments)
         if isinstance(body, Truth):
@@ -124,7 +124,7 @@ def withdraw(names: Iterable[str]) -> None:
         RESERVED.discard(name)
 
 
-def misfit(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Why arguments do not fit a function, and how they are written.
 
     Args:

@@ -15,15 +15,15 @@ from flexmask.expr.tables import Literal, Lookup, Param, Table, as_table, per_ba
 if TYPE_CHECKING:
     from flexmask.expr.tables import Data
 
-__all__ = ["known", "known_each", "lookup", "mask_of", "per_sequence", "whole"]
+__all__ = ["fixed_int", "fixed_ints", "lookup", "check_mask", "per_sequence", "int_or_index"]
 
 
-def whole(value: Any, what: str, least: int = 0) -> Index | int:
+def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:
     """An integer from ``least`` up, or an index expression, which is not checked."""
-    return value if isinstance(value, Index) else known(value, what, least)
+    return value if isinstance(value, Index) else fixed_int(value, what, least)
 
 
-def known(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
+def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
     """An integer from ``least`` to ``most`` that shapes the mask itself, so that it cannot be left open."""
     if isinstance(value, Index):
         raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
@@ -32,7 +32,7 @@ def known(value: Any, what: str, least: int = 0, most: int | None = None) -> int
     return checked_int(value, what, least, most)
 
 
-def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
+def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
     """A list of integers from ``least`` up, as long as one of ``axes``, that shapes the mask itself."""
     if isinstance(values, Index):
         raise ExpressionError(f"{what} shapes the mask and must be a list from the start, got {values}: put the numbers there")
@@ -48,10 +48,10 @@ def known_each(values: Any, what: str, axes: Iterable[int], least: int = 1) -> l
 
 def per_sequence(value: Data, what: str) -> Index | int:
     """One integer from 0 up for all sequences, or one for each."""
-    return known(value, what) if isinstance(value, int) else per_batch(value, what, None)
+    return fixed_int(value, what) if isinstance(value, int) else per_batch(value, what, None)
 
 
-def mask_of(value: object, name: str) -> Mask:
+def check_mask(value: object, name: str) -> Mask:
     """The mask that a mask is made of."""
     if not isinstance(value, Mask):
         raise OperandError(f"{name}: wanted a mask first, got {describe_non_mask(value)}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexmask.catalogue.arguments import mask_of, per_sequence, whole
-from flexmask.catalogue.local import local
+from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence
+from flexmask.catalogue.local import with_local_positions
 from flexmask.expr.index import Index, kv, q
 from flexmask.expr.mask import Mask
 from flexmask.registry import named
@@ -45,7 +45,7 @@ def chunked(size: Index | int, *, start: Data = 0) -> Mask:
 
     Source: Llama 4; ``ChunkedCausalMask`` of Splash attention.
     """
-    n, first = whole(size, "chunked: size", 1), per_sequence(start, "chunked: start")
+    n, first = int_or_index(size, "chunked: size", 1), per_sequence(start, "chunked: start")
     return (q - first) // n == (kv - first) // n
 
 
@@ -73,9 +73,9 @@ def per_chunk(mask: Mask, size: Index | int) -> Mask:
 
     Source: ``batchify_mask_mod`` of attention-gym.
     """
-    n = whole(size, "per_chunk: size", 1)
+    n = int_or_index(size, "per_chunk: size", 1)
     own, other = q // n, kv // n
-    return (own == other) & local("per_chunk", mask_of(mask, "per_chunk"), own * n, own * n, other * n)
+    return (own == other) & with_local_positions("per_chunk", check_mask(mask, "per_chunk"), own * n, own * n, other * n)
 
 
 @named
@@ -99,7 +99,7 @@ def block_causal(size: Index | int) -> Mask:
 
     Source: the clean half of block diffusion, https://arxiv.org/abs/2503.09573; frame by frame in video models.
     """
-    n = whole(size, "block_causal: size", 1)
+    n = int_or_index(size, "block_causal: size", 1)
     return kv // n <= q // n
 
 
@@ -127,7 +127,7 @@ def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
 
     Source: chunked-limited attention of streaming speech recognition, as in NVIDIA NeMo.
     """
-    n, before = whole(size, "chunk_window: size", 1), whole(left, "chunk_window: left")
+    n, before = int_or_index(size, "chunk_window: size", 1), int_or_index(left, "chunk_window: left")
     return (kv // n <= q // n) & (kv // n >= q // n - before)
 
 
@@ -162,7 +162,7 @@ def block_diffusion(length: Index | int, size: Index | int) -> Mask:
 
     Source: BD3-LM, https://arxiv.org/abs/2503.09573; ``generate_block_diffusion_mask`` of attention-gym.
     """
-    total, n = whole(length, "block_diffusion: length", 1), whole(size, "block_diffusion: size", 1)
+    total, n = int_or_index(length, "block_diffusion: length", 1), int_or_index(size, "block_diffusion: size", 1)
     noised, clean = kv // n, (kv - total) // n
     own = (q < total) & (kv < total) & (noised == q // n)
     before = (q < total) & (clean < q // n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flexmask.catalogue.arguments import lookup, mask_of, whole
+from flexmask.catalogue.arguments import check_mask, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
 from flexmask.expr.mask import Mask, PerHead
@@ -93,7 +93,7 @@ def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
         q: rows, an integer or an index expression.
         kv: columns, likewise.
     """
-    return mask_of(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
+    return check_mask(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
 
 
 @named
@@ -112,7 +112,7 @@ def transpose(mask: Mask) -> Mask:
     Args:
         mask: the mask to mirror at its diagonal.
     """
-    return mask_of(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
+    return check_mask(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
 
 
 @named
@@ -137,9 +137,9 @@ def coarse(mask: Mask, size: Index | int) -> Mask:
     Raises:
         ExpressionError: a size below 1.
     """
-    n = whole(size, "coarse: size", 1)
+    n = int_or_index(size, "coarse: size", 1)
     blocks = {"q": q // n, "kv": kv // n, "q_len": (q_len + n - 1) // n, "kv_len": (kv_len + n - 1) // n}
-    return mask_of(mask, "coarse").substitute(**blocks)
+    return check_mask(mask, "coarse").substitute(**blocks)
 
 
 @named
@@ -181,7 +181,7 @@ def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mas
         for (name, data), at in zip(given.items(), (_q, _kv), strict=True)
         if data is not None
     }
-    return mask_of(mask, "reorder").substitute(**moved)
+    return check_mask(mask, "reorder").substitute(**moved)
 
 
 @named
@@ -209,8 +209,8 @@ def paged(mask: Mask, pages: Data, *, page_size: Index | int) -> Mask:
 
     Source: PagedAttention, https://arxiv.org/abs/2309.06180; ``convert_logical_block_mask`` of attention-gym.
     """
-    n = whole(page_size, "paged: page_size", 1)
-    if "kv_len" in mask_of(mask, "paged").symbols:
+    n = int_or_index(page_size, "paged: page_size", 1)
+    if "kv_len" in check_mask(mask, "paged").symbols:
         raise OperandError(f"paged: {mask} looks at kv_len, which is the size of the cache and not of the sequence")
     page = lookup(pages, "paged: pages", "[n] or [B, n]", (kv // n,), (b, kv // n))
     return (page >= 0) & mask.substitute(kv=maximum(page, 0) * n + kv % n)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, cast
 
-from flexmask.catalogue.arguments import mask_of
-from flexmask.catalogue.local import local
+from flexmask.catalogue.arguments import check_mask
+from flexmask.catalogue.local import with_local_positions
 from flexmask.errors import ExpressionError
 from flexmask.expr import tables
 from flexmask.expr.index import Index, kv, maximum, q
@@ -112,11 +112,11 @@ def per_document(
 
     Source: ``generate_doc_mask_mod`` of attention-gym.
     """
-    inner = mask_of(mask, "per_document")
+    inner = check_mask(mask, "per_document")
     table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     starts = document_starts(table)
     own, start = along(table, q), along(starts, q)
-    return (own == along(table, kv)) & (own >= 0) & local("per_document", inner, start, start, along(starts, kv))
+    return (own == along(table, kv)) & (own >= 0) & with_local_positions("per_document", inner, start, start, along(starts, kv))
 
 
 @named
@@ -175,7 +175,7 @@ def cross_document(
     document = maximum(own, 0)
     near = last if keys.ends is None else along(keys.ends, document)
     offset = keys.length(document) - queries.length(document) if align == "lower_right" else 0
-    return same & local("cross_document", mask_of(mask, "cross_document"), first - offset, near, last)
+    return same & with_local_positions("cross_document", check_mask(mask, "cross_document"), first - offset, near, last)
 
 
 class _Packed:

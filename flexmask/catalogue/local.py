@@ -10,10 +10,10 @@ from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup
 
-__all__ = ["local"]
+__all__ = ["with_local_positions"]
 
 
-def local(name: str, mask: Mask, queries: Index, near: Index, keys: Index) -> Mask:
+def with_local_positions(name: str, mask: Mask, queries: Index, near: Index, keys: Index) -> Mask:
     """``mask`` at positions that count from the start of a part; it holds where query and key are in one part.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexmask.catalogue.arguments import lookup, whole
+from flexmask.catalogue.arguments import int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, as_index, b, h, kv, q
 from flexmask.expr.mask import And, Mask, Truth
@@ -118,7 +118,7 @@ def random_cells(p: float, *, seed: Index | int = 0) -> Mask:
         raise OperandError(f"random_cells: p must be a number from 0 to 1, got {p!r}")
     if not 0 <= p <= 1:
         raise ExpressionError(f"random_cells: p must be between 0 and 1, got {p}")
-    start = whole(seed, "random_cells: seed")
+    start = int_or_index(seed, "random_cells: seed")
     if p in (0, 1):
         return Truth(p == 1)
     row = _squared(start * MIX[0] + MIX[1]) + q * MIX[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from flexmask.catalogue.arguments import known, lookup, per_sequence, whole
+from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, per_sequence
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, b, kv, maximum, minimum, q
 from flexmask.expr.mask import Mask, Or
@@ -127,7 +127,7 @@ def draft_blocks(prefix: Data, size: Index | int) -> Mask:
 
     Source: JetSpec, https://arxiv.org/abs/2606.18394; ``generate_jetspec_training_mask_mod`` of attention-gym.
     """
-    start, n = per_sequence(prefix, "draft_blocks: prefix"), whole(size, "draft_blocks: size", 1)
+    start, n = per_sequence(prefix, "draft_blocks: prefix"), int_or_index(size, "draft_blocks: size", 1)
     own: Index = kv - start
     return (kv < start) | ((own // n == q // n) & (own <= q))
 
@@ -157,7 +157,7 @@ def draft_anchors(anchors: Data, size: Index | int, *, context: Index | int) -> 
 
     Source: DFlash, https://arxiv.org/abs/2602.06036
     """
-    n, total = whole(size, "draft_anchors: size", 1), whole(context, "draft_anchors: context")
+    n, total = int_or_index(size, "draft_anchors: size", 1), int_or_index(context, "draft_anchors: context")
     anchor = lookup(anchors, "draft_anchors: anchors", "[n] or [B, n]", (q // n,), (b, q // n))
     return (anchor >= 0) & (((kv < total) & (kv < anchor)) | ((kv - total) // n == q // n))
 
@@ -183,6 +183,6 @@ def training_time_test(length: Index | int, steps: int) -> Mask:
 
     Source: EAGLE-3, https://arxiv.org/abs/2503.01840
     """
-    n = whole(length, "training_time_test: length", 1)
-    later = [kv == q + n * step for step in range(1, known(steps, "training_time_test: steps", most=MAX_STEPS) + 1)]
+    n = int_or_index(length, "training_time_test: length", 1)
+    later = [kv == q + n * step for step in range(1, fixed_int(steps, "training_time_test: steps", most=MAX_STEPS) + 1)]
     return Or.make((((kv < n) & (kv <= q)), *later))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
-from flexmask.catalogue.arguments import known, known_each, lookup, whole
+from flexmask.catalogue.arguments import fixed_int, fixed_ints, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, b, h, kv, maximum, minimum, q
 from flexmask.expr.mask import And, Mask, Or
@@ -62,7 +62,7 @@ def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mas
     sizes, window = _axes("neighborhood", canvas, kernel)
     if tile is None:
         return _window(sizes, window, _coordinates(q, sizes), _coordinates(kv, sizes))
-    tiles = known_each(tile, "neighborhood: tile", [len(sizes)])
+    tiles = fixed_ints(tile, "neighborhood: tile", [len(sizes)])
     grid = _divided("neighborhood", "canvas", sizes, tiles)
     queries, keys = _tiled(q, grid, tiles), _tiled(kv, grid, tiles)
     around: list[Mask] = []  # follows from the rest: whole tiles are ruled out before pixels are looked at
@@ -102,12 +102,12 @@ def sliding_tile(canvas: Data, kernel: Data, tile: Data, *, text: int = 0) -> Ma
     Source: Sliding Tile Attention, https://arxiv.org/abs/2502.04507; ``generate_sta_mask_mod_3d`` of attention-gym.
     """
     sizes, window = _axes("sliding_tile", canvas, kernel)
-    tiles = known_each(tile, "sliding_tile: tile", [len(sizes)])
+    tiles = fixed_ints(tile, "sliding_tile: tile", [len(sizes)])
     grid, reach = (_divided("sliding_tile", name, of, tiles) for name, of in (("canvas", sizes), ("kernel", window)))
     pixels = prod(sizes)
     n = prod(tiles)
     near = _window(grid, reach, _coordinates(q // n, grid), _coordinates(kv // n, grid))
-    return (kv < pixels + known(text, "sliding_tile: text")) & ((q >= pixels) | (kv >= pixels) | near)
+    return (kv < pixels + fixed_int(text, "sliding_tile: text")) & ((q >= pixels) | (kv >= pixels) | near)
 
 
 @named
@@ -139,13 +139,13 @@ def svg_spatial(frame_length: int, *, width: float, prompt: Index | int = 0, sin
 
     Source: Sparse VideoGen, https://arxiv.org/abs/2502.01776; ``generate_spatial_head_mask_mod`` of attention-gym.
     """
-    length, unit = known(frame_length, "svg_spatial: frame_length", 1), known(round_to, "svg_spatial: round_to", 1)
+    length, unit = fixed_int(frame_length, "svg_spatial: frame_length", 1), fixed_int(round_to, "svg_spatial: round_to", 1)
     if isinstance(width, bool) or not isinstance(width, int | float):
         raise OperandError(f"svg_spatial: width must be a number of frames, got {width!r}")
     if not 0 <= width < inf:
         raise ExpressionError(f"svg_spatial: width must be a finite number of frames from 0 up, got {width}")
     reach = _reach("svg_spatial", int(width * length) // unit * unit, f"{width} frames of {length} in steps of {unit}")
-    text, first = whole(prompt, "svg_spatial: prompt"), whole(sinks, "svg_spatial: sinks")
+    text, first = int_or_index(prompt, "svg_spatial: prompt"), int_or_index(sinks, "svg_spatial: sinks")
     return ((kv > q - reach) & (kv < q + reach)) | (q < text) | (kv < text + first * length)
 
 
@@ -179,10 +179,10 @@ def svg_temporal(frame_length: int, *, frames: int, width: int, prompt: Index | 
 
     Source: Sparse VideoGen, https://arxiv.org/abs/2502.01776; ``generate_temporal_head_mask_mod`` of attention-gym.
     """
-    length, count = known(frame_length, "svg_temporal: frame_length", 1), known(frames, "svg_temporal: frames", 1)
-    share = known(width, "svg_temporal: width") * length // count
+    length, count = fixed_int(frame_length, "svg_temporal: frame_length", 1), fixed_int(frames, "svg_temporal: frames", 1)
+    share = fixed_int(width, "svg_temporal: width") * length // count
     reach = _reach("svg_temporal", share, f"{width} of {count} parts of a frame of {length}")
-    text = whole(prompt, "svg_temporal: prompt")
+    text = int_or_index(prompt, "svg_temporal: prompt")
     place, other = (q - text) % length, (kv - text) % length
     near = (other > place - reach) & (other < place + reach) & (kv < text + count * length)
     return (q < text) | (kv < text) | near
@@ -211,7 +211,7 @@ def image_cross(spans: Data, image_length: Index | int) -> Mask:
 
     Source: Flamingo, https://arxiv.org/abs/2204.14198; ``generate_vision_cross_attention_mask_mod`` of attention-gym.
     """
-    image = kv // whole(image_length, "image_cross: image_length", 1)
+    image = kv // int_or_index(image_length, "image_cross: image_length", 1)
     if not isinstance(spans, Param) and as_table(spans, "image_cross: spans").shape[-1:] != (2,):
         raise ExpressionError("image_cross: spans must be pairs, the first query of each image and the one behind the last")
     start, stop = (lookup(spans, "image_cross: spans", "[n, 2] or [B, n, 2]", (image, side), (b, image, side)) for side in (0, 1))
@@ -253,7 +253,7 @@ def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Ma
 
     Source: VSA, https://arxiv.org/abs/2505.13389; ``generate_vsa_mask_mod`` of attention-gym.
     """
-    n = whole(size, "tile_topk: size", 1)
+    n = int_or_index(size, "tile_topk: size", 1)
     if isinstance(topk, Param):
         raise ExpressionError(f"tile_topk: how many tiles are chosen shapes the mask; bind {topk} to topk before")
     table, axes = as_table(topk, "tile_topk: topk"), "[tiles, K], [B, tiles, K] or [B, H, tiles, K]"
@@ -271,8 +271,8 @@ def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Ma
 
 
 def _axes(name: str, canvas: Any, kernel: Any) -> tuple[list[int], list[int]]:
-    sizes = known_each(canvas, f"{name}: canvas", (1, 2, 3))
-    window = known_each(kernel, f"{name}: kernel", [len(sizes)])
+    sizes = fixed_ints(canvas, f"{name}: canvas", (1, 2, 3))
+    window = fixed_ints(kernel, f"{name}: kernel", [len(sizes)])
     if any(k > n for k, n in zip(window, sizes, strict=True)):
         raise ExpressionError(f"{name}: the kernel {window} must fit into the canvas {sizes}")
     return sizes, window

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from flexmask._checks import checked_int, nearest
-from flexmask.catalogue.arguments import lookup, whole
+from flexmask.catalogue.arguments import int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, b, kv, kv_len, q, q_len
 from flexmask.expr.mask import Mask, Truth
@@ -160,7 +160,7 @@ def dilated_window(*, left: Index | int | None, right: Index | int | None, dilat
 
     Source: Longformer, https://arxiv.org/abs/2004.05150; ``generate_dilated_sliding_window`` of attention-gym.
     """
-    step = whole(dilation, "dilated_window: dilation", 1)
+    step = int_or_index(dilation, "dilated_window: dilation", 1)
     return _window("dilated_window", left, right, None) & ((q - kv) % step == 0)
 
 
@@ -188,7 +188,7 @@ def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSE
 
     Source: StreamingLLM, https://arxiv.org/abs/2309.17453
     """
-    first = kv < whole(sinks, "sink_window: sinks")
+    first = kv < int_or_index(sinks, "sink_window: sinks")
     return (kv <= q) & (_window("sink_window", left, _UNSET if size is not None else None, size) | first)
 
 

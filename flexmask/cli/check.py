@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flexmask.cli.completion import complete_expression
-from flexmask.cli.inputs import REFERENCE, Asked, block_size_option, expression_argument, json_option, lowering_options
-from flexmask.cli.output import Cell, heading, print_json, print_table, say
-from flexmask.cli.progress import working
+from flexmask.cli.inputs import REFERENCE, LoweringOptions, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.output import Cell, echo, heading, print_json, print_table
+from flexmask.cli.progress import spinner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def check(
     ctx: click.Context,
     expression: str,
     against: str | None,
-    asked: Asked,
+    options: LoweringOptions,
     block_size: tuple[int, int],
     backends: tuple[str, ...],
     as_json: bool,
@@ -81,9 +81,9 @@ def check(
       flexmask check "sliding_window(size=4)" --against "causal & (q - kv < 4)" --seq-len 32
       flexmask check "causal & key_padding(n)" --against "causal - (kv >= 5)" -p n=5
     """
-    with working("preparing") as doing:
+    with spinner("preparing") as doing:
         findings = []
-        for finding in _findings(expression, against, asked, block_size, backends):
+        for finding in _findings(expression, against, options, block_size, backends):
             findings.append(finding)
             doing(f"{len(findings)} checks done, the last: {finding.name}")
     agrees = not any(finding.wrong for finding in findings)
@@ -97,23 +97,23 @@ def check(
 
 
 def _findings(
-    expression: str, against: str | None, asked: Asked, block_size: tuple[int, int], backends: tuple[str, ...]
+    expression: str, against: str | None, options: LoweringOptions, block_size: tuple[int, int], backends: tuple[str, ...]
 ) -> Iterator[Finding]:
     """What the checks find, one after another."""
     from flexmask.testing.equivalence import agreement
-    from flexmask.testing.settings import setting_of
+    from flexmask.testing.settings import make_setting
 
     reference: Reference | None = None
     if against is None:
-        masks = asked.masks(expression)
+        masks = options.masks(expression)
     elif REFERENCE.fullmatch(against.strip()):
-        from flexmask.cli.references import referred
+        from flexmask.cli.references import resolve_reference
 
-        masks, reference = asked.masks(expression), referred(against.strip())
+        masks, reference = options.masks(expression), resolve_reference(against.strip())
     else:
-        masks = asked.masks(expression, against)
+        masks = options.masks(expression, against)
         reference = masks[1]
-    setting = setting_of(masks[0], **asked.lowering(*masks), reference=reference)
+    setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
     yield from agreement(setting, reference, block_size, backends or None)
 
 
@@ -126,4 +126,4 @@ def _report(findings: list[Finding]) -> None:
     print_table(rows, heading("check", "", "result"))
     drawn = next((finding for finding in findings if finding.wrong and finding.picture), None)
     if drawn is not None:
-        say(f"\n{drawn.name}:\n{drawn.picture}")
+        echo(f"\n{drawn.name}:\n{drawn.picture}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from click.shell_completion import CompletionItem
 
 from flexmask import registry
-from flexmask.cli.output import aside
+from flexmask.cli.output import to_stderr
 from flexmask.errors import FlexmaskError
 from flexmask.expr.names import NAMES, signature_of
 
@@ -41,7 +41,7 @@ def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: 
 
 def _names() -> list[str]:
     """The names that there are; what is wrong with plugins is said elsewhere."""
-    with warnings.catch_warnings(), aside():
+    with warnings.catch_warnings(), to_stderr():
         warnings.simplefilter("ignore")
         try:
             return registry.names()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexmask.cli.drawings import output_option, writing
-from flexmask.cli.inputs import Asked, expression_argument, json_option, lowering_options
+from flexmask.cli.inputs import LoweringOptions, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import brief
-from flexmask.cli.output import Cell, print_json, print_table, say
-from flexmask.cli.progress import counting, working
+from flexmask.cli.output import Cell, echo, print_json, print_table
+from flexmask.cli.progress import block_progress, spinner
 
 if TYPE_CHECKING:
     from flexmask.cli.inputs import Lowering
@@ -28,7 +28,7 @@ __all__ = ["diff"]
 @output_option("with the cells that only one of them shows")
 @json_option("differ, cells, only_a, only_b, the first cells first_a and first_b or null, the masks a and b, q_len, kv_len")
 @click.pass_context
-def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, as_json: bool) -> None:
+def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: Path | None, as_json: bool) -> None:
     """Show where the masks A and B differ.
 
     Shown is how many cells only one of them shows, and the first of these. Each is an expression, or MODULE:NAME of a
@@ -44,19 +44,19 @@ def diff(ctx: click.Context, a: str, b: str, asked: Asked, output: Path | None, 
       flexmask diff "sliding_window(size=4)" "sliding_window(size=5)" --seq-len 16 -o windows.png
       flexmask diff causal my_package.masks:my_mask_mod --seq-len 4096 --json
     """
-    with counting("comparing the masks"):
-        masks = asked.masks(a, b)
-        lowering = asked.lowering(*masks)
+    with block_progress("comparing the masks"):
+        masks = options.masks(a, b)
+        lowering = options.lowering(*masks)
         found = masks[0].difference(masks[1], **lowering)
     if as_json:
         print_json(_document(found, masks, lowering))
     else:
         print_table(_rows(found, masks, lowering))
     if output is not None:
-        with writing(output), working("drawing the masks"):
+        with writing(output), spinner("drawing the masks"):
             masks[0].save_picture(output, **_place(found, lowering), against=masks[1])
     elif found and not as_json:
-        say("")
+        echo("")
         masks[0].show(**_place(found, lowering), against=masks[1])
     if found:
         ctx.exit(1)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flexmask.cli.messages import Refused
-from flexmask.cli.output import say
+from flexmask.cli.messages import UserError
+from flexmask.cli.output import echo
 from flexmask.cli.values import read_text
-from flexmask.plotting.endings import ending_of
+from flexmask.plotting.files import picture_suffix
 
 if TYPE_CHECKING:
     from flexmask.plotting.sheet import Indices
 
-__all__ = ["Chosen", "TokenText", "label_options", "output_option", "writing"]
+__all__ = ["IndexList", "TokenText", "label_options", "output_option", "writing"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class Chosen(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
+class IndexList(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
     """``I``, ``I,J`` or ``all``: which sequences or heads."""
 
     name = "i|i,j|all"
@@ -89,7 +89,7 @@ def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> P
     """Refuses a file that cannot be written before any work is done."""
     if value is None:
         return None
-    ending_of(value)
+    picture_suffix(value)
     if not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(value.parent)!r}", ctx, param)
     return value
@@ -101,5 +101,5 @@ def writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Refused(f"cannot write {str(output)!r}: {error.strerror or error}") from error
-    say(f"wrote {output}", err=True)
+        raise UserError(f"cannot write {str(output)!r}: {error.strerror or error}") from error
+    echo(f"wrote {output}", err=True)

@@ -17,10 +17,10 @@ from typing import IO, Any
 import click
 
 from flexmask.cli.messages import message_of
-from flexmask.cli.output import say
+from flexmask.cli.output import echo
 from flexmask.errors import FlexmaskError
 
-__all__ = ["Ended", "exit_code"]
+__all__ = ["ProgramExit", "exit_code"]
 
 #: No answer for bad input, for a crash and for an answer that could not be written, and what a shell reports of a program that
 #: SIGINT or SIGPIPE ended.
@@ -28,7 +28,7 @@ REFUSED, FAILED, INTERRUPTED, UNREAD = 2, 3, 130, 141
 NO_MEMORY = "Error: there is not enough memory for lengths and blocks of this size"
 
 
-class Ended(Exception):  # noqa: N818 - it is no error of its own
+class ProgramExit(Exception):  # noqa: N818 - it is no error of its own
     """Something within a command ended the program by itself, as ``sys.exit()`` does."""
 
 
@@ -65,7 +65,7 @@ def _reported(error: BaseException) -> int:
     """Says on stderr, where that can be written, why there is no answer; gives the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED  # of click, which completes in a shell
-    if isinstance(error, Ended):
+    if isinstance(error, ProgramExit):
         error = error.__cause__ or error
     code, text = _ending(error)
     with suppress(OSError):
@@ -74,7 +74,7 @@ def _reported(error: BaseException) -> int:
         if isinstance(error, click.ClickException):
             error.show()
         elif text:
-            say(text, err=True)
+            echo(text, err=True)
     return code
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from flexmask.cli.figures import figures
-from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.inputs import LoweringOptions, block_size_option, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table
-from flexmask.cli.progress import counting
+from flexmask.cli.progress import block_progress
 
 __all__ = ["explain"]
 
@@ -18,7 +18,7 @@ __all__ = ["explain"]
 @lowering_options
 @block_size_option("128")
 @json_option("what flexmask.explain() found, with all figures under stats")
-def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json: bool) -> None:
+def explain(expression: str, options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
     """Explain what the mask EXPR means and comes down to.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. Shown are the mask under the names that it has, its
@@ -32,11 +32,11 @@ def explain(expression: str, asked: Asked, block_size: tuple[int, int], as_json:
       flexmask explain "sliding_window(left=256, right=0)" --seq-len 8192
       flexmask explain my_package.masks:my_mask_mod --seq-len 4096
     """
-    with counting("explaining the mask"):
-        (mask,) = asked.masks(expression)
+    with block_progress("explaining the mask"):
+        (mask,) = options.masks(expression)
         from flexmask.report.explain import explain as explained
 
-        found = explained(mask, **asked.lowering(mask), block_size=block_size)
+        found = explained(mask, **options.lowering(mask), block_size=block_size)
     if as_json:
         leaves = [{"text": leaf.text, "kind": leaf.kind, "separable": leaf.separable} for leaf in found.leaves]
         plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")

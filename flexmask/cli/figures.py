@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexmask.report.stats import Stats
 
-__all__ = ["figures", "in_words"]
+__all__ = ["figures", "figure_rows"]
 
 
 def figures(stats: Stats) -> dict[str, object]:
@@ -17,7 +17,7 @@ def figures(stats: Stats) -> dict[str, object]:
     return asdict(stats) | {name: getattr(stats, name) for name in worked_out}
 
 
-def in_words(stats: Stats) -> list[tuple[str, str]]:
+def figure_rows(stats: Stats) -> list[tuple[str, str]]:
     """The figures as pairs of a label and a text."""
     from flexmask.report.explain import memory_text
 

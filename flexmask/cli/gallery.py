@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flexmask.cli.messages import Refused
-from flexmask.cli.output import say
+from flexmask.cli.messages import UserError
+from flexmask.cli.output import echo
 
 if TYPE_CHECKING:
     from flexmask.gallery.entry import Entry
@@ -49,16 +49,16 @@ def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
       flexmask gallery --source masks.toml -o masks
     """
     from flexmask.gallery.build import build
-    from flexmask.gallery.source import chosen, own_source, read
+    from flexmask.gallery.source import own_source, read_entries, select_entries
 
-    entries = chosen(read(own_source() if source is None else source), only)
+    entries = select_entries(read_entries(own_source() if source is None else source), only)
     try:
         with _bar(len(entries)) as done:
             build(entries, output, done)
     except OSError as error:
-        raise Refused(f"cannot write {str(error.filename or output)!r}: {error.strerror or error}") from error
+        raise UserError(f"cannot write {str(error.filename or output)!r}: {error.strerror or error}") from error
     pictures = "1 picture" if len(entries) == 1 else f"{len(entries)} pictures"
-    say(f"wrote {pictures}, README.md and index.html to {output}", err=True)
+    echo(f"wrote {pictures}, README.md and index.html to {output}", err=True)
 
 
 @contextmanager

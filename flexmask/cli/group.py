@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 import flexmask
-from flexmask.cli.exits import Ended, exit_code
-from flexmask.cli.output import say
+from flexmask.cli.exits import ProgramExit, exit_code
+from flexmask.cli.output import echo
 from flexmask.errors import PluginWarning
 
 __all__ = ["main"]
@@ -45,7 +45,7 @@ def _kept_from_click() -> Iterator[None]:
     try:
         yield
     except (BrokenPipeError, EOFError, KeyboardInterrupt, SystemExit) as error:
-        raise Ended from error
+        raise ProgramExit from error
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _current_folder() -> Iterator[None]:
 def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:
     def line(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
         if issubclass(category, PluginWarning):
-            say(f"Warning: {message}", err=True)
+            echo(f"Warning: {message}", err=True)
         else:
             show(message, category, *rest, **options)
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 import click
 
 from flexmask.cli.completion import complete_expression
-from flexmask.cli.messages import Refused
-from flexmask.cli.output import aside
+from flexmask.cli.messages import UserError
+from flexmask.cli.output import to_stderr
 from flexmask.cli.values import BlockSize, Parameter
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
 __all__ = [
-    "Asked",
+    "LoweringOptions",
     "Lowering",
     "Parameters",
     "REFERENCE",
@@ -40,9 +40,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Parameters = tuple[tuple[str, object], ...]
 
 #: The most queries, over all sequences and heads, whose rows are worked out: they take about 6 GB.
-MOST = 2**27
+MAX_QUERIES = 2**27
 #: The greatest position of the first query, beyond all lengths.
-MOST_OFFSET = 2**30
+MAX_OFFSET = 2**30
 
 
 class Lowering(TypedDict):
@@ -57,7 +57,7 @@ class Lowering(TypedDict):
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoweringOptions:
     """How masks are to be read and lowered, as the options of :func:`lowering_options` say."""
 
     seq_len: int | None
@@ -86,8 +86,8 @@ class Asked:
         q_len, kv_len = lengths_of(masks, self.seq_len, self.q_len, self.kv_len)
         symbols = {symbol for mask in masks for symbol in mask.expand().symbols}
         rows = q_len * ((self.batch or 1) if "b" in symbols else 1) * ((self.heads or 1) if "h" in symbols else 1)
-        if rows > MOST:
-            raise Refused(f"{rows:,} queries in all sequences and heads are too many; at most {MOST:,}")
+        if rows > MAX_QUERIES:
+            raise UserError(f"{rows:,} queries in all sequences and heads are too many; at most {MAX_QUERIES:,}")
         return Lowering(
             q_len=q_len, kv_len=kv_len, batch=self.batch, heads=self.heads, q_offset=self.q_offset, device=self.device
         )
@@ -115,7 +115,7 @@ def mask_options(command: Command) -> Command:
 
 
 def lowering_options(command: Command) -> Command:
-    """Adds the parameters of masks and all that they are lowered with, which the command takes as ``asked``."""
+    """Adds the parameters of masks and all that they are lowered with, which the command takes as ``options``."""
     options = [
         click.option(
             "--batch", type=click.IntRange(min=1), metavar="N", help="How many sequences there are, where no data says it."
@@ -126,8 +126,8 @@ def lowering_options(command: Command) -> Command:
 
     @wraps(command)
     def collected(**values: Any) -> Any:
-        asked = Asked(**{name: values.pop(name) for name in Asked.__dataclass_fields__})
-        return command(asked=asked, **values)
+        options = LoweringOptions(**{name: values.pop(name) for name in LoweringOptions.__dataclass_fields__})
+        return command(options=options, **values)
 
     for option in reversed(options):
         collected = option(collected)
@@ -142,7 +142,7 @@ def _length_options(command: Command) -> Command:
         click.option("--kv-len", type=length, metavar="N", help="Number of keys."),
         click.option(
             "--q-offset",
-            type=click.IntRange(0, MOST_OFFSET),
+            type=click.IntRange(0, MAX_OFFSET),
             default=0,
             metavar="N",
             help="Position of the first query. [default: 0]",
@@ -164,7 +164,7 @@ def _length_options(command: Command) -> Command:
 
 def read_mask(expression: str, parameters: Parameters) -> Mask:
     """The mask of one text: see :func:`read_masks`. What a module of the user prints is no part of the answer."""
-    with aside():
+    with to_stderr():
         return read_masks([expression], parameters)[0]
 
 
@@ -179,8 +179,8 @@ def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
     names = [name for name, _ in parameters]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise Refused(f"the parameter {twice[0]} is given twice")
-    masks = [_referred(text.strip()) if REFERENCE.fullmatch(text.strip()) else None for text in texts]
+        raise UserError(f"the parameter {twice[0]} is given twice")
+    masks = [_resolve(text.strip()) if REFERENCE.fullmatch(text.strip()) else None for text in texts]
     known = [
         set(re.findall(r"[^\W\d]\w*", text)) if mask is None else set(mask.params)
         for text, mask in zip(texts, masks, strict=True)
@@ -193,10 +193,10 @@ def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
     ]
 
 
-def _referred(reference: str) -> Mask:
-    from flexmask.cli.references import referred_mask
+def _resolve(reference: str) -> Mask:
+    from flexmask.cli.references import resolve_mask
 
-    return referred_mask(reference)
+    return resolve_mask(reference)
 
 
 def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
@@ -209,7 +209,7 @@ def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
     if bound.params:
         missing = " ".join(f"-p '{name}=...'" for name in bound.params)
         plural = "values for the parameters" if len(bound.params) > 1 else "a value for the parameter"
-        raise Refused(
+        raise UserError(
             f"the mask needs {plural} {', '.join(bound.params)}: add {missing} with a number, a list such as [0,0,1,1], "
             "or @FILE that holds one"
         )
@@ -232,6 +232,6 @@ def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | N
     mask, *others = masks if isinstance(masks, Sequence) else [masks]
     found = lengths(mask, q_len, kv_len, *others)
     for name, length in zip(("q_len", "kv_len"), found, strict=True):
-        if length > MOST:
-            raise Refused(f"{name} {length:,} is too long; at most {MOST:,}")
+        if length > MAX_QUERIES:
+            raise UserError(f"{name} {length:,} is too long; at most {MAX_QUERIES:,}")
     return found

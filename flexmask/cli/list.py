@@ -14,8 +14,8 @@ from flexmask import registry
 from flexmask._checks import nearest
 from flexmask.cli.completion import complete_name
 from flexmask.cli.inputs import json_option
-from flexmask.cli.messages import Refused
-from flexmask.cli.output import Cell, Row, aside, heading, print_json, print_table, say
+from flexmask.cli.messages import UserError
+from flexmask.cli.output import Cell, Row, echo, heading, print_json, print_table, to_stderr
 from flexmask.expr.names import NAMES, signature_of
 
 __all__ = ["list_masks"]
@@ -39,7 +39,7 @@ def list_masks(name: str | None, as_json: bool) -> None:
       flexmask list sliding_window
       flexmask list --json
     """
-    with aside():  # plugins may print while they are imported
+    with to_stderr():  # plugins may print while they are imported
         names = registry.names() if name is None else []
         define = None if name is None else registry.find(name)
     if name is None:
@@ -49,11 +49,11 @@ def list_masks(name: str | None, as_json: bool) -> None:
             print_table(_rows(names), heading("mask", "a query sees a key where"))
         return
     if define is None:
-        raise Refused(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
+        raise UserError(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
     if as_json:
         print_json(_entry(name) | {"description": _document(define)})
     else:
-        say(_description(name, define))
+        echo(_description(name, define))
 
 
 def _entry(name: str) -> dict[str, str | None]:

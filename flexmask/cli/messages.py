@@ -6,11 +6,11 @@ from typing import IO, Any
 
 import click
 
-from flexmask.cli.output import say
+from flexmask.cli.output import echo
 from flexmask.errors import TextError
 from flexmask.plotting.caption import shortened
 
-__all__ = ["Refused", "brief", "message_of"]
+__all__ = ["UserError", "brief", "message_of"]
 
 #: Characters of a long text that are shown around the place where it is wrong.
 EXCERPT = 76
@@ -18,13 +18,13 @@ EXCERPT = 76
 MAX_VALUES = 8
 
 
-class Refused(click.ClickException):
+class UserError(click.ClickException):
     """Bad input: its message is printed instead of a traceback."""
 
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        say(f"Error: {self.format_message()}", err=True)
+        echo(f"Error: {self.format_message()}", err=True)
 
 
 def brief(text: object) -> str:

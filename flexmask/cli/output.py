@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import click
 
-__all__ = ["Cell", "Row", "aside", "heading", "print_json", "print_table", "printable", "say"]
+__all__ = ["Cell", "Row", "to_stderr", "heading", "print_json", "print_table", "printable", "echo"]
 
 #: What stands for a sign that the output cannot show.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
@@ -47,14 +47,14 @@ def heading(*texts: str) -> list[Cell]:
     return [Cell(text, bold=True) for text in texts]
 
 
-def say(text: str, *, err: bool = False) -> None:
+def echo(text: str, *, err: bool = False) -> None:
     """Prints a text, or with ``err`` writes it to stderr; in colours only on a terminal, and never where NO_COLOR is set."""
     colour = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
     click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=colour)
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def to_stderr() -> Iterator[None]:
     """What is printed meanwhile, such as by a module of the user, goes to stderr and so is no part of an answer."""
     with _descriptor_aside(), redirect_stdout(sys.stderr):
         yield
@@ -104,7 +104,7 @@ def print_table(rows: Iterable[Row], header: Row = ()) -> None:
     width = shutil.get_terminal_size().columns
     limits = _limits(table, width)
     lines = _stacked(table, width, bool(header)) if limits is None else (line for row in table for line in _beside(row, limits))
-    say("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _limits(table: list[list[Cell]], width: int) -> list[int] | None:

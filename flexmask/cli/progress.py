@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from threading import Lock, Timer
 from typing import TYPE_CHECKING
 
-from flexmask.cli.output import aside
+from flexmask.cli.output import to_stderr
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["counting", "working"]
+__all__ = ["block_progress", "spinner"]
 
 #: Seconds before anything is shown.
 DELAY = 0.7
 
 
 @contextmanager
-def working(doing: str) -> Iterator[Callable[[str], None]]:
+def spinner(doing: str) -> Iterator[Callable[[str], None]]:
     """Shows what is being done while it lasts, if it lasts; gives a function that changes the text.
 
     Nothing is shown where stderr is no terminal. What is printed has to wait until it is over: what prints meanwhile is a
@@ -31,7 +31,7 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
     if sys.stderr.isatty():
         timer.daemon = True
         timer.start()
-    with aside():
+    with to_stderr():
         try:
             yield sign.say
         finally:
@@ -40,9 +40,9 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def counting(doing: str) -> Iterator[None]:
+def block_progress(doing: str) -> Iterator[None]:
     """As :func:`working`, with the share of the blocks that are done where cells have to be counted."""
-    with working(doing) as say:
+    with spinner(doing) as say:
         from flexmask.blocks.survey import watched
 
         with watched(lambda share: say(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):

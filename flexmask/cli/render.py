@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flexmask.cli.drawings import Chosen, label_options, output_option, writing
+from flexmask.cli.drawings import IndexList, label_options, output_option, writing
 from flexmask.cli.inputs import Parameters, lengths_of, mask_options, read_mask
-from flexmask.cli.messages import Refused
-from flexmask.cli.progress import working
+from flexmask.cli.messages import UserError
+from flexmask.cli.progress import spinner
 from flexmask.cli.values import BlockSize
 
 if TYPE_CHECKING:
-    from flexmask.plotting.options import Contents
+    from flexmask.plotting.labels import ContentOptions
     from flexmask.plotting.sheet import Indices
 
 __all__ = ["render"]
@@ -24,8 +24,8 @@ __all__ = ["render"]
 @mask_options
 @click.option("--why", is_flag=True, help="Colour each hidden cell by the term of the mask that hides it.")
 @click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with what each hides.")
-@click.option("--batch", type=Chosen(), metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
-@click.option("--head", type=Chosen(), metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
+@click.option("--batch", type=IndexList(), metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
+@click.option("--head", type=IndexList(), metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
 @click.option(
     "--block-size",
     type=BlockSize(),
@@ -72,24 +72,24 @@ def render(
         kv_len = len(keys) if keys is not None and kv_len is None else kv_len
         if tokens is not None and q_len is None:
             if len(tokens) <= q_offset:
-                raise Refused(f"{len(tokens)} tokens do not reach --q-offset {q_offset}; label all positions, or give --q-len")
+                raise UserError(f"{len(tokens)} tokens do not reach --q-offset {q_offset}; label all positions, or give --q-len")
             q_len = len(tokens) - q_offset
     queries, across = lengths_of(mask, seq_len, q_len, kv_len)
-    options: Contents = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
+    options: ContentOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
     if why:
         options["why"] = True
     if block_size is not None:
         options["block_size"] = block_size
     if output is not None:
-        with writing(output), working("drawing the mask"):
+        with writing(output), spinner("drawing the mask"):
             mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **options)
         return
     from flexmask.plotting.raster import Picture
-    from flexmask.plotting.sheet import chosen
+    from flexmask.plotting.sheet import picture_or_sheet
     from flexmask.plotting.terminal.show import show_picture, show_sheet
 
-    with working("drawing the mask"):
-        shown = chosen(mask, queries, across, batch=batch, head=head, terms=terms, **options)
+    with spinner("drawing the mask"):
+        shown = picture_or_sheet(mask, queries, across, batch=batch, head=head, terms=terms, **options)
     if isinstance(shown, Picture):
         show_picture(shown)
     else:

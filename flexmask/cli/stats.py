@@ -6,11 +6,11 @@ from string import ascii_uppercase
 
 import click
 
-from flexmask.cli.figures import figures, in_words
-from flexmask.cli.inputs import Asked, block_size_option, expression_argument, json_option, lowering_options
-from flexmask.cli.messages import Refused, brief
-from flexmask.cli.output import Cell, heading, print_json, print_table, say
-from flexmask.cli.progress import counting
+from flexmask.cli.figures import figure_rows, figures
+from flexmask.cli.inputs import LoweringOptions, block_size_option, expression_argument, json_option, lowering_options
+from flexmask.cli.messages import UserError, brief
+from flexmask.cli.output import Cell, echo, heading, print_json, print_table
+from flexmask.cli.progress import block_progress
 
 __all__ = ["stats"]
 
@@ -20,7 +20,7 @@ __all__ = ["stats"]
 @lowering_options
 @block_size_option("128")
 @json_option("an object of all figures, for several masks a list of them")
-def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int], as_json: bool) -> None:
+def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
     """Show the figures of one mask EXPR, or of several.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. The figures are the cells it shows, the queries that see no
@@ -35,10 +35,10 @@ def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int
       flexmask stats "causal & key_padding(n)" -p n=1000 --json
     """
     if len(expressions) > len(ascii_uppercase):
-        raise Refused(f"at most {len(ascii_uppercase)} masks fit in one table, got {len(expressions)}")
-    with counting("counting"):
-        masks = asked.masks(*expressions)
-        lowering = asked.lowering(*masks)
+        raise UserError(f"at most {len(ascii_uppercase)} masks fit in one table, got {len(expressions)}")
+    with block_progress("counting"):
+        masks = options.masks(*expressions)
+        lowering = options.lowering(*masks)
         found = [mask.stats(**lowering, block_size=block_size) for mask in masks]
     if as_json:
         answers = [{"mask": str(mask)} | figures(one) for mask, one in zip(masks, found, strict=True)]
@@ -49,8 +49,8 @@ def stats(expressions: tuple[str, ...], asked: Asked, block_size: tuple[int, int
     size = " x ".join(map(str, found[0].block_size))
     texts += [("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}")]
     print_table([(Cell(label, bold=True), text) for label, text in texts])
-    say("")
+    echo("")
     rows = [
-        (Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*(in_words(one) for one in found), strict=True)
+        (Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*(figure_rows(one) for one in found), strict=True)
     ]
     print_table(rows, heading("", *letters) if len(masks) > 1 else ())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexmask.intervals.bounds import RowBounds
     from flexmask.intervals.context import Context
     from flexmask.lowering.mask_mod import Form, MaskMod
-    from flexmask.plotting.options import Contents, Options
+    from flexmask.plotting.labels import ContentOptions, PictureOptions
     from flexmask.plotting.sheet import Indices
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
@@ -234,7 +234,7 @@ class MaskMethods(Node):
         *,
         ax: Axes | None = None,
         title: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[PictureOptions],
     ) -> Axes:
         """Draws the mask with matplotlib, on given axes or on those of a new figure.
 
@@ -250,9 +250,9 @@ class MaskMethods(Node):
                 ``against`` together with ``why`` or blocks.
         """
         from flexmask.plotting.mpl.plot import draw
-        from flexmask.plotting.raster import picture
+        from flexmask.plotting.raster import rasterize
 
-        return draw(picture(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
+        return draw(rasterize(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
 
     def plot_panels(
         self,
@@ -262,7 +262,7 @@ class MaskMethods(Node):
         batch: Indices = "all",
         head: Indices = "all",
         title: str | None = None,
-        **options: Unpack[Contents],
+        **options: Unpack[ContentOptions],
     ) -> Figure:
         """Draws several sequences and heads with matplotlib, a panel for each: sequences down, heads across.
 
@@ -278,12 +278,12 @@ class MaskMethods(Node):
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
         from flexmask.plotting.mpl.panels import draw_sheet
-        from flexmask.plotting.sheet import sheet
+        from flexmask.plotting.sheet import panel_sheet
 
-        return draw_sheet(sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
+        return draw_sheet(panel_sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
 
     def plot_terms(
-        self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[Options]
+        self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[PictureOptions]
     ) -> Figure:
         """Draws each term of the composition with matplotlib, then the whole with what each term hides.
 
@@ -307,7 +307,7 @@ class MaskMethods(Node):
         kv_len: int | None = None,
         *,
         console: Console | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[PictureOptions],
     ) -> None:
         """Draws the mask in the terminal, or as plain ASCII where the output is none.
 
@@ -325,7 +325,7 @@ class MaskMethods(Node):
         *,
         batch: Indices = "some",
         head: Indices = "some",
-        **options: Unpack[Contents],
+        **options: Unpack[ContentOptions],
     ) -> str:
         """The interactive view of the mask as one HTML document, which asks for nothing from outside.
 
@@ -353,7 +353,7 @@ class MaskMethods(Node):
         batch: Indices | None = None,
         head: Indices | None = None,
         terms: bool = False,
-        **options: Unpack[Contents],
+        **options: Unpack[ContentOptions],
     ) -> None:
         """Writes a picture as ``.png`` or ``.svg``, or the interactive view as ``.html``; the same bytes for the same mask.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flexmask.gallery.drawn import drawn
 from flexmask.gallery.entry import Entry
 from flexmask.gallery.index import index
 from flexmask.gallery.pictures import write_picture
 from flexmask.gallery.readme import readme
+from flexmask.gallery.rendered import render_entry
 
 __all__ = ["build"]
 
@@ -28,7 +28,7 @@ def build(entries: Sequence[Entry], folder: Path, done: Callable[[Entry], None] 
         RenderError: an entry that cannot be drawn, which the message names.
         OSError: a file that cannot be written.
     """
-    found = [drawn(entry) for entry in entries]
+    found = [render_entry(entry) for entry in entries]
     pages = {"README.md": readme(found), "index.html": index(found)}
     pictures = folder / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)

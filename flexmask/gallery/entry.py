@@ -13,7 +13,7 @@ from flexmask.errors import RenderError
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = ["Entry", "Index", "Parameter", "entry_of", "slug_of"]
+__all__ = ["Entry", "Index", "Parameter", "parse_entry", "slug_of"]
 
 Parameter: TypeAlias = "int | float | list[Any]"
 Index: TypeAlias = 'int | Literal["all"]'
@@ -79,7 +79,7 @@ def slug_of(title: str) -> str:
     return "-".join(re.findall("[a-z0-9]+", title.lower()))
 
 
-def entry_of(given: Mapping[str, object], place: int) -> Entry:
+def parse_entry(given: Mapping[str, object], place: int) -> Entry:
     """The entry of a table of the source.
 
     Args:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from flexmask.gallery.drawn import Drawn
+from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command, python
-from flexmask.gallery.words import figures, lengths, linked, sections
+from flexmask.gallery.texts import figures, lengths, linked, sections
 from flexmask.plotting.html import page
 from flexmask.plotting.html.view import view_of
 
@@ -18,7 +18,7 @@ __all__ = ["index"]
 HERE = "flexmask.gallery"
 
 
-def index(found: Sequence[Drawn]) -> str:
+def index(found: Sequence[RenderedEntry]) -> str:
     """The page of some entries: a whole HTML document, in which the views' data is unpacked when it is first shown."""
     tags = Counter(tag for one in found for tag in one.entry.tags)
     return page.document(
@@ -32,7 +32,7 @@ def index(found: Sequence[Drawn]) -> str:
     )
 
 
-def _data(found: Drawn) -> dict[str, object]:
+def _data(found: RenderedEntry) -> dict[str, object]:
     """What the page's script knows of an entry."""
     entry = found.entry
     return {
@@ -51,14 +51,14 @@ def _data(found: Drawn) -> dict[str, object]:
     }
 
 
-def _section(family: str, members: Sequence[Drawn]) -> str:
+def _section(family: str, members: Sequence[RenderedEntry]) -> str:
     cards = "\n".join(_card(one) for one in members)
     name = escape(family)
     heading = f"<h2>{name} <span>{len(members)}</span></h2>"
     return f'<section aria-label="{name}">\n{heading}\n<ul class="cards">\n{cards}\n</ul>\n</section>'
 
 
-def _card(found: Drawn) -> str:
+def _card(found: RenderedEntry) -> str:
     entry = found.entry
     tags = "".join(f"<li>{escape(tag)}</li>" for tag in entry.tags)
     return (

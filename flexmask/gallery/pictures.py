@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from flexmask.gallery.drawn import Drawn
+from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command
 from flexmask.plotting.mpl.panels import save_sheet
 from flexmask.plotting.mpl.plot import save
@@ -18,7 +18,7 @@ __all__ = ["write_picture"]
 DPI, COLOURS = 144, 128
 
 
-def write_picture(found: Drawn, path: Path) -> None:
+def write_picture(found: RenderedEntry, path: Path) -> None:
     """Writes the panels of an entry as a PNG that holds the command that draws it; the bytes depend on nothing but the entry."""
     if len(found.sheet.pictures) > 1:
         save_sheet(found.sheet, path, dpi=DPI)

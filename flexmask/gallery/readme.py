@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flexmask.gallery.drawn import Drawn
+from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command
-from flexmask.gallery.words import figures, lengths, linked, sections
+from flexmask.gallery.texts import figures, lengths, linked, sections
 
 __all__ = ["readme"]
 
@@ -33,7 +33,7 @@ Pictures, page and this file are written by `flexmask gallery`, from the entries
 """
 
 
-def readme(found: Sequence[Drawn]) -> str:
+def readme(found: Sequence[RenderedEntry]) -> str:
     """The README of some entries, in Markdown as GitHub shows it."""
     shown = sections(found)
     first = next((one.entry for one in found if not one.entry.params and one.entry.kv_len == one.entry.q_len), None)
@@ -46,7 +46,7 @@ def readme(found: Sequence[Drawn]) -> str:
     return "\n".join(parts)
 
 
-def _section(found: Drawn) -> str:
+def _section(found: RenderedEntry) -> str:
     entry = found.entry
     width = PANELS_WIDTH if len(found.sheet.pictures) > 1 else WIDTH
     source = "".join(

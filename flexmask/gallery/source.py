@@ -8,9 +8,9 @@ from pathlib import Path
 
 from flexmask._checks import nearest
 from flexmask.errors import RenderError
-from flexmask.gallery.entry import Entry, entry_of
+from flexmask.gallery.entry import Entry, parse_entry
 
-__all__ = ["chosen", "own_source", "read"]
+__all__ = ["select_entries", "own_source", "read_entries"]
 
 
 def own_source() -> Path:
@@ -27,7 +27,7 @@ def own_source() -> Path:
     return found
 
 
-def read(path: Path) -> tuple[Entry, ...]:
+def read_entries(path: Path) -> tuple[Entry, ...]:
     """The entries of a file, in their order.
 
     Raises:
@@ -43,7 +43,7 @@ def read(path: Path) -> tuple[Entry, ...]:
     tables = found.get("mask")
     if set(found) != {"mask"} or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise RenderError(f"{str(path)!r} must hold one [[mask]] for each entry and nothing else")
-    entries = tuple(entry_of(table, place) for place, table in enumerate(tables, 1))
+    entries = tuple(parse_entry(table, place) for place, table in enumerate(tables, 1))
     places: dict[str, int] = {}
     for place, entry in enumerate(entries, 1):
         first = places.setdefault(entry.slug, place)
@@ -55,7 +55,7 @@ def read(path: Path) -> tuple[Entry, ...]:
     return entries
 
 
-def chosen(entries: Sequence[Entry], names: Iterable[str]) -> tuple[Entry, ...]:
+def select_entries(entries: Sequence[Entry], names: Iterable[str]) -> tuple[Entry, ...]:
     """The entries that have one of some names as a tag, as their family or in the names of their files; without names all.
 
     Raises:

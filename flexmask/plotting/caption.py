@@ -12,7 +12,7 @@ from flexmask.errors import OperandError
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = ["check_title", "notes", "numbered", "packed", "selection_notes", "shortened", "title_lines", "visible_text"]
+__all__ = ["check_title", "notes", "numbered", "join_lines", "selection_notes", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
 MAX_VALUES = 32
@@ -54,7 +54,7 @@ def _wrapped(text: str, width: int, **options: Any) -> list[str]:
     return [line.replace("\u00a0", " ") for line in lines] or [""]
 
 
-def packed(parts: list[str], width: float, between: str) -> list[str]:
+def join_lines(parts: list[str], width: float, between: str) -> list[str]:
     """Parts joined into lines of at most ``width`` characters where possible."""
     lines = parts[:1]
     for part in parts[1:]:

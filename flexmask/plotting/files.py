@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from flexmask.errors import RenderError
-from flexmask.plotting.endings import ending_of
-from flexmask.plotting.options import Contents
-from flexmask.plotting.raster import Picture
-from flexmask.plotting.sheet import Indices, chosen
+from flexmask._checks import kind_of
+from flexmask.errors import OperandError, RenderError
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
+    from flexmask.plotting.labels import ContentOptions
+    from flexmask.plotting.sheet import Indices
 
-__all__ = ["save"]
+__all__ = ["picture_suffix", "save"]
+
+SUFFIXES = (".png", ".svg", ".html")
 
 
 def save(
@@ -26,11 +28,11 @@ def save(
     batch: Indices | None = None,
     head: Indices | None = None,
     terms: bool = False,
-    **options: Unpack[Contents],
+    **options: Unpack[ContentOptions],
 ) -> None:
-    """Writes a picture of a mask, as the ending of ``path`` says: see :meth:`flexmask.Mask.save_picture`."""
-    ending = ending_of(path)
-    if ending == ".html":
+    """Writes a picture of a mask, in the format of the suffix of ``path``: see :meth:`flexmask.Mask.save_picture`."""
+    suffix = picture_suffix(path)
+    if suffix == ".html":
         from flexmask.plotting.html.view import html
 
         if terms:
@@ -41,9 +43,26 @@ def save(
         return
     from flexmask.plotting.mpl.panels import save_sheet
     from flexmask.plotting.mpl.plot import save as save_picture
+    from flexmask.plotting.raster import Picture
+    from flexmask.plotting.sheet import picture_or_sheet
 
-    shown = chosen(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+    shown = picture_or_sheet(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
     if isinstance(shown, Picture):
         save_picture(shown, path)
     else:
         save_sheet(shown, path)
+
+
+def picture_suffix(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> str:
+    """The suffix of a picture file, in lower case.
+
+    Raises:
+        RenderError: it is not one of ``suffixes``.
+        OperandError: ``path`` is not a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OperandError(f"the path of a picture must be a text or a Path, got {kind_of(path)}")
+    suffix = Path(path).suffix.lower()
+    if suffix not in suffixes:
+        raise RenderError(f"the file of a picture must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}, got {str(path)!r}")
+    return suffix

@@ -16,15 +16,14 @@ from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
 from flexmask.plotting.density import Counts, MaskSlice
-from flexmask.plotting.options import key_labels, lengths_with
+from flexmask.plotting.labels import Tokens, key_labels, picture_lengths, query_labels
 from flexmask.plotting.selection import Selection, select
-from flexmask.plotting.tokens import Tokens, query_labels
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "picture"]
+__all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "rasterize"]
 
 #: The states of blocks: nothing visible, something visible, all of a whole block visible, or (with a mask whose rows are
 #: only bounds, at lengths where its cells are too many to evaluate) not known.
@@ -109,7 +108,7 @@ class Picture:
         return categories
 
 
-def picture(
+def rasterize(
     mask: MaskLike,
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -162,7 +161,7 @@ def picture(
     for name, most in (("max_pixels", max_pixels), ("max_blocks", max_blocks)):
         if min(most) < 1:
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
-    queries, keys = lengths_with(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
+    queries, keys = picture_lengths(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     selection = select([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
     if against is not None:
         categories = difference(mask, against)

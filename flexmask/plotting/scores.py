@@ -18,10 +18,9 @@ from flexmask.intervals.context import Context
 from flexmask.lowering.dense import dense as mask_cells
 from flexmask.plotting.annotations import bands_of
 from flexmask.plotting.caption import shortened
-from flexmask.plotting.options import Labelling, key_labels
-from flexmask.plotting.raster import Picture, Scores, picture
-from flexmask.plotting.sheet import Indices, Sheet, arranged, panel_indices
-from flexmask.plotting.tokens import query_labels
+from flexmask.plotting.labels import LabelOptions, key_labels, query_labels
+from flexmask.plotting.raster import Picture, Scores, rasterize
+from flexmask.plotting.sheet import Indices, Sheet, arrange, panel_indices
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["score_picture", "score_sheet"]
@@ -33,7 +32,7 @@ def score_picture(
     *,
     batch: int = 0,
     head: int | None = None,
-    **options: Unpack[Labelling],
+    **options: Unpack[LabelOptions],
 ) -> Picture:
     """A picture of the weights of one sequence, and of one head or the mean of all.
 
@@ -42,14 +41,14 @@ def score_picture(
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
-        options: the labels around the weights, as for :func:`flexmask.plotting.raster.picture`.
+        options: the labels around the weights, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Raises:
         RenderError: a sequence or head that the weights do not have, or weights that are not finite.
         OperandError: weights that are no such tensor.
     """
     _check(weights, batch, head)
-    return _picture(weights, batch, head, _Shown.of(weights, mask, options), options)
+    return _picture(weights, batch, head, _MaskCells.of(weights, mask, options), options)
 
 
 def score_sheet(
@@ -58,7 +57,7 @@ def score_sheet(
     *,
     batch: Indices = 0,
     head: Indices = "all",
-    **options: Unpack[Labelling],
+    **options: Unpack[LabelOptions],
 ) -> Sheet:
     """A picture of the weights of each of some heads, and of each of some sequences, on one scale.
 
@@ -67,21 +66,21 @@ def score_sheet(
         mask: what it hides is drawn as hidden.
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, in the same way.
-        options: the labels around the weights, as for :func:`flexmask.plotting.raster.picture`.
+        options: the labels around the weights, as for :func:`flexmask.plotting.raster.rasterize`.
     """
     _check(weights, 0, 0)
-    shown, places = _Shown.of(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
+    shown, places = _MaskCells.of(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
     found = []
     for b, h in places:
         _check(weights, b, h)
         found.append(_picture(weights, b, h, shown, options))
     scores = [picture.scores for picture in found if picture.scores is not None]
     most = max(own.most for own in scores)
-    return arranged([replace(s, scores=replace(own, most=most)) for s, own in zip(found, scores, strict=True)], places)
+    return arrange([replace(s, scores=replace(own, most=most)) for s, own in zip(found, scores, strict=True)], places)
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _MaskCells:
     """What a mask shows of all weights: its cells, ``bool[B, H, q_len, kv_len]``, with the mask and where it is lowered."""
 
     mask: Mask
@@ -90,7 +89,7 @@ class _Shown:
     cells: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, mask: MaskLike | None, options: Labelling) -> _Shown:
+    def of(cls, weights: Tensor, mask: MaskLike | None, options: LabelOptions) -> _MaskCells:
         batch, heads, q_len, kv_len = weights.shape
         whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
         context = bind(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
@@ -98,14 +97,14 @@ class _Shown:
         return cls(whole, text, context, mask_cells(context).expand(weights.shape))
 
 
-def _picture(weights: Tensor, batch: int, head: int | None, whole: _Shown, options: Labelling) -> Picture:
+def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, options: LabelOptions) -> Picture:
     values = weights[batch].mean(0) if head is None else weights[batch, head]
     values = values.detach().float().cpu()
     if not values.isfinite().all():
         raise RenderError("weights must be finite; of a query without keys flexmask.backends.attention_weights gives 0")
     batches, heads, q_len, kv_len = weights.shape
     cells, offset = whole.cells[batch], whole.context.q_offset
-    shown = picture(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
+    shown = rasterize(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
     tokens = options.get("tokens")
     pixels = _averaged(values.numpy(), shown.step)

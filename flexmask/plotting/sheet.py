@@ -11,8 +11,8 @@ import numpy as np
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.caption import selection_notes, shortened
 from flexmask.plotting.categories import MAX_TERMS
-from flexmask.plotting.options import Contents, Options, lengths_with
-from flexmask.plotting.raster import Picture, picture
+from flexmask.plotting.labels import ContentOptions, PictureOptions, picture_lengths
+from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.selection import select
 from flexmask.plotting.terms import terms
 from flexmask.tracing.as_mask import as_mask
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.plotting.categories import Category
 
-__all__ = ["Indices", "Sheet", "arranged", "chosen", "panel_indices", "sheet", "term_sheet"]
+__all__ = ["Indices", "Sheet", "arrange", "picture_or_sheet", "panel_indices", "panel_sheet", "term_sheet"]
 
 #: Which sequences or heads are drawn: one, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
@@ -47,14 +47,14 @@ class Sheet:
     columns: int
 
 
-def sheet(
+def panel_sheet(
     mask: Mask,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,
     batch: Indices = "all",
     head: Indices = "all",
-    **options: Unpack[Contents],
+    **options: Unpack[ContentOptions],
 ) -> Sheet:
     """A picture for each of some sequences and heads: sequences down and heads across, if there are several of both.
 
@@ -64,47 +64,47 @@ def sheet(
         kv_len: number of keys, in the same way.
         batch: which sequences, all by default.
         head: which heads, in the same way.
-        options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`.
+        options: what every picture shows, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Raises:
-        RenderError: more than 64 pictures, or what :func:`flexmask.plotting.raster.picture` raises.
+        RenderError: more than 64 pictures, or what :func:`flexmask.plotting.raster.rasterize` raises.
     """
     mask = as_mask(mask)
     masks = [mask]
     if (against := options.get("against")) is not None:
         masks.append(as_mask(against, "against"))
         options["against"] = masks[1]
-    queries, keys = lengths_with(mask, q_len, kv_len, options)
+    queries, keys = picture_lengths(mask, q_len, kv_len, options)
     start = select(masks, queries, keys, 0, 0, options.get("q_offset", 0))
     places = panel_indices(batch, head, start.batches, start.heads)
     heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # picture refuses the others
     split = len({term for h in heads for term in terms(mask, h)}) <= MAX_TERMS
-    found = [picture(mask, queries, keys, batch=b, head=h, split_heads=split, **options) for b, h in places]
-    return arranged(_alike(found), places)
+    found = [rasterize(mask, queries, keys, batch=b, head=h, split_heads=split, **options) for b, h in places]
+    return arrange(_alike(found), places)
 
 
-def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, **options: Unpack[Options]) -> Sheet:
+def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, **options: Unpack[PictureOptions]) -> Sheet:
     """A picture of each term of a mask, then one of the whole, which shows what each term hides.
 
     Args:
         mask: the mask.
         q_len: number of queries, by default as the mask's own data says.
         kv_len: number of keys, in the same way.
-        options: what every picture shows, as for :func:`flexmask.plotting.raster.picture`; the whole shows why cells are hidden.
+        options: what every picture shows, as for :func:`flexmask.plotting.raster.rasterize`; the last one has ``why=True``.
     """
-    whole = picture(mask, q_len, kv_len, **cast(Options, {**options, "why": True}))
+    whole = rasterize(mask, q_len, kv_len, **cast(PictureOptions, {**options, "why": True}))
     parts, titles = [], []
     for term in terms(mask, whole.head):
         place = {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
-        alone = cast(Options, {**options, **place, "q_offset": whole.q_offset, "why": False})
-        parts.append(picture(term, whole.q_len, whole.kv_len, **alone))
+        alone = cast(PictureOptions, {**options, **place, "q_offset": whole.q_offset, "why": False})
+        parts.append(rasterize(term, whole.q_len, whole.kv_len, **alone))
         titles.append(shortened(str(term), 4))
     return Sheet(
         whole.text, (*parts, whole), (*titles, ", ".join(["together", *selection_notes(whole)])), _columns(len(parts) + 1)
     )
 
 
-def chosen(
+def picture_or_sheet(
     mask: Mask,
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -112,7 +112,7 @@ def chosen(
     batch: Indices | None = None,
     head: Indices | None = None,
     terms: bool = False,
-    **options: Unpack[Contents],
+    **options: Unpack[ContentOptions],
 ) -> Picture | Sheet:
     """One picture, of the first sequence and head where none is named, or a sheet of several or of the terms.
 
@@ -123,9 +123,9 @@ def chosen(
     if not (isinstance(batch, int) and isinstance(head, int)):
         if terms:
             raise RenderError("terms= draws one sequence and one head; say which with batch= and head=")
-        return sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
-    place: Options = {**options, "batch": batch, "head": head}
-    return term_sheet(mask, q_len, kv_len, **place) if terms else picture(mask, q_len, kv_len, **place)
+        return panel_sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
+    place: PictureOptions = {**options, "batch": batch, "head": head}
+    return term_sheet(mask, q_len, kv_len, **place) if terms else rasterize(mask, q_len, kv_len, **place)
 
 
 def panel_indices(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:
@@ -144,7 +144,7 @@ def panel_indices(batch: Indices, head: Indices, batches: int | None, heads: int
     return [(b, h) for b in sequences for h in of_each]
 
 
-def arranged(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> Sheet:
+def arrange(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> Sheet:
     """The sheet of pictures of pairs of a sequence and a head: sequences down and heads across, if there are several of both."""
     sequences, heads = (len(set(indices)) for indices in zip(*places, strict=True))
     titles = tuple(", ".join([f"sequence {b}"] * (sequences > 1) + [f"head {h}"] * (heads > 1)) for b, h in places)

@@ -92,29 +92,29 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
         out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend.name)
     wanted = _softmax(copies, seen)
     name = f"{backend.name} {str(dtype).removeprefix('torch.')}"
-    blind = out.detach().cpu()[~seen.any(-1)]
-    if blind.count_nonzero():
-        yield Finding(f"{name} output", True, f"{blind.abs().max():.3g} for a query that sees no key, not exactly 0")
+    fully_masked = out.detach().cpu()[~seen.any(-1)]
+    if fully_masked.count_nonzero():
+        yield Finding(f"{name} output", True, f"{fully_masked.abs().max():.3g} for a query that sees no key, not exactly 0")
     else:
-        yield _compared(f"{name} output", out, wanted, most)
+        yield _compare(f"{name} output", out, wanted, most)
     if has_gradients:
         weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
         found = torch.autograd.grad((out.double().cpu() * weight).sum(), inputs)
         expected = torch.autograd.grad((wanted * weight).sum(), copies)
         for which, gradient, value in zip(("query", "key", "value"), found, expected, strict=True):
-            yield _compared(f"{name} gradient of {which}", gradient, value, most)
+            yield _compare(f"{name} gradient of {which}", gradient, value, most)
 
 
 def _softmax(tensors: Inputs, visible: Tensor) -> Tensor:
     """Masked softmax attention; 0 for a query that sees no key."""
     query, key, value = tensors
-    blind = ~visible.any(-1, keepdim=True)
+    fully_masked = ~visible.any(-1, keepdim=True)
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
-    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0), -1)
-    return weights.masked_fill(blind, 0) @ value
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf).masked_fill(fully_masked, 0), -1)
+    return weights.masked_fill(fully_masked, 0) @ value
 
 
-def _compared(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Finding:
+def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Finding:
     value = wanted.detach()
     error = (found.detach().double().cpu() - value).abs() / (1 + value.abs())
     largest = float(error.max())

@@ -10,9 +10,9 @@ from torch import Tensor
 from flexmask.intervals.bind import bind
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.testing.backends import check_backends, own_backends
-from flexmask.testing.findings import Finding, drawn_part, part_around
+from flexmask.testing.findings import Finding, part_around, picture_part
 from flexmask.testing.lowerings import check_lowerings
-from flexmask.testing.settings import Reference, Setting, reference_cells, setting_of
+from flexmask.testing.settings import Reference, Setting, make_setting, reference_cells
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["agreement", "assert_equivalent", "assert_subset"]
@@ -67,7 +67,7 @@ def assert_equivalent(
         OperandError: ``mask`` or ``reference`` is of a wrong type, or does not fit.
     """
     __tracebackhide__ = True
-    setting = setting_of(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, reference=reference)
+    setting = make_setting(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, reference=reference)
     findings = agreement(setting, reference, block_size, backends, dtypes, tolerance)
     wrong = [finding for finding in findings if finding.wrong]
     if wrong:
@@ -134,7 +134,7 @@ def assert_subset(
         cells = cell_evaluator(context)(rows.start, rows.stop, columns.start, columns.stop)
         shown.append(cells[min(b, context.batch - 1), min(h, context.heads - 1)].cpu())
     marks = torch.where(shown[0] & ~shown[1], 2, shown[0].int())
-    picture = drawn_part(
+    picture = picture_part(
         marks, (rows.start, columns.start), ".#+", "# shown by both   . hidden by the first   + shown by it alone"
     )
     raise AssertionError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Finding", "compared_cells", "compared_figures", "drawn", "drawn_part", "part_around"]
+__all__ = ["Finding", "compare_cells", "compare_figures", "picture_around", "picture_part", "part_around"]
 
 #: Rows and columns of a picture at most.
 HEIGHT, WIDTH = 16, 24
@@ -34,7 +34,7 @@ class Finding:
     picture: str = ""
 
 
-def compared_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells") -> Finding:
+def compare_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells") -> Finding:
     """The finding of cells against those that are wanted.
 
     Args:
@@ -54,16 +54,16 @@ def compared_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells"
         first = f"the first at b={b}, h={h} in row {row}, column {column} of the blocks"
     text = f"{count:,} of {wrong.numel():,} {unit} differ ({int(missing.sum()):,} missing, {int(extra.sum()):,} extra), {first}"
     marks = found[b, h] + 2 * wrong[b, h]  # what is extra is found: 3
-    return Finding(name, True, text, drawn(marks, (row, column), SIGNS, LEGEND))
+    return Finding(name, True, text, picture_around(marks, (row, column), SIGNS, LEGEND))
 
 
-def compared_figures(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
+def compare_figures(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
     """The finding of figures against those that are wanted, by what they count."""
     wrong = [f"{key} {found[key]:,}, not {wanted[key]:,}" for key in wanted if found[key] != wanted[key]]
     return Finding(name, bool(wrong), ", ".join(wrong) or f"{len(wanted)} figures agree")
 
 
-def drawn(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:
+def picture_around(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:
     """A picture of the part of a table that lies around one place.
 
     Args:
@@ -73,7 +73,7 @@ def drawn(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:
         legend: what the signs mean.
     """
     rows, columns = part_around(at, (marks.shape[0], marks.shape[1]))
-    return drawn_part(marks[rows, columns], (rows.start, columns.start), signs, legend)
+    return picture_part(marks[rows, columns], (rows.start, columns.start), signs, legend)
 
 
 def part_around(at: tuple[int, int], sizes: tuple[int, int]) -> tuple[slice, slice]:
@@ -85,7 +85,7 @@ def part_around(at: tuple[int, int], sizes: tuple[int, int]) -> tuple[slice, sli
     return rows, columns
 
 
-def drawn_part(marks: Tensor, first: tuple[int, int], signs: str, legend: str) -> str:
+def picture_part(marks: Tensor, first: tuple[int, int], signs: str, legend: str) -> str:
     """A picture of a part of a table, all of it; ``first`` is where the part begins, the rest as for :func:`drawn`."""
     (top, left), cells = first, marks.tolist()
     margin = max(len(CORNER), len(str(top + len(cells) - 1)))

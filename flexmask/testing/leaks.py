@@ -13,7 +13,7 @@ from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, unfit
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.testing.findings import drawn
+from flexmask.testing.findings import picture_around
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
 from flexmask.testing.settings import check_size, parameters_of
@@ -182,7 +182,7 @@ def _check(call: Call, rule: _Rule) -> None:
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
         f"{what} {kv} of {rule.name}{_guilty(call, rule, b, q, kv)}\n\n"
-        f"{drawn(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}{call.note}"
+        f"{picture_around(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}{call.note}"
     )
 
 

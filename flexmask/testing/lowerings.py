@@ -12,7 +12,7 @@ from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.mask_mod import interval_count
-from flexmask.testing.findings import Finding, compared_cells, compared_figures
+from flexmask.testing.findings import Finding, compare_cells, compare_figures
 from flexmask.testing.settings import Setting
 
 __all__ = ["check_lowerings"]
@@ -27,15 +27,15 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
         block_size: tokens in a block, or the pair (queries, keys).
     """
     mask, lowering = setting.mask, setting.lowering
-    yield compared_cells("dense", mask.dense(**lowering).expand(setting.shape), wanted)
+    yield compare_cells("dense", mask.dense(**lowering).expand(setting.shape), wanted)
     bounds = mask.rows(**lowering)
-    yield compared_cells("rows" if bounds.exact else "rows (bounds)", _within(bounds, setting, wanted), wanted)
+    yield compare_cells("rows" if bounds.exact else "rows (bounds)", _within(bounds, setting, wanted), wanted)
     forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
     if interval_count(bounds) is None:
         del forms["mask_mod (interval)"]
     for name, form in forms.items():
         mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]
-        yield compared_cells(name, setting.cells(mask_mod), wanted)
+        yield compare_cells(name, setting.cells(mask_mod), wanted)
     found = mask.block_mask(**lowering, block_size=block_size)
     yield from _block_mask(found, setting, wanted)
     yield _stats(setting, wanted, block_size)
@@ -62,13 +62,13 @@ def _block_mask(found: BlockMask, setting: Setting, wanted: Tensor) -> Iterator[
         grids = []
         for kind in (along, f"full_{along}"):
             grid, named_twice = _grid(found, kind, setting)
-            yield compared_cells(f"BlockMask ({kind}_indices)", grid ^ named_twice, _grid(theirs, kind, setting)[0], "blocks")
+            yield compare_cells(f"BlockMask ({kind}_indices)", grid ^ named_twice, _grid(theirs, kind, setting)[0], "blocks")
             grids.append(grid if along == "kv" else grid.transpose(2, 3))
         partial, full = (
             grid.repeat_interleave(q_size, 2).repeat_interleave(kv_size, 3)[:, :, : setting.q_len, : setting.kv_len]
             for grid in grids
         )
-        yield compared_cells(f"BlockMask ({what} cells)", full | (partial & seen), wanted)
+        yield compare_cells(f"BlockMask ({what} cells)", full | (partial & seen), wanted)
 
 
 def _grid(block_mask: BlockMask, kind: str, setting: Setting) -> tuple[Tensor, Tensor]:
@@ -96,4 +96,4 @@ def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) 
         "full_blocks": full,
         "empty_blocks": int((visible == 0).sum()),
     }
-    return compared_figures("stats", {name: getattr(found, name) for name in figures}, figures)
+    return compare_figures("stats", {name: getattr(found, name) for name in figures}, figures)

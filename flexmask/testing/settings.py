@@ -20,7 +20,7 @@ from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "setting_of"]
+__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "make_setting"]
 
 Reference: TypeAlias = MaskLike | Tensor
 
@@ -91,7 +91,7 @@ def parameters_of(function: Callable[..., Any]) -> Collection[str]:
         return ()
 
 
-def setting_of(
+def make_setting(
     mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
@@ -122,7 +122,7 @@ def setting_of(
         its = bind(as_mask(reference, device=where).to(where), q_len, kv_len, batch, heads, q_offset, where)
         said.append((its.full_batch, its.heads))
     elif isinstance(reference, Tensor):
-        shape = _four(reference).shape
+        shape = _as_4d(reference).shape
         said.append((shape[0], shape[1]))
     most = max(sequences for sequences, _ in said), max(number for _, number in said)
     setting = Setting(mask, q_len, context.kv_len, *most, q_offset, context.device)
@@ -139,7 +139,7 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
     if isinstance(reference, Mask | str):
         return as_mask(reference, device=setting.device).to(setting.device).dense(**setting.lowering).expand(setting.shape)
     if isinstance(reference, Tensor):
-        cells = _four(reference).to(setting.device)
+        cells = _as_4d(reference).to(setting.device)
         if any(size not in (1, wanted) for size, wanted in zip(cells.shape[:2], setting.shape[:2], strict=True)) or (
             cells.shape[2:] != setting.shape[2:]
         ):
@@ -161,7 +161,7 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
     return found.to(torch.bool)
 
 
-def _four(reference: Tensor) -> Tensor:
+def _as_4d(reference: Tensor) -> Tensor:
     """A table of 2, 3 or 4 axes as ``bool[B, H, q_len, kv_len]``."""
     if reason := unfit(reference):
         raise OperandError(f"a reference must be a plain tensor, got {reason}")

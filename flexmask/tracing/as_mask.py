@@ -10,7 +10,7 @@ from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask, uncalled
 from flexmask.lowering.mask_mod import MaskMod
-from flexmask.parser import kept_mask
+from flexmask.parser import cached_mask
 from flexmask.tracing.trace import from_mask_mod
 
 __all__ = ["MaskLike", "as_mask"]
@@ -39,7 +39,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, str):
-        return kept_mask(mask, None if device is None else torch.device(device))
+        return cached_mask(mask, None if device is None else torch.device(device))
     if callable(mask) and not isinstance(mask, type) and not uncalled(mask):
         return from_mask_mod(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])

@@ -16,7 +16,7 @@ from flexmask.backends import Backend, Call, backend, backend_names, choose_back
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing import assert_equivalent
 from flexmask.testing.backends import own_backends
-from flexmask.testing.settings import setting_of
+from flexmask.testing.settings import make_setting
 from tests.support.cli import run
 
 # ---------------------------------------------------------------- a backend in a few lines
@@ -87,7 +87,7 @@ def test_auto_takes_it_where_it_prefers_the_device(dense: list[Call]) -> None:
 
 
 def test_checks_and_the_command_line_know_it(dense: list[Call]) -> None:
-    assert own_backends(setting_of(MASK, 9)) == ("sdpa", "dense")
+    assert own_backends(make_setting(MASK, 9)) == ("sdpa", "dense")
     assert_equivalent(MASK, 9, dtypes=(torch.float32, torch.float64))
     assert len(dense) == 2
     result = run("check", "causal", "--seq-len", "6", "--backend", "dense")

@@ -27,16 +27,16 @@ import flexmask as fm
 from flexmask.cli import main
 from flexmask.errors import FlexmaskError
 from flexmask.gallery.build import build
-from flexmask.gallery.drawn import Drawn, drawn
 from flexmask.gallery.entry import Entry
 from flexmask.gallery.index import index
 from flexmask.gallery.pictures import write_picture
 from flexmask.gallery.readme import readme
+from flexmask.gallery.rendered import RenderedEntry, render_entry
 from flexmask.gallery.snippets import command, python
-from flexmask.gallery.source import chosen, own_source, read
+from flexmask.gallery.source import own_source, read_entries, select_entries
 
 FOLDER = Path(__file__).parents[2] / "gallery"
-ENTRIES = read(FOLDER / "gallery.toml")
+ENTRIES = read_entries(FOLDER / "gallery.toml")
 #: Root mean square of the differences of a committed picture, of 255: letters may move by a hair, no cell may change.
 TOLERANCE = 1.5
 ANEW = "gallery/ is out of date: run `flexmask gallery` in the checkout"
@@ -48,17 +48,17 @@ each = pytest.mark.parametrize("entry", ENTRIES, ids=[entry.slug for entry in EN
 
 
 @cache
-def worked_out(place: int) -> Drawn:
-    return drawn(ENTRIES[place])
+def worked_out(place: int) -> RenderedEntry:
+    return render_entry(ENTRIES[place])
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Drawn]:
+def found() -> list[RenderedEntry]:
     return [worked_out(place) for place in range(len(ENTRIES))]
 
 
 @pytest.fixture(scope="module")
-def page(found: list[Drawn]) -> str:
+def page(found: list[RenderedEntry]) -> str:
     return index(found)
 
 
@@ -152,7 +152,7 @@ def unpacked(page: str) -> str:
     return re.sub(packed, lambda text: sha256(zlib.decompress(base64.b64decode(text[0]))).hexdigest(), page)
 
 
-def test_committed_readme_is_up_to_date(found: list[Drawn]) -> None:
+def test_committed_readme_is_up_to_date(found: list[RenderedEntry]) -> None:
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == readme(found), ANEW
 
 
@@ -195,7 +195,7 @@ def test_committed_page_is_small_and_asks_for_nothing() -> None:
     assert "unsafe" not in policy
 
 
-def test_readme_has_all_there_is_to_say(found: list[Drawn]) -> None:
+def test_readme_has_all_there_is_to_say(found: list[RenderedEntry]) -> None:
     text = readme(found)
     for family in {entry.family for entry in ENTRIES}:
         assert f"[{family.capitalize()}](#{family}) | {sum(entry.family == family for entry in ENTRIES)} |" in text
@@ -217,7 +217,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_same_entries_same_bytes(tmp_path: Path) -> None:
-    some = chosen(ENTRIES, ["graphs", "a-mask-for-each-head"])
+    some = select_entries(ENTRIES, ["graphs", "a-mask-for-each-head"])
     seen: list[str] = []
     build(some, tmp_path / "one", lambda entry: seen.append(entry.slug))
     with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30}):
@@ -245,8 +245,8 @@ def test_only_some_are_written(tmp_path: Path) -> None:
 
 
 def test_families_can_be_chosen() -> None:
-    assert {entry.family for entry in chosen(ENTRIES, ["trees"])} == {"trees"}
-    assert chosen(ENTRIES, []) == ENTRIES
+    assert {entry.family for entry in select_entries(ENTRIES, ["trees"])} == {"trees"}
+    assert select_entries(ENTRIES, []) == ENTRIES
 
 
 def test_unknown_name_is_refused(tmp_path: Path) -> None:
@@ -355,4 +355,4 @@ def test_wrong_file_is_named(tmp_path: Path, text: str | None, message: str) -> 
 def test_titles_that_name_the_same_files(tmp_path: Path) -> None:
     given = source(tmp_path, MINE | {"title": '"One, two"'}, MINE | {"title": '"one two"'})
     with pytest.raises(FlexmaskError, match=r"entry 2 \('one two'\): title names the same files as that of entry 1 .*: one-two"):
-        read(given)
+        read_entries(given)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import flexmask as fm
-from flexmask.gallery.drawn import drawn
 from flexmask.gallery.entry import Entry
 from flexmask.gallery.index import index
+from flexmask.gallery.rendered import render_entry
 from flexmask.gallery.snippets import command, python
-from flexmask.gallery.source import read
+from flexmask.gallery.source import read_entries
 from tests.support import browser
 from tests.support.browser import Opened, screenshot
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 chromium = browser.chromium
 pytestmark = pytest.mark.browser
 
-ENTRIES = read(Path(__file__).parents[2] / "gallery" / "gallery.toml")
+ENTRIES = read_entries(Path(__file__).parents[2] / "gallery" / "gallery.toml")
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gallery") / "index.html"
-    path.write_text(index([drawn(entry) for entry in ENTRIES]), encoding="utf-8")
+    path.write_text(index([render_entry(entry) for entry in ENTRIES]), encoding="utf-8")
     return path
 
 

@@ -11,7 +11,7 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import FlexmaskError, OperandError, RenderError
 from flexmask.plotting.annotations import MAX_STRETCHES
-from flexmask.plotting.raster import Picture, picture
+from flexmask.plotting.raster import Picture, rasterize
 
 
 def positions(shown: Picture) -> dict[tuple[str, str], list[str]]:
@@ -74,52 +74,52 @@ CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]
 
 @pytest.mark.parametrize(("mask", "options", "expected"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
 def test_bands_are_the_data(mask: Mask, options: dict[str, object], expected: dict[tuple[str, str], list[str]]) -> None:
-    assert positions(picture(mask, **options)) == expected  # type: ignore[arg-type]
+    assert positions(rasterize(mask, **options)) == expected  # type: ignore[arg-type]
 
 
 def test_ids_of_one_table_are_a_band() -> None:
     ids = fm.table(torch.tensor([[-1, 7, 7]]))
-    found = positions(picture(fm.causal() | (ids[fm.b, fm.q] == ids[fm.b, fm.kv]), 3))
+    found = positions(rasterize(fm.causal() | (ids[fm.b, fm.q] == ids[fm.b, fm.kv]), 3))
     assert found == both(["", "7", "7"], "ids")
 
 
 def test_documents_of_long_masks_are_left_out_where_they_could_not_be_told_apart() -> None:
     few, many = (fm.document(lengths=[5] * count) for count in (MAX_STRETCHES, MAX_STRETCHES + 1))
-    assert len(picture(few).bands) == 2
-    assert picture(many).bands == ()
-    assert picture(few, bands=False).bands == ()
+    assert len(rasterize(few).bands) == 2
+    assert rasterize(many).bands == ()
+    assert rasterize(few, bands=False).bands == ()
 
 
 # ---------------------------------------------------------------- tokens
 
 
 def test_tokens_give_lengths_and_labels() -> None:
-    shown = picture(fm.causal(), tokens="the cat sat")
+    shown = rasterize(fm.causal(), tokens="the cat sat")
     assert (shown.q_len, shown.kv_len, shown.q_tokens, shown.kv_tokens) == (3, 3, ("the", "cat", "sat"), ("the", "cat", "sat"))
-    cross = picture(fm.full(), tokens=["le", "chat"], kv_tokens="the cat sat")
+    cross = rasterize(fm.full(), tokens=["le", "chat"], kv_tokens="the cat sat")
     assert (cross.q_len, cross.kv_len, cross.q_tokens, cross.kv_tokens) == (2, 3, ("le", "chat"), ("the", "cat", "sat"))
-    only = picture(fm.full(), 2, kv_tokens="the cat sat")
+    only = rasterize(fm.full(), 2, kv_tokens="the cat sat")
     assert (only.q_len, only.kv_len, only.q_tokens) == (2, 3, None)
 
 
 def test_later_queries_take_the_later_tokens() -> None:
-    shown = picture(fm.causal(), tokens="the cat sat", q_offset=2)
+    shown = rasterize(fm.causal(), tokens="the cat sat", q_offset=2)
     assert (shown.q_len, shown.kv_len, shown.q_tokens) == (1, 3, ("sat",))
-    within = picture(fm.causal(), 2, tokens="the cat sat down", q_offset=torch.tensor([0, 1]), batch=1)
+    within = rasterize(fm.causal(), 2, tokens="the cat sat down", q_offset=torch.tensor([0, 1]), batch=1)
     assert (within.q_tokens, within.kv_tokens) == (("cat", "sat"), ("the", "cat", "sat", "down"))
 
 
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     (
         "too few",
-        lambda: picture(fm.causal(), 4, tokens="a b c"),
+        lambda: rasterize(fm.causal(), 4, tokens="a b c"),
         RenderError,
         "tokens must label each of the 4 positions, got 3",
     ),
-    ("too few keys", lambda: picture(fm.causal(), 2, 3, kv_tokens="a b"), RenderError, "kv_tokens .* 3 positions, got 2"),
-    ("one list for two lengths", lambda: picture(fm.causal(), 2, 3, tokens="a b"), RenderError, "tokens .* 3 positions"),
-    ("numbers", lambda: picture(fm.causal(), tokens=[1, 2]), OperandError, r"tokens must be .* got \[1, 2\]"),  # type: ignore[list-item]
-    ("none", lambda: picture(fm.causal(), tokens=" "), OperandError, "at least one"),
+    ("too few keys", lambda: rasterize(fm.causal(), 2, 3, kv_tokens="a b"), RenderError, "kv_tokens .* 3 positions, got 2"),
+    ("one list for two lengths", lambda: rasterize(fm.causal(), 2, 3, tokens="a b"), RenderError, "tokens .* 3 positions"),
+    ("numbers", lambda: rasterize(fm.causal(), tokens=[1, 2]), OperandError, r"tokens must be .* got \[1, 2\]"),  # type: ignore[list-item]
+    ("none", lambda: rasterize(fm.causal(), tokens=" "), OperandError, "at least one"),
 ]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from flexmask.plotting import palette
-from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, inline_json, packed, page, script, style
+from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, compressed, inline_json, page, script, style
 from tests.support import browser
 from tests.support.browser import Opened, opened, screenshot
 from tests.support.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
@@ -63,10 +63,10 @@ def test_no_text_breaks_out_of_the_page() -> None:
     assert "<" not in style()
 
 
-def test_packed_is_compressed_and_comes_back() -> None:
+def test_bytes_are_compressed_and_comes_back() -> None:
     data = bytes(range(256)) * 40
-    assert zlib.decompress(b64decode(packed(data))) == data
-    assert len(packed(data)) < len(data) / 10
+    assert zlib.decompress(b64decode(compressed(data))) == data
+    assert len(compressed(data)) < len(data) / 10
 
 
 def test_a_page_asks_for_nothing_from_outside() -> None:
@@ -462,7 +462,7 @@ def test_differences_have_their_own_kinds(shown: Shown) -> None:
         {"role": "neither", "label": "hidden in both"},
     ]
     cells = bytes((q + kv) % 4 for q in range(4) for kv in range(4))
-    panel: PanelData = {**mask["panels"][0], "cells": packed(cells), "pairs": [[4, 4]] * 4}
+    panel: PanelData = {**mask["panels"][0], "cells": compressed(cells), "pairs": [[4, 4]] * 4}
     with shown({**mask, "text": "A vs B", "categories": kinds, "panels": [panel]}) as view:
         view.page.locator(".flexmask-stage canvas").focus()
         for q in range(4):

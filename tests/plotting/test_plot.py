@@ -25,7 +25,7 @@ from flexmask import Mask
 from flexmask.plotting import density
 from flexmask.plotting.mpl.panels import save_sheet
 from flexmask.plotting.mpl.plot import save
-from flexmask.plotting.raster import picture
+from flexmask.plotting.raster import rasterize
 from flexmask.plotting.scores import score_picture, score_sheet
 from tests.support.pictures import STRIDED, packed
 
@@ -92,15 +92,15 @@ def test_drawn_pixels_are_the_mask() -> None:
 def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) -> None:
     mask = fm.causal() & fm.document(packed(tokens, 5))
     first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"
-    save(picture(mask, tokens, block_size=8), first)
+    save(rasterize(mask, tokens, block_size=8), first)
     with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30, "svg.fonttype": "none"}):
-        save(picture(mask, tokens, block_size=8), second)
+        save(rasterize(mask, tokens, block_size=8), second)
     assert first.read_bytes() == second.read_bytes()
     assert first.stat().st_size > 1000
 
 
 def test_titles_are_not_mathematics(tmp_path: Path) -> None:
-    save(picture(fm.causal(), 4), tmp_path / "mask.png", title="$\\frac$")
+    save(rasterize(fm.causal(), 4), tmp_path / "mask.png", title="$\\frac$")
     assert (tmp_path / "mask.png").stat().st_size > 1000
 
 
@@ -153,7 +153,7 @@ def test_golden_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     mask, options = GOLDEN[name]
     if name == "estimated":
         monkeypatch.setattr(density, "MAX_CELLS", 0)
-    assert_golden(name, tmp_path, lambda path: save(picture(mask, **options), path))
+    assert_golden(name, tmp_path, lambda path: save(rasterize(mask, **options), path))
 
 
 def assert_golden(name: str, folder: Path, write: Callable[[Path], None]) -> None:
@@ -184,6 +184,6 @@ def test_golden_scores(tmp_path: Path) -> None:
 def test_golden_images_would_show_one_wrong_cell(tmp_path: Path) -> None:
     mask, options = GOLDEN["packed_blocks"]
     wrong = mask ^ ((fm.q == 23) & (fm.kv == 22))
-    save(picture(wrong, **options, bands=False), tmp_path / "wrong.png", title=str(mask).replace("table", ""))
-    save(picture(mask, **options, bands=False), tmp_path / "right.png", title=str(mask).replace("table", ""))
+    save(rasterize(wrong, **options, bands=False), tmp_path / "wrong.png", title=str(mask).replace("table", ""))
+    save(rasterize(mask, **options, bands=False), tmp_path / "right.png", title=str(mask).replace("table", ""))
     assert difference(tmp_path / "wrong.png", tmp_path / "right.png") > TOLERANCE

@@ -18,7 +18,7 @@ from flexmask.errors import FlexmaskError, LoweringError, OperandError, RenderEr
 from flexmask.plotting import density
 from flexmask.plotting.caption import notes, numbered, shortened, title_lines
 from flexmask.plotting.mpl.plot import save
-from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, picture
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, rasterize
 from tests.support.pictures import STRIDED, packed
 from tests.support.strategies import Case, Shape, shaped_masks
 
@@ -55,7 +55,7 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
     for batch in range(shape.batch):
         for head in range(shape.heads):
             try:
-                shown = picture(case.mask, **lowering, batch=batch, head=head)
+                shown = rasterize(case.mask, **lowering, batch=batch, head=head)
             except RenderError as error:
                 assert "leave it 0" in str(error)  # noqa: PT017  the mask does not depend on that axis
                 assert batch or head
@@ -66,7 +66,7 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
             assert shown.pairs[0] == (expected[batch, head].sum(),) * 2
     pixels = data.draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
     block = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    shown = picture(case.mask, **lowering, max_pixels=pixels, block_size=block)
+    shown = rasterize(case.mask, **lowering, max_pixels=pixels, block_size=block)
     assert shown.shares.shape[1:] <= pixels
     assert np.allclose(shown.shares[0], averaged(expected[0, 0], shown.step), atol=1e-6)
     assert shown.blocks is not None
@@ -76,7 +76,7 @@ def test_picture_is_the_dense_mask(drawn: tuple[Case, Shape], data: st.DataObjec
 @pytest.mark.parametrize("block", [(4, 4), (3, 5), (16, 8), (128, 128)])
 @pytest.mark.parametrize("mask", [fm.causal(), fm.causal() & fm.document(packed(40, 6)), STRIDED], ids=str)
 def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, int]) -> None:
-    shown, blocks = picture(mask, 40, block_size=block), mask.block_mask(40, block_size=block)
+    shown, blocks = rasterize(mask, 40, block_size=block), mask.block_mask(40, block_size=block)
     assert shown.blocks is not None
     assert (shown.blocks == PARTIAL).sum(1).tolist() == blocks.kv_num_blocks[0, 0].tolist()
     assert blocks.full_kv_num_blocks is not None
@@ -99,7 +99,7 @@ def test_block_kinds_are_those_of_the_block_mask(mask: Mask, block: tuple[int, i
 def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(density, "CHUNK_INTERVALS", 500)
     monkeypatch.setattr(density, "CHUNK_CELLS", 5000)
-    shown = picture(mask, 500, max_pixels=pixels)
+    shown = rasterize(mask, 500, max_pixels=pixels)
     assert shown.estimated is None
     cells = mask.dense(500)[0, 0].numpy()
     assert np.allclose(shown.shares[0], averaged(cells, shown.step), atol=1e-6)
@@ -108,9 +108,9 @@ def test_area_is_the_average(mask: Mask, pixels: tuple[int, int], monkeypatch: p
 
 
 def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = picture(STRIDED, 600, max_pixels=(60, 60), block_size=20)
+    exact = rasterize(STRIDED, 600, max_pixels=(60, 60), block_size=20)
     monkeypatch.setattr(density, "MAX_CELLS", 1000)
-    shown = picture(STRIDED, 600, max_pixels=(60, 60), block_size=20)
+    shown = rasterize(STRIDED, 600, max_pixels=(60, 60), block_size=20)
     assert shown.estimated is not None
     assert exact.blocks is not None
     assert shown.blocks is not None
@@ -124,7 +124,7 @@ def test_what_is_not_known_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert least <= pairs <= most
     assert "shades estimated from samples" in notes(shown)
     assert notes(shown)[1] == "0 to 50.1 % visible"
-    assert np.array_equal(shown.shares, picture(STRIDED, 600, max_pixels=(60, 60)).shares)
+    assert np.array_equal(shown.shares, rasterize(STRIDED, 600, max_pixels=(60, 60)).shares)
 
 
 def test_long_masks_need_no_dense_tensor() -> None:
@@ -133,7 +133,7 @@ def test_long_masks_need_no_dense_tensor() -> None:
     fm.causal().rows(64)
     tracemalloc.start()
     start = time.perf_counter()
-    shown = picture(mask, tokens)
+    shown = rasterize(mask, tokens)
     seconds = time.perf_counter() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -145,14 +145,14 @@ def test_long_masks_need_no_dense_tensor() -> None:
 
 def test_indices_that_nothing_counts() -> None:
     mask = (fm.kv - fm.b <= fm.q) & (fm.kv >= fm.h)
-    shown = picture(mask, 6, batch=2, head=1)
+    shown = rasterize(mask, 6, batch=2, head=1)
     assert (shown.batches, shown.heads) == (None, None)
     assert np.array_equal(shown.cells == 0, mask.dense(6, batch=3, heads=2)[2, 1])
     assert notes(shown)[:2] == ["sequence 2", "head 1"]
 
 
 def test_offset_for_each_sequence() -> None:
-    shown = picture(fm.causal(), 2, 8, batch=1, q_offset=torch.tensor([0, 5]))
+    shown = rasterize(fm.causal(), 2, 8, batch=1, q_offset=torch.tensor([0, 5]))
     assert shown.q_offset == 5
     assert shown.shares[0].sum(1).tolist() == [6, 7]
     assert "sequence 1 of 2" in notes(shown)
@@ -161,19 +161,19 @@ def test_offset_for_each_sequence() -> None:
 PADDED = fm.key_padding([3, 5, 4])
 
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
-    ("batch", lambda: picture(PADDED, 5, batch=3), RenderError, r"batch 3 .*sequences are 0 to 2"),
-    ("no batch", lambda: picture(fm.causal(), 5, batch=1), RenderError, r"batch 1 .*same for every sequence"),
-    ("head", lambda: picture(fm.per_head([PADDED, fm.full()]), 5, head=2), RenderError, r"head 2 .*heads are 0 to 1"),
-    ("negative batch", lambda: picture(PADDED, 5, batch=-1), OperandError, r"batch .*-1"),
-    ("batch of a kind", lambda: picture(PADDED, 5, batch="0"), OperandError, r"batch .*'0'"),  # type: ignore[arg-type]
-    ("block size", lambda: picture(PADDED, 5, block_size=0), OperandError, r"block_size .*0"),
-    ("three block sizes", lambda: picture(PADDED, 5, block_size=(1, 2, 3)), OperandError, r"block_size"),  # type: ignore[arg-type]
-    ("no queries", lambda: picture(PADDED, 0), LoweringError, r"q_len .*0"),
-    ("too long", lambda: picture(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
-    ("length", lambda: picture(PADDED, 4), LoweringError, r"lengths .*4"),
-    ("parameter", lambda: picture(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
-    ("pixels", lambda: picture(PADDED, 5, max_pixels=(0, 4)), OperandError, r"max_pixels .*\(0, 4\)"),
-    ("ending", lambda: save(picture(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg, got .*mask\.pdf"),
+    ("batch", lambda: rasterize(PADDED, 5, batch=3), RenderError, r"batch 3 .*sequences are 0 to 2"),
+    ("no batch", lambda: rasterize(fm.causal(), 5, batch=1), RenderError, r"batch 1 .*same for every sequence"),
+    ("head", lambda: rasterize(fm.per_head([PADDED, fm.full()]), 5, head=2), RenderError, r"head 2 .*heads are 0 to 1"),
+    ("negative batch", lambda: rasterize(PADDED, 5, batch=-1), OperandError, r"batch .*-1"),
+    ("batch of a kind", lambda: rasterize(PADDED, 5, batch="0"), OperandError, r"batch .*'0'"),  # type: ignore[arg-type]
+    ("block size", lambda: rasterize(PADDED, 5, block_size=0), OperandError, r"block_size .*0"),
+    ("three block sizes", lambda: rasterize(PADDED, 5, block_size=(1, 2, 3)), OperandError, r"block_size"),  # type: ignore[arg-type]
+    ("no queries", lambda: rasterize(PADDED, 0), LoweringError, r"q_len .*0"),
+    ("too long", lambda: rasterize(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
+    ("length", lambda: rasterize(PADDED, 4), LoweringError, r"lengths .*4"),
+    ("parameter", lambda: rasterize(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
+    ("pixels", lambda: rasterize(PADDED, 5, max_pixels=(0, 4)), OperandError, r"max_pixels .*\(0, 4\)"),
+    ("ending", lambda: save(rasterize(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg, got .*mask\.pdf"),
 ]
 
 

@@ -19,13 +19,13 @@ import flexmask as fm
 from flexmask.errors import FlexmaskError, OperandError, RenderError
 from flexmask.plotting.html.view import block_size_for, view_of
 from flexmask.plotting.palette import looks_of
-from flexmask.plotting.sheet import sheet, term_sheet
+from flexmask.plotting.sheet import panel_sheet, term_sheet
 
 MASK = fm.per_head([fm.causal(), fm.sliding_window(size=2) & (fm.kv > 0)]) & fm.key_padding(lengths=[5, 3, 4])
 
 
 def test_every_sequence_and_head_is_its_mask() -> None:
-    shown = sheet(MASK, 5, why=True, block_size=2)
+    shown = panel_sheet(MASK, 5, why=True, block_size=2)
     assert (len(shown.pictures), shown.columns) == (6, 2)
     assert shown.titles[:3] == ("sequence 0, head 0", "sequence 0, head 1", "sequence 1, head 0")
     cells = MASK.dense(5)
@@ -34,7 +34,7 @@ def test_every_sequence_and_head_is_its_mask() -> None:
 
 
 def test_kinds_mean_the_same_in_every_panel() -> None:
-    shown = sheet(MASK, 5, why=True)
+    shown = panel_sheet(MASK, 5, why=True)
     labels = [kind.label for kind in shown.pictures[0].categories]
     assert len(labels) == len(set(labels)) == 5
     for place, picture in enumerate(shown.pictures):
@@ -50,7 +50,7 @@ def test_kinds_mean_the_same_in_every_panel() -> None:
 def test_heads_with_many_terms_are_told_apart_all_the_same() -> None:
     """Colours for each head's own terms would not do; so ``per_head`` is one term."""
     heads = [fm.causal() & (fm.kv > place) & (fm.q != place) for place in range(8)]
-    shown = sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
+    shown = panel_sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
     assert [kind.label for kind in shown.pictures[0].categories][2] == "key_padding(lengths=9)"
     for head, picture in enumerate(shown.pictures):
         assert picture.categories == shown.pictures[0].categories
@@ -61,12 +61,12 @@ def test_heads_with_many_terms_are_told_apart_all_the_same() -> None:
 
 
 def test_some_are_chosen() -> None:
-    assert sheet(MASK, 5, batch=[0, 0, 1], head=0).titles == ("sequence 0", "sequence 1")
-    assert sheet(MASK, 5, batch=[2, 0], head=1).titles == ("sequence 2", "sequence 0")
-    assert sheet(fm.causal(), 4).titles == ("",)
+    assert panel_sheet(MASK, 5, batch=[0, 0, 1], head=0).titles == ("sequence 0", "sequence 1")
+    assert panel_sheet(MASK, 5, batch=[2, 0], head=1).titles == ("sequence 2", "sequence 0")
+    assert panel_sheet(fm.causal(), 4).titles == ("",)
     many = fm.key_padding(lengths=list(range(1, 101)))
-    assert len(sheet(many, 100, batch="some").pictures) == 8
-    assert sheet(fm.q - fm.b >= fm.kv, 4, batch=[1, 3]).pictures[1].cells.tolist() == [[1] * 4] * 3 + [[0, 1, 1, 1]]
+    assert len(panel_sheet(many, 100, batch="some").pictures) == 8
+    assert panel_sheet(fm.q - fm.b >= fm.kv, 4, batch=[1, 3]).pictures[1].cells.tolist() == [[1] * 4] * 3 + [[0, 1, 1, 1]]
 
 
 def test_terms_and_the_whole() -> None:
@@ -87,11 +87,16 @@ def test_terms_of_later_queries_of_each_sequence() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
-    ("too many", lambda: sheet(fm.key_padding(lengths=[1] * 65), 2), RenderError, "65 sequences x 1 heads are more than 64"),
-    ("nothing says", lambda: sheet(fm.q >= fm.b, 2), RenderError, "nothing says how many there are along batch"),
-    ("no index", lambda: sheet(MASK, 5, batch="most"), OperandError, "batch must be an index, a list .* got 'most'"),  # type: ignore[arg-type]
-    ("empty", lambda: sheet(MASK, 5, head=[]), OperandError, r"head must be .* got \[\]"),
-    ("out of range", lambda: sheet(MASK, 5, batch=[0, 3]), RenderError, r"batch 3 .*0 to 2"),
+    (
+        "too many",
+        lambda: panel_sheet(fm.key_padding(lengths=[1] * 65), 2),
+        RenderError,
+        "65 sequences x 1 heads are more than 64",
+    ),
+    ("nothing says", lambda: panel_sheet(fm.q >= fm.b, 2), RenderError, "nothing says how many there are along batch"),
+    ("no index", lambda: panel_sheet(MASK, 5, batch="most"), OperandError, "batch must be an index, a list .* got 'most'"),  # type: ignore[arg-type]
+    ("empty", lambda: panel_sheet(MASK, 5, head=[]), OperandError, r"head must be .* got \[\]"),
+    ("out of range", lambda: panel_sheet(MASK, 5, batch=[0, 3]), RenderError, r"batch 3 .*0 to 2"),
 ]
 
 
@@ -167,7 +172,7 @@ def unpacked(text: str | None, kind: str) -> NDArray[Any]:
 
 
 def test_the_page_gets_the_cells() -> None:
-    shown = sheet(MASK, 5, why=True, block_size=2)
+    shown = panel_sheet(MASK, 5, why=True, block_size=2)
     view = view_of(shown)
     assert (view["batches"], view["heads"], view["shape"], view["block_size"]) == (3, 2, [5, 5], [2, 2])
     cells = MASK.dense(5)
@@ -182,7 +187,7 @@ def test_the_page_gets_the_cells() -> None:
 
 def test_the_page_of_a_long_mask_gets_shares() -> None:
     mask = fm.causal() & (fm.q != fm.kv + 5000)
-    panel = view_of(sheet(mask, 100_000, why=True))["panels"][0]
+    panel = view_of(panel_sheet(mask, 100_000, why=True))["panels"][0]
     shares = unpacked(panel["shares"], "u1").reshape(3, 1021, 1021)
     assert panel["cells"] is panel["hidden_by"] is None
     assert (shares[0, 0, 0], shares[1, 0, 0], shares[0, 5, 0], shares[1, 0, 5]) == (129, 126, 255, 255)
@@ -217,7 +222,9 @@ def test_a_notebook_shows_the_view_or_says_why_not() -> None:
 def test_pictures_of_masks_on_a_gpu(pixels: tuple[int, int]) -> None:
     ids, lengths = torch.tensor([[0] * 9 + [1] * 11, [0] * 3 + [2] * 17]), torch.tensor([18, 20])
     here, there = (
-        sheet(fm.causal() & fm.document(ids.to(device)) & fm.key_padding(lengths.to(device)), 20, why=True, max_pixels=pixels)
+        panel_sheet(
+            fm.causal() & fm.document(ids.to(device)) & fm.key_padding(lengths.to(device)), 20, why=True, max_pixels=pixels
+        )
         for device in ("cpu", "cuda")
     )
     for one, other in zip(here.pictures, there.pictures, strict=True):

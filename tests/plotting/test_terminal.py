@@ -21,8 +21,8 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import LoweringError
 from flexmask.plotting import density
-from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, picture
-from flexmask.plotting.sheet import Sheet, sheet, term_sheet
+from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, rasterize
+from flexmask.plotting.sheet import Sheet, panel_sheet, term_sheet
 from flexmask.plotting.terminal.show import show_sheet
 from tests.support.strategies import mask_cases, shapes
 
@@ -115,7 +115,7 @@ def step(text: str) -> tuple[int, int]:
     return int(said[1]), int(said[2])
 
 
-def packed(tokens: int, mean: int) -> list[int]:
+def join_lines(tokens: int, mean: int) -> list[int]:
     """Document ids of ``tokens`` tokens in documents of 1 to ``2 * mean`` tokens."""
     lengths = torch.randint(1, 2 * mean, (4 * tokens // mean + 1,), generator=torch.Generator().manual_seed(0))
     return torch.arange(len(lengths)).repeat_interleave(lengths)[:tokens].tolist()
@@ -164,14 +164,14 @@ def test_every_cell_in_a_terminal() -> None:
 @pytest.mark.parametrize("on", CONSOLES)
 @pytest.mark.parametrize("size", [1, 7, 24, 33])
 def test_drawn_cells_are_the_mask(size: int, on: str) -> None:
-    mask = fm.causal() & fm.document(packed(size, 3))
+    mask = fm.causal() & fm.document(join_lines(size, 3))
     cells = signs(output(mask, size, on=on), size, size) == ("#" if on in PLAIN else "■")
     assert np.array_equal(cells, mask.dense(size)[0, 0])
 
 
 @pytest.mark.parametrize("on", ["pipe", "16"])
 def test_every_cell_without_gaps_where_they_do_not_fit(on: str) -> None:
-    mask, other = fm.causal() & fm.document(packed(60, 9)), fm.sliding_window(size=20)
+    mask, other = fm.causal() & fm.document(join_lines(60, 9)), fm.sliding_window(size=20)
     dense, others = mask.dense(60)[0, 0].numpy(), other.dense(60)[0, 0].numpy()
     both, a, b, neither = "#+-." if on in PLAIN else "■◧◨⬚"
     alone, beside = (
@@ -298,8 +298,8 @@ def test_defaults_come_from_the_mask() -> None:
 
 
 def test_blocks_where_cells_do_not_fit() -> None:
-    mask = fm.causal() & fm.document(packed(1000, 100))
-    shown = picture(mask, 1000, block_size=50)
+    mask = fm.causal() & fm.document(join_lines(1000, 100))
+    shown = rasterize(mask, 1000, block_size=50)
     assert shown.blocks is not None
     text = output(mask, 1000, block_size=50)
     glyphs = {EMPTY: ".", PARTIAL: "x", FULL: "#"}
@@ -323,7 +323,7 @@ def test_area_where_blocks_do_not_fit() -> None:
         assert line.rstrip(".").rstrip("-+*") == "#" * len(line.rstrip(".").rstrip("-+*"))
 
 
-LONG = fm.causal() & fm.document(packed(1300, 90)) & fm.key_padding(1210) & (fm.q != 777)
+LONG = fm.causal() & fm.document(join_lines(1300, 90)) & fm.key_padding(1210) & (fm.q != 777)
 SPARSE = fm.causal() | ((fm.q * 7 + fm.kv * 3) % 211 == 0)  # its rows are only bounds
 
 
@@ -346,7 +346,7 @@ def test_signs_of_an_area(mask: Mask, width: int, on: str) -> None:
 
 
 def test_terms_by_area() -> None:
-    parts = [fm.causal(), fm.document(packed(1300, 90)), fm.key_padding(1210)]
+    parts = [fm.causal(), fm.document(join_lines(1300, 90)), fm.key_padding(1210)]
     shown = [part.dense(1300)[0, 0].numpy() for part in parts]
     text = output(reduce(and_, parts), 1300, why=True, width=100)
     first = np.where(~shown[0], 1, np.where(~shown[1], 2, np.where(~shown[2], 3, 0)))
@@ -511,7 +511,7 @@ def test_legends_without_color_tell_the_kinds_apart(on: str) -> None:
 
 def test_sheet_of_sequences() -> None:
     mask = fm.causal() & PADDED
-    assert output(sheet(mask, 5), width=40).splitlines() == [
+    assert output(panel_sheet(mask, 5), width=40).splitlines() == [
         "causal & key_padding(lengths=[3, 5, 4])",
         "5 queries x 5 keys",
         "",
@@ -553,7 +553,13 @@ def test_sheet_of_terms_has_one_legend() -> None:
 @pytest.fixture(scope="module")
 def sheets() -> list[Sheet]:
     mask = fm.per_head([fm.causal() & fm.key_padding([5, 9]), fm.sliding_window(size=9)])
-    return [sheet(mask, 9), sheet(mask, 800), term_sheet(mask, 800), term_sheet(mask, 9), sheet(mask, 800, block_size=100)]
+    return [
+        panel_sheet(mask, 9),
+        panel_sheet(mask, 800),
+        term_sheet(mask, 800),
+        term_sheet(mask, 9),
+        panel_sheet(mask, 800, block_size=100),
+    ]
 
 
 @pytest.mark.parametrize("on", ["pipe", "16", "truecolor"])

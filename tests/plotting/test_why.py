@@ -15,7 +15,7 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.categories import MAX_TERMS
-from flexmask.plotting.raster import picture
+from flexmask.plotting.raster import rasterize
 from flexmask.plotting.terms import terms
 
 Q, KV = 9, 11
@@ -71,7 +71,7 @@ def test_each_hidden_cell_has_its_reasons(tree: Tree) -> None:
     """Every term hides what it does not show itself; a cell is visible where all terms show it."""
     mask = composed(tree)
     found = [np.asarray(term.dense(Q, KV)[0, 0]) for term in terms(mask, None)]
-    shown = picture(mask, Q, KV, why=True)
+    shown = rasterize(mask, Q, KV, why=True)
     assert shown.hidden_by is not None
     for q in range(Q):
         for kv in range(KV):
@@ -86,7 +86,7 @@ def test_each_hidden_cell_has_its_reasons(tree: Tree) -> None:
 @given(trees(), st.tuples(st.integers(1, 6), st.integers(1, 6)))
 def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> None:
     mask = composed(tree)
-    cells, shown = picture(mask, Q, KV, why=True).cells, picture(mask, Q, KV, why=True, max_pixels=pixels)
+    cells, shown = rasterize(mask, Q, KV, why=True).cells, rasterize(mask, Q, KV, why=True, max_pixels=pixels)
     high, wide = shown.step
     for row in range(shown.shares.shape[1]):
         for column in range(shown.shares.shape[2]):
@@ -99,7 +99,7 @@ def test_by_area_terms_have_their_share(tree: Tree, pixels: tuple[int, int]) -> 
 def test_no_pixel_shows_a_kind_that_is_not_there(pixels: tuple[int, int]) -> None:
     """The shares are rounded; what they leave for the last kind must not be what rounding leaves."""
     mask = fm.causal() & (fm.q % 7 < 3) & (fm.kv % 5 != 1)
-    cells, shown = picture(mask, 1000, why=True).cells, picture(mask, 1000, why=True, max_pixels=pixels)
+    cells, shown = rasterize(mask, 1000, why=True).cells, rasterize(mask, 1000, why=True, max_pixels=pixels)
     last = len(shown.categories) - 1
     rows, columns = (np.arange(0, 1000, size) for size in shown.step)
     counts = np.add.reduceat(np.add.reduceat((cells == last).astype(int), rows, axis=0), columns, axis=1)
@@ -135,7 +135,7 @@ def test_terms_as_text(mask: Mask, expected: list[str]) -> None:
 
 def test_heads_have_terms_of_their_own() -> None:
     mask = fm.per_head([fm.causal() & (fm.kv > 1), fm.kv < 3]) & fm.key_padding(5)
-    labels = [[kind.label for kind in picture(mask, 6, head=head, why=True).categories] for head in (0, 1)]
+    labels = [[kind.label for kind in rasterize(mask, 6, head=head, why=True).categories] for head in (0, 1)]
     assert labels == [["visible", "causal", "kv > 1", "key_padding(lengths=5)"], ["visible", "kv < 3", "key_padding(lengths=5)"]]
 
 
@@ -143,7 +143,7 @@ def test_many_terms_are_put_together() -> None:
     mask = fm.full()
     for place in range(10):
         mask = mask & (fm.kv != place)
-    shown = picture(mask, 4, 12, why=True)
+    shown = rasterize(mask, 4, 12, why=True)
     assert [kind.label for kind in shown.categories][-2:] == ["kv != 4", "5 further terms"]
     assert shown.cells[0].tolist() == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 0, 0]
     assert shown.hidden_by is not None
@@ -152,7 +152,7 @@ def test_many_terms_are_put_together() -> None:
 
 def test_what_hides_everything_or_nothing() -> None:
     for mask, pairs in ((fm.full(), ((9, 9), (0, 0))), (fm.empty(), ((0, 0), (9, 9)))):
-        shown = picture(mask, 3, why=True)
+        shown = rasterize(mask, 3, why=True)
         assert [kind.label for kind in shown.categories] == ["visible", str(mask)]
         assert shown.pairs == pairs
 
@@ -163,7 +163,7 @@ def test_what_hides_everything_or_nothing() -> None:
 @given(trees(), trees())
 def test_differences_are_those_of_the_cells(one: Tree, other: Tree) -> None:
     a, b = composed(one), composed(other)
-    shown = picture(a, Q, KV, against=b)
+    shown = rasterize(a, Q, KV, against=b)
     first, second = (np.asarray(mask.dense(Q, KV)[0, 0]) for mask in (a, b))
     assert [kind.role for kind in shown.categories] == ["both", "only_a", "only_b", "neither"]
     assert np.array_equal(shown.cells, np.where(first & second, 0, np.where(first, 1, np.where(second, 2, 3))))
@@ -173,15 +173,15 @@ def test_differences_are_those_of_the_cells(one: Tree, other: Tree) -> None:
 
 def test_differences_in_one_sequence() -> None:
     a, b = fm.empty(), fm.key_padding([2, 4])
-    shown = picture(a, 5, against=b, batch=1)
+    shown = rasterize(a, 5, against=b, batch=1)
     assert (shown.batches, shown.text) == (2, "A: empty\nB: key_padding(lengths=[2, 4])")
     assert shown.cells[0].tolist() == [2, 2, 2, 2, 3]
     with pytest.raises(RenderError, match=r"batch 2 .*0 to 1"):
-        picture(a, 5, against=b, batch=2)
+        rasterize(a, 5, against=b, batch=2)
 
 
 def test_differences_of_long_masks_are_never_lost() -> None:
-    shown = picture(
+    shown = rasterize(
         fm.sliding_window(left=100, right=0), 50_000, against=fm.sliding_window(left=100, right=0) | (fm.q + fm.kv == 60_000)
     )
     assert shown.pairs[2] == (39_999 - 51,) * 2  # from query 10,001 on, without those in the window
@@ -190,9 +190,9 @@ def test_differences_of_long_masks_are_never_lost() -> None:
 
 def test_what_cannot_be_shown_together_is_refused() -> None:
     with pytest.raises(RenderError, match="against="):
-        picture(fm.causal(), 4, against=fm.full(), why=True)
+        rasterize(fm.causal(), 4, against=fm.full(), why=True)
     with pytest.raises(OperandError, match="against must be a Mask, its text or a mask_mod function, got int 3"):
-        picture(fm.causal(), 4, against=3)  # type: ignore[arg-type]
+        rasterize(fm.causal(), 4, against=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_cannot_be_shown_together_is_refused() -> None:
 def test_what_only_a_part_says_holds_for_all(mask: Mask, options: dict[str, Any], sizes: dict[str, Any]) -> None:
     batch, head = options.get("batch", 0), options.get("head", 0)
     place: dict[str, Any] = {"q_offset": options["q_offset"]} if "q_offset" in options else {}
-    shown = picture(mask, 4, **options)
+    shown = rasterize(mask, 4, **options)
     both = [one.dense(4, **place, **sizes) for one in (mask, options.get("against", mask))]
     expected = (both[0] & both[1]).expand(max(batch + 1, both[0].shape[0]), max(head + 1, both[0].shape[1]), 4, 4)
     assert np.array_equal(shown.cells == 0, expected[batch, head])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.plotting.html.page import BandData, CategoryData, PanelData, ViewData, packed
+from flexmask.plotting.html.page import BandData, CategoryData, PanelData, ViewData, compressed
 
 __all__ = ["Case", "N", "PADDED", "block_kind", "by_area", "case", "causal", "packed_text"]
 
@@ -74,11 +74,11 @@ def case(
                 "head": 0,
                 "q_offset": q_offset,
                 "pairs": [[kinds.count(kind)] * 2 for kind in range(len(names) + 1)],
-                "cells": packed(bytes(kinds)),
-                "hidden_by": packed(bits) if len(names) > 1 else None,
+                "cells": compressed(bytes(kinds)),
+                "hidden_by": compressed(bits) if len(names) > 1 else None,
                 "shares": None,
                 "estimated": None,
-                "blocks": packed(bytes(blocks)) if block_size is not None else None,
+                "blocks": compressed(bytes(blocks)) if block_size is not None else None,
                 "bands": bands(b),
             }
         )
@@ -160,9 +160,9 @@ def by_area(size: int = 512, step: int = 256) -> ViewData:
                 **causal().view["panels"][0],
                 "pairs": [[visible] * 2, [length * length - visible] * 2],
                 "cells": None,
-                "shares": packed(bytes(shares)),
-                "estimated": packed(estimated),
-                "blocks": packed(blocks),
+                "shares": compressed(bytes(shares)),
+                "estimated": compressed(estimated),
+                "blocks": compressed(blocks),
             }
         ],
     }

@@ -20,7 +20,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.testing import assert_equivalent, assert_no_leak, assert_subset
 from flexmask.testing.equivalence import agreement
 from flexmask.testing.reach import dependence
-from flexmask.testing.settings import setting_of
+from flexmask.testing.settings import make_setting
 from tests.support import oracle
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks
@@ -111,7 +111,7 @@ def test_what_is_right_passes(mask: Any, lengths: tuple[int, ...], options: dict
 
 
 def test_every_lowering_is_checked() -> None:
-    names = [finding.name for finding in agreement(setting_of(PACKED, 12))]
+    names = [finding.name for finding in agreement(make_setting(PACKED, 12))]
     assert names[:4] == ["dense", "rows", "mask_mod (expression)", "mask_mod (interval)"]
     assert [name for name in names if "BlockMask" in name] == [
         f"BlockMask ({part})"
@@ -126,7 +126,7 @@ TENSORS = ("query", "key", "value")
 @pytest.mark.slow
 def test_flex_on_the_cpu_has_outputs_alone() -> None:
     names = [
-        finding.name for finding in agreement(setting_of(PACKED, 12), backends=["flex"], dtypes=(torch.float32, torch.float64))
+        finding.name for finding in agreement(make_setting(PACKED, 12), backends=["flex"], dtypes=(torch.float32, torch.float64))
     ]
     assert [name for name in names if "flex" in name] == ["flex float32 output"]
     assert_equivalent(PACKED, 12, backends=["flex"])
@@ -603,7 +603,7 @@ def test_leaks_refused() -> None:
 @needs_gpu
 def test_checks_on_cuda() -> None:
     assert_equivalent(PACKED, 12, reference=REFERENCES["a table"], device="cuda")
-    names = [finding.name for finding in agreement(setting_of(PACKED, 12, device="cuda"))]
+    names = [finding.name for finding in agreement(make_setting(PACKED, 12, device="cuda"))]
     assert "flex float32 gradient of key" in names
     assert_no_leak(MultiheadFlexAttention(8, 8, 2, backend="sdpa"), PACKED, X, device="cuda")
     assert_subset(PACKED, "causal", 12, device="cuda")

@@ -17,8 +17,8 @@ import flexmask as fm
 from flexmask import testing
 from flexmask.errors import FlexmaskError, OperandError
 from flexmask.plotting.mpl import plot_scores
-from flexmask.plotting.raster import picture
-from flexmask.plotting.sheet import sheet
+from flexmask.plotting.raster import rasterize
+from flexmask.plotting.sheet import panel_sheet
 from flexmask.tracing.as_mask import as_mask
 
 Use = Callable[[Any], Any]
@@ -54,7 +54,7 @@ def cached(mask: Any) -> tuple[str, int]:
 
 
 def drawn(mask: Any, **options: Any) -> Any:
-    return picture(mask, N, **options).shares.tolist()
+    return rasterize(mask, N, **options).shares.tolist()
 
 
 def as_file(mask: Any, path: Path) -> bytes:
@@ -88,8 +88,8 @@ USES: dict[str, Use] = {
     "assert_no_leak": lambda mask: testing.assert_no_leak(module(mask=window), mask, X),
     "assert_no_leak of two": lambda mask: testing.assert_no_leak(lambda x: module(mask=window)(x), [mask, "causal"], X),
     "picture": drawn,
-    "picture against": lambda mask: picture(fm.causal(), N, against=mask).shares.tolist(),
-    "sheet against": lambda mask: [one.shares.tolist() for one in sheet(fm.causal(), N, against=mask).pictures],
+    "picture against": lambda mask: rasterize(fm.causal(), N, against=mask).shares.tolist(),
+    "sheet against": lambda mask: [one.shares.tolist() for one in panel_sheet(fm.causal(), N, against=mask).pictures],
     "plot against": lambda mask: written(fm.causal().plot(N, against=mask, title="one for all")),
     "html against": lambda mask: len(fm.causal().html(N, against=mask)) > 1000,
     "plot_scores": lambda mask: written(plot_scores(WEIGHTS, mask, title="one for all")),

@@ -24,7 +24,7 @@ __all__ = [
     "ViewData",
     "document",
     "inline_json",
-    "packed",
+    "compressed",
     "page",
     "script",
     "style",
@@ -154,7 +154,7 @@ def document(template: str, *, css: str, js: str, **parts: str) -> str:
     return Template(template).substitute(parts, policy=policy, css=css, js=js)
 
 
-def packed(data: bytes) -> str:
+def compressed(data: bytes) -> str:
     """Bytes as the view's data holds them: compressed, in base64."""
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 

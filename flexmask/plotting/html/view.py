@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from flexmask.errors import FlexmaskError
 from flexmask.plotting.caption import shortened
-from flexmask.plotting.html.page import PanelData, ViewData, packed, page
-from flexmask.plotting.options import Contents, lengths_with
+from flexmask.plotting.html.page import PanelData, ViewData, compressed, page
+from flexmask.plotting.labels import ContentOptions, picture_lengths
 from flexmask.plotting.raster import Picture
-from flexmask.plotting.sheet import Indices, Sheet, sheet
+from flexmask.plotting.sheet import Indices, Sheet, panel_sheet
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -33,16 +33,16 @@ def html(
     *,
     batch: Indices = "some",
     head: Indices = "some",
-    **options: Unpack[Contents],
+    **options: Unpack[ContentOptions],
 ) -> str:
     """The interactive view of a mask as one HTML document: see :meth:`flexmask.Mask.html`."""
     asked = options.get("block_size")
     start: Literal["why", "blocks"] = "why" if asked is None or options.get("why") else "blocks"
     if options.get("against") is None:
-        q_len, kv_len = lengths_with(mask, q_len, kv_len, options)
+        q_len, kv_len = picture_lengths(mask, q_len, kv_len, options)
         blocks = block_size_for(q_len, kv_len) if asked is None else asked
         options = {"why": True, "max_blocks": MAX_BLOCKS, **options, "block_size": blocks}
-    shown = sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
+    shown = panel_sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
     return page(view_of(shown, start=start))
 
 
@@ -92,11 +92,11 @@ def _panel(shown: Picture) -> PanelData:
         "head": shown.head,
         "q_offset": shown.q_offset,
         "pairs": [list(pair) for pair in shown.pairs],
-        "cells": _packed(shown.cells) if cells else None,
-        "hidden_by": None if hidden_by is None else _packed(hidden_by.astype("<u4")),
-        "shares": None if cells else _packed(_bytes(shown.shares)),
-        "estimated": None if shown.estimated is None else _packed(shown.estimated.astype(np.uint8)),
-        "blocks": None if shown.blocks is None else _packed(shown.blocks.astype(np.uint8)),
+        "cells": _compressed(shown.cells) if cells else None,
+        "hidden_by": None if hidden_by is None else _compressed(hidden_by.astype("<u4")),
+        "shares": None if cells else _compressed(_bytes(shown.shares)),
+        "estimated": None if shown.estimated is None else _compressed(shown.estimated.astype(np.uint8)),
+        "blocks": None if shown.blocks is None else _compressed(shown.blocks.astype(np.uint8)),
         "bands": [
             {"axis": band.axis, "label": band.label, "starts": list(band.starts), "values": list(band.values)}
             for band in shown.bands
@@ -109,5 +109,5 @@ def _bytes(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.where(shares > 0, (255 * shares).round().clip(1, 255), 0).astype(np.uint8)
 
 
-def _packed(values: NDArray[np.generic]) -> str:
-    return packed(np.ascontiguousarray(values).tobytes())
+def _compressed(values: NDArray[np.generic]) -> str:
+    return compressed(np.ascontiguousarray(values).tobytes())

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Unpack
 
 from matplotlib.figure import Figure
 
-from flexmask.plotting.caption import check_title, notes, packed, title_lines, visible_text
+from flexmask.plotting.caption import check_title, join_lines, notes, title_lines, visible_text
+from flexmask.plotting.labels import LabelOptions
 from flexmask.plotting.mpl.drawing import draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
 from flexmask.plotting.mpl.plot import DPI, fit, new_figure, style, write
-from flexmask.plotting.options import Labelling
 from flexmask.plotting.palette import FAINT, INK
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.scores import score_sheet
@@ -41,7 +41,7 @@ def plot_score_panels(
     batch: Indices = 0,
     head: Indices = "all",
     title: str | None = None,
-    **options: Unpack[Labelling],
+    **options: Unpack[LabelOptions],
 ) -> Figure:
     """Draws attention weights of several heads, a heat map for each, on one scale.
 
@@ -51,7 +51,7 @@ def plot_score_panels(
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, in the same way.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.picture`.
+        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.rasterize`.
     """
     return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **options), title=title)
 
@@ -84,7 +84,7 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
     label_width = max(NUMBER_CHARACTER * len(f"{last.q_offset + last.q_len:,}"), token_room(last.q_tokens)) + 0.1
     wide = max(label_width + width + band_room(last, "q"), PANEL_WIDTH)
     titles = [
-        packed(_words(text, picture), wide / PANEL_CHARACTER, "  ·  ")
+        join_lines(_words(text, picture), wide / PANEL_CHARACTER, "  ·  ")
         for text, picture in zip(shown.titles, shown.pictures, strict=True)
     ]
     above = PANEL_LINE * max(map(len, titles)) + token_room(last.kv_tokens) + 0.2
@@ -93,7 +93,7 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
     across, down = (count * size + (count - 1) * GAP for count, size in ((shown.columns, wide), (rows, high)))
     text_width = max(across, TEXT_WIDTH)
     lines = title_lines(shown.text, int(text_width / TITLE_CHARACTER)) if title is None else title.split("\n")
-    said = packed(notes(last, alone=False), text_width / NOTE_CHARACTER, "  ·  ")
+    said = join_lines(notes(last, alone=False), text_width / NOTE_CHARACTER, "  ·  ")
     entries, columns = entries_of(shown.pictures, int(text_width / NOTE_CHARACTER))
     top, bottom = MARGIN + TITLE_LINE * len(lines) + 0.1, MARGIN + LEGEND_LINE * (len(said) + legend_lines(entries, columns))
     size = (text_width + 2 * MARGIN, top + down + bottom)

@@ -20,12 +20,12 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import check_title, notes, packed, title_lines
-from flexmask.plotting.endings import ending_of
+from flexmask.plotting.caption import check_title, join_lines, notes, title_lines
+from flexmask.plotting.files import picture_suffix
+from flexmask.plotting.labels import LabelOptions
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
-from flexmask.plotting.options import Labelling
 from flexmask.plotting.palette import FAINT
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.scores import score_picture
@@ -66,7 +66,7 @@ def plot_scores(
     head: int | None = None,
     ax: Axes | None = None,
     title: str | None = None,
-    **options: Unpack[Labelling],
+    **options: Unpack[LabelOptions],
 ) -> Axes:
     """Draws attention weights as a heat map, of one head or the mean of all, with numbers where they fit.
 
@@ -78,7 +78,7 @@ def plot_scores(
         head: which head; None for the mean of all.
         ax: where to draw; by default a new figure of a fitting size.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.picture`.
+        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Returns:
         The axes, with queries and keys as units.
@@ -104,10 +104,10 @@ def save(shown: Picture, path: str | Path, *, title: str | None = None, dpi: int
 
 def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
     """Writes a figure that was drawn in the style of pictures, with a text that says what it shows."""
-    ending = ending_of(path, (".png", ".svg"))
-    words = {"Software": None} if ending == ".png" else {"Date": None, "Creator": None, "Title": about}
+    suffix = picture_suffix(path, (".png", ".svg"))
+    words = {"Software": None} if suffix == ".png" else {"Date": None, "Creator": None, "Title": about}
     with style():
-        figure.savefig(path, format=ending[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
+        figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
 
 
 @contextmanager
@@ -207,4 +207,4 @@ def _title(shown: Picture, title: str | None, width: float) -> list[str]:
 def _notes(shown: Picture, width: float) -> list[str]:
     """The notes in lines that fit into a width in inches."""
     said = [*notes(shown), *([] if _to_scale(shown) else ["not to scale"])]
-    return packed(said, width / NOTE_CHARACTER, "  ·  ")
+    return join_lines(said, width / NOTE_CHARACTER, "  ·  ")

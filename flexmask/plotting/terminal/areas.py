@@ -7,8 +7,9 @@ of the category that is the most frequent there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from rich.color import Color
@@ -17,8 +18,7 @@ from rich.text import Text
 
 from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import count_text, is_detailed
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry, framed, ruler
-from flexmask.plotting.terminal.coarsening import coarser
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry, framed, ruler
 from flexmask.plotting.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flexmask.plotting.categories import Category
     from flexmask.plotting.raster import Picture
 
-__all__ = ["draw_area"]
+__all__ = ["coarsen", "draw_area"]
 
 RGB: TypeAlias = tuple[int, int, int]
 
@@ -50,7 +50,7 @@ LEVELS = 20
 def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
     """A picture by area, as large as there is room."""
     high, wide = _step(shown, canvas)
-    shown = coarser(shown, (high, wide))
+    shown = coarsen(shown, (high, wide))
     drawn, legend = _halves(shown) if canvas.mixing else _signs(shown, canvas)
     row_labels, over = _numbers(shown, len(drawn), 2 if canvas.mixing else 1, canvas)
     lines = list(framed([over], row_labels, drawn, canvas.margin(shown)))
@@ -74,7 +74,7 @@ def _numbers(shown: Picture, lines: int, high: int, canvas: Canvas) -> tuple[lis
     return [label if line in marked else "" for line, label in enumerate(labels)], over
 
 
-def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[Entry]]:
+def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[LegendEntry]]:
     """A sign for each pixel: that of what differs, else darker the more is visible, else that of what hides."""
     signs, more = signs_of(shown.categories), is_detailed(shown.categories)
     amounts = [count_text(pairs) if more else "" for pairs in shown.pairs]
@@ -86,7 +86,7 @@ def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[Entry]]:
     if more:
         marks = np.where(marks == 0, len(shades) + shown.shares[1:].argmax(0), marks)
         by_share = Text("").join([canvas.sign(sign) for sign in shades[1:]])
-        legend[0] = Entry(by_share, f"{signs[0].meaning}, by share", amounts[0])
+        legend[0] = LegendEntry(by_share, f"{signs[0].meaning}, by share", amounts[0])
     else:
         legend = [canvas.entry(sign) for sign in shades]
     only = [place for place, category in enumerate(shown.categories) if category.role in ("only_a", "only_b")]
@@ -105,7 +105,7 @@ def _written(marks: NDArray[np.integer], signs: Sequence[Sign], canvas: Canvas) 
     return [Text("").join([drawn[mark] for mark in row]) for row in marks.tolist()]
 
 
-def _halves(shown: Picture) -> tuple[list[Text], list[Entry]]:
+def _halves(shown: Picture) -> tuple[list[Text], list[LegendEntry]]:
     """Two pixels in each character, one above the other."""
     colors = _colors(shown.shares, shown.categories).tolist()
     lines = []
@@ -123,7 +123,7 @@ def _halves(shown: Picture) -> tuple[list[Text], list[Entry]]:
         shares = np.array([[*parts.values()]])
         alone = _colors(np.stack([shares, 1 - shares]), shown.categories)[0].tolist()
         said = [(words, "") for words in parts]
-    return lines, [Entry(Text("█", _style(tuple(color), None)), *words) for color, words in zip(alone, said, strict=True)]
+    return lines, [LegendEntry(Text("█", _style(tuple(color), None)), *words) for color, words in zip(alone, said, strict=True)]
 
 
 def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDArray[np.uint8]:
@@ -157,3 +157,30 @@ def _style(upper: RGB, lower: RGB | None) -> Style:
 def _levels(shares: NDArray[np.floating], levels: int) -> NDArray[np.int64]:
     """Shares as whole numbers; what is not 0 does not become 0."""
     return np.where(shares > 0, np.ceil(levels * shares - 1e-6).clip(min=1), 0).astype(np.int64)
+
+
+def coarsen(shown: Picture, step: tuple[int, int]) -> Picture:
+    """The same picture with pixels of at least ``step`` cells: whole numbers of its own pixels.
+
+    A share is 0 or 1 only where it is for all cells of a pixel, whatever their number.
+    """
+    factors = (-(-step[0] // shown.step[0]), -(-step[1] // shown.step[1]))
+    if factors == (1, 1):
+        return shown
+    rows, columns = (
+        np.diff([*range(0, length, size), length]) for length, size in zip((shown.q_len, shown.kv_len), shown.step, strict=True)
+    )
+    cells = np.multiply.outer(rows, columns).astype(np.float64)
+    return replace(
+        shown,
+        step=(factors[0] * shown.step[0], factors[1] * shown.step[1]),
+        shares=np.stack([_summed(np.add, share * cells, factors) for share in shown.shares]) / _summed(np.add, cells, factors),
+        estimated=None if shown.estimated is None else _summed(np.logical_or, shown.estimated, factors),
+        hidden_by=None,
+    )
+
+
+def _summed(operation: np.ufunc, pixels: NDArray[Any], factors: tuple[int, int]) -> NDArray[Any]:
+    for axis in (0, 1):
+        pixels = operation.reduceat(pixels, range(0, pixels.shape[axis], factors[axis]), axis=axis)
+    return pixels

@@ -14,7 +14,7 @@ from rich.text import Text
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.terminal.signs import FAINT, Sign
 
-__all__ = ["Canvas", "Drawing", "Entry", "MAX_LINES", "framed", "ruler"]
+__all__ = ["Canvas", "Drawing", "LegendEntry", "MAX_LINES", "framed", "ruler"]
 
 #: Lines of a drawing at most.
 MAX_LINES = 64
@@ -23,7 +23,7 @@ CORNER = "q\\kv"
 LONGEST_ROW_LABEL, LONGEST_COLUMN_LABEL = 16, 12
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of a legend: a sign, its meaning, and its number of cells, or nothing."""
 
     sign: Text
@@ -44,7 +44,7 @@ class Drawing:
 
     shown: Picture
     lines: list[Text]
-    legend: list[Entry]
+    legend: list[LegendEntry]
     by_area: bool = False
 
 
@@ -86,9 +86,9 @@ class Canvas:
         """A sign as it is drawn."""
         return Text(sign.plain if self.plain else sign.glyph, sign.style)
 
-    def entry(self, sign: Sign, amount: str = "") -> Entry:
+    def entry(self, sign: Sign, amount: str = "") -> LegendEntry:
         """The entry of a sign in a legend."""
-        return Entry(Text("blank") if self.plain and sign.plain == " " else self.sign(sign), sign.meaning, amount)
+        return LegendEntry(Text("blank") if self.plain and sign.plain == " " else self.sign(sign), sign.meaning, amount)
 
     def written(self, text: str) -> str:
         """A text in characters that can be written."""

@@ -12,7 +12,7 @@ from flexmask.plotting.annotations import PADDING
 from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import count_text, is_detailed
 from flexmask.plotting.raster import EMPTY, FULL, Picture
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry, framed, ruler
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry, framed, ruler
 from flexmask.plotting.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
     return Drawing(shown, list(framed([over], row_labels, lines, canvas.margin(shown))), legend)
 
 
-def _signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[Entry]]:
+def _signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[LegendEntry]]:
     """The number of its sign for each cell, the signs, and the legend."""
     marks, signs, more = shown.cells.copy(), signs_of(shown.categories), is_detailed(shown.categories)
     entries = [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
@@ -131,10 +131,10 @@ def _band(shown: Picture, axis: str) -> str:
     return "".join(character * (end - start) for character, start, end in zip(characters, band.starts, ends, strict=True))
 
 
-def _said(characters: str, shown: Picture) -> Iterator[Entry]:
+def _said(characters: str, shown: Picture) -> Iterator[LegendEntry]:
     """What the characters of bands mean."""
     if any(character.isdigit() for character in characters):
         label = next(band.label for band in shown.bands if band.label != PADDING)
-        yield Entry(Text("0-9", FAINT), f"{label}, its last digit")
+        yield LegendEntry(Text("0-9", FAINT), f"{label}, its last digit")
     if PADDED in characters:
-        yield Entry(Text(PADDED, FAINT), PADDING)
+        yield LegendEntry(Text(PADDED, FAINT), PADDING)

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import notes, packed, title_lines, visible_text
-from flexmask.plotting.options import Options
-from flexmask.plotting.raster import Picture, picture
+from flexmask.plotting.caption import join_lines, notes, title_lines, visible_text
+from flexmask.plotting.labels import PictureOptions
+from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.terminal.areas import draw_area
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, Entry
+from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry
 from flexmask.plotting.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
 from flexmask.plotting.terminal.signs import FAINT
 
@@ -37,14 +37,19 @@ NARROW = 36
 
 
 def show(
-    mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, console: Console | None = None, **options: Unpack[Options]
+    mask: Mask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    console: Console | None = None,
+    **options: Unpack[PictureOptions],
 ) -> None:
     """Draws a mask in the terminal: see :meth:`flexmask.Mask.show`."""
     console = Console() if console is None else console
     if not isinstance(console, Console):
         raise OperandError(f"console must be a rich.console.Console, got {kind_of(console)}")
-    asked: Options = {"max_blocks": (MAX_LINES, console.width), **options}
-    show_picture(picture(mask, q_len, kv_len, **asked), console=console)
+    asked: PictureOptions = {"max_blocks": (MAX_LINES, console.width), **options}
+    show_picture(rasterize(mask, q_len, kv_len, **asked), console=console)
 
 
 def show_picture(shown: Picture, *, console: Console | None = None) -> None:
@@ -103,7 +108,7 @@ def _width(shown: Picture, canvas: Canvas) -> int:
 
 
 def _head(text: str, said: list[str], canvas: Canvas) -> Iterator[Text]:
-    for style, lines in (("bold", title_lines(text, canvas.width)), (FAINT, packed(said, canvas.width, ", "))):
+    for style, lines in (("bold", title_lines(text, canvas.width)), (FAINT, join_lines(said, canvas.width, ", "))):
         yield from (Text(part, style) for line in lines for part in canvas.wrapped(line))
     yield Text()
 
@@ -124,7 +129,7 @@ def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text
         yield line
 
 
-def _legend(entries: Iterable[Entry], canvas: Canvas) -> Iterator[Text]:
+def _legend(entries: Iterable[LegendEntry], canvas: Canvas) -> Iterator[Text]:
     """The entries in lines, a long one in several."""
     pending = Text()
     for sign, words, amount in entries:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from flexmask.gallery.drawn import Drawn
 from flexmask.gallery.entry import Entry
+from flexmask.gallery.rendered import RenderedEntry
 
 __all__ = ["figures", "lengths", "linked", "sections"]
 
 ADDRESS = re.compile(r"https?://[^\s;,]+")
 
 
-def sections(found: Iterable[Drawn]) -> dict[str, list[Drawn]]:
+def sections(found: Iterable[RenderedEntry]) -> dict[str, list[RenderedEntry]]:
     """The entries of each family, under its name with a capital letter."""
-    families: dict[str, list[Drawn]] = {}
+    families: dict[str, list[RenderedEntry]] = {}
     for one in found:
         name = one.entry.family.replace("_", " ")
         families.setdefault(name[0].upper() + name[1:], []).append(one)
@@ -44,7 +44,7 @@ def lengths(entry: Entry) -> str:
     return ", ".join(said)
 
 
-def figures(found: Drawn) -> list[tuple[str, str]]:
+def figures(found: RenderedEntry) -> list[tuple[str, str]]:
     """How much is visible and what it costs, as pairs of a label and a text."""
     stats = found.stats
     of = [f"{size} {name}" for size, name in ((stats.batch, "sequences"), (stats.heads, "heads")) if size > 1]

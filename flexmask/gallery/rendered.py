@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from flexmask.errors import FlexmaskError, RenderError
 from flexmask.gallery.entry import Entry
 from flexmask.plotting.html.view import block_size_for
-from flexmask.plotting.sheet import Sheet, sheet
+from flexmask.plotting.sheet import Sheet, panel_sheet
 from flexmask.report.stats import Stats
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = ["Drawn", "drawn"]
+__all__ = ["RenderedEntry", "render_entry"]
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class RenderedEntry:
     """An entry with what its mask shows.
 
     Attributes:
@@ -32,7 +32,7 @@ class Drawn:
     stats: Stats
 
 
-def drawn(entry: Entry) -> Drawn:
+def render_entry(entry: Entry) -> RenderedEntry:
     """Works out an entry.
 
     Raises:
@@ -49,13 +49,13 @@ def drawn(entry: Entry) -> Drawn:
     except FlexmaskError as error:
         raise RenderError(f"entry {entry.title!r}: params, q_len, kv_len: {error}") from error
     try:
-        return Drawn(entry, _sheet(entry, mask), stats)
+        return RenderedEntry(entry, _sheet(entry, mask), stats)
     except FlexmaskError as error:
         raise RenderError(f"entry {entry.title!r}: batch, head: {error}") from error
 
 
 def _sheet(entry: Entry, mask: Mask) -> Sheet:
-    return sheet(
+    return panel_sheet(
         mask,
         entry.q_len,
         entry.kv_len,

@@ -1,0 +1,113 @@
+"""Labels along the axes of a picture, and the options that every picture takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
+
+from flexmask._checks import checked_int
+from flexmask.errors import OperandError, RenderError
+from flexmask.report.lengths import lengths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flexmask.expr.mask import Mask
+    from flexmask.tracing.as_mask import MaskLike
+
+__all__ = [
+    "ContentOptions",
+    "LabelOptions",
+    "PictureOptions",
+    "Tokens",
+    "key_labels",
+    "picture_lengths",
+    "query_labels",
+]
+
+#: Labels: a list of them, or a text whose words they are.
+Tokens: TypeAlias = str | Sequence[str]
+
+
+class LabelOptions(TypedDict, total=False):
+    """The labels around a picture; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+
+    q_offset: int | Tensor
+    tokens: Tokens | None
+    kv_tokens: Tokens | None
+    bands: bool
+
+
+class ContentOptions(LabelOptions, total=False):
+    """What a picture shows of whichever sequence and head; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+
+    block_size: int | tuple[int, int] | None
+    why: bool
+    against: MaskLike | None
+    max_pixels: tuple[int, int]
+    max_blocks: tuple[int, int]
+
+
+class PictureOptions(ContentOptions, total=False):
+    """What a picture shows; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+
+    batch: int
+    head: int
+
+
+def _split(tokens: Tokens, what: str = "tokens") -> tuple[str, ...]:
+    """Tokens as a tuple; a text is split at blanks.
+
+    Raises:
+        OperandError: they are neither a text nor a list of texts, or there are none.
+    """
+    found = tokens.split() if isinstance(tokens, str) else tokens
+    if not isinstance(found, Sequence) or not found or not all(isinstance(token, str) for token in found):
+        raise OperandError(f"{what} must be a text or a list of texts, at least one, got {tokens!r}")
+    return tuple(found)
+
+
+def _labels(tokens: Tokens, length: int, what: str) -> tuple[str, ...]:
+    """The labels of positions, one for each.
+
+    Raises:
+        OperandError: as :func:`split`.
+        RenderError: there are not as many tokens as positions.
+    """
+    found = _split(tokens, what)
+    if len(found) != length:
+        raise RenderError(f"{what} must label each of the {length} positions, got {len(found)}")
+    return found
+
+
+def query_labels(tokens: Tokens, q_len: int, kv_len: int, offset: int) -> tuple[str, ...]:
+    """The labels of the queries from position ``offset`` on: of tokens that label each key theirs, else one for each.
+
+    Raises:
+        OperandError, RenderError: as :func:`labels_of`.
+    """
+    found = _split(tokens)
+    if len(found) == kv_len and offset + q_len <= kv_len:
+        return found[offset : offset + q_len]
+    return _labels(found, q_len, "tokens")
+
+
+def key_labels(kv_len: int, tokens: Tokens | None, kv_tokens: Tokens | None) -> tuple[str, ...] | None:
+    """The labels of the keys: their own, else those of all positions."""
+    if kv_tokens is not None:
+        return _labels(kv_tokens, kv_len, "kv_tokens")
+    return None if tokens is None else _labels(tokens, kv_len, "tokens")
+
+
+def picture_lengths(mask: Mask, q_len: int | None, kv_len: int | None, options: LabelOptions) -> tuple[int, int]:
+    """The lengths as given, ``kv_len`` being ``q_len`` as in every lowering; else as the tokens say, or as the mask does."""
+    tokens, kv_tokens, offset = options.get("tokens"), options.get("kv_tokens"), options.get("q_offset", 0)
+    keys = tokens if kv_tokens is None else kv_tokens
+    if kv_len is None and keys is not None:
+        kv_len = len(_split(keys))
+    if q_len is None and tokens is not None:
+        q_len = len(_split(tokens)) - (offset if isinstance(offset, int) else 0)
+    q_len, kv_len = (n if n is None else checked_int(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))
+    if q_len is None:
+        return lengths_of(mask, None, kv_len)
+    return q_len, q_len if kv_len is None else kv_len
