@@ -33,7 +33,7 @@ from flexmask.expr.tables import RESERVED, Table, as_table, is_tensor
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["GROUP", "Origin", "find", "load", "call_error", "named", "names", "origin", "package_of", "withdraw"]
+__all__ = ["GROUP", "Origin", "call_error", "find", "load", "named", "names", "origin", "package_of", "withdraw"]
 
 P = ParamSpec("P")
 

@@ -15,7 +15,7 @@ from flexmask.expr.tables import Literal, Lookup, Param, Table, as_table, per_ba
 if TYPE_CHECKING:
     from flexmask.expr.tables import Data
 
-__all__ = ["fixed_int", "fixed_ints", "lookup", "check_mask", "per_sequence", "int_or_index"]
+__all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "per_sequence"]
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexmask.report.stats import Stats
 
-__all__ = ["figures", "figure_rows"]
+__all__ = ["figure_rows", "figures"]
 
 
 def figures(stats: Stats) -> dict[str, object]:

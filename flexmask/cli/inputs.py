@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
 __all__ = [
-    "LoweringOptions",
     "Lowering",
+    "LoweringOptions",
     "Parameters",
     "REFERENCE",
     "block_size_option",

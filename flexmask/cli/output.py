@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import click
 
-__all__ = ["Cell", "Row", "to_stderr", "heading", "print_json", "print_table", "printable", "echo"]
+__all__ = ["Cell", "Row", "echo", "heading", "print_json", "print_table", "printable", "to_stderr"]
 
 #: What stands for a sign that the output cannot show.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})

@@ -10,7 +10,7 @@ from flexmask.cli.messages import UserError
 from flexmask.errors import FlexmaskError
 from flexmask.expr.mask import Mask
 
-__all__ = ["resolve_reference", "resolve_mask"]
+__all__ = ["resolve_mask", "resolve_reference"]
 
 
 def resolve_mask(reference: str) -> Mask:

@@ -10,7 +10,7 @@ from flexmask._checks import nearest
 from flexmask.errors import RenderError
 from flexmask.gallery.entry import Entry, parse_entry
 
-__all__ = ["select_entries", "own_source", "read_entries"]
+__all__ = ["own_source", "read_entries", "select_entries"]
 
 
 def own_source() -> Path:

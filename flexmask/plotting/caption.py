@@ -12,7 +12,7 @@ from flexmask.errors import OperandError
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = ["check_title", "notes", "numbered", "join_lines", "selection_notes", "shortened", "title_lines", "visible_text"]
+__all__ = ["check_title", "join_lines", "notes", "numbered", "selection_notes", "shortened", "title_lines", "visible_text"]
 
 #: How many values of a list are written at most.
 MAX_VALUES = 32

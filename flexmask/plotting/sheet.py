@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.plotting.categories import Category
 
-__all__ = ["Indices", "Sheet", "arrange", "picture_or_sheet", "panel_indices", "panel_sheet", "term_sheet"]
+__all__ = ["Indices", "Sheet", "arrange", "panel_indices", "panel_sheet", "picture_or_sheet", "term_sheet"]
 
 #: Which sequences or heads are drawn: one, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]

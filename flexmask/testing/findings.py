@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Finding", "compare_cells", "compare_figures", "picture_around", "picture_part", "part_around"]
+__all__ = ["Finding", "compare_cells", "compare_figures", "part_around", "picture_around", "picture_part"]
 
 #: Rows and columns of a picture at most.
 HEIGHT, WIDTH = 16, 24

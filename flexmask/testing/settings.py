@@ -20,7 +20,7 @@ from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "parameters_of", "reference_cells", "make_setting"]
+__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "make_setting", "parameters_of", "reference_cells"]
 
 Reference: TypeAlias = MaskLike | Tensor
 
