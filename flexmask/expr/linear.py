@@ -121,7 +121,7 @@ class Sum(Index):
             size, sign = abs(factor), " - " if factor < 0 else " + "
             if not text:
                 sign = "-" if factor < 0 else ""
-            part = wrap(index, PRECEDENCE["*" if size > 1 or sign == " - " else "~" if sign else "+"], bare)
+            part = wrap(index, PRECEDENCE["~" if sign == "-" else "*" if size > 1 or sign == " - " else "+"], bare)
             text += sign + (f"{part} * {size}" if size > 1 else part)
         if not text:
             return str(self.constant), PRECEDENCE["atom" if self.constant >= 0 else "~"]
