@@ -1,18 +1,21 @@
-"""The sizes and weights of ``torch.nn.MultiheadAttention``, there and back, and what its arguments are here."""
+"""Conversion of sizes and weights from and to ``torch.nn.MultiheadAttention``, and the equivalents of its arguments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["ELSEWHERE", "as_torch", "sizes_of_torch", "weights_of_torch"]
+if TYPE_CHECKING:
+    from flexmask.nn.multihead import MultiheadFlexAttention
 
-#: What arguments of other attention modules are here. True means attend in a mask, and hidden in those of torch's module.
-ELSEWHERE = {
+__all__ = ["EQUIVALENTS", "sizes_from_torch", "state_from_torch", "to_torch"]
+
+#: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
+EQUIVALENTS = {
     "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
     "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.from_dense(attn_mask); "
     "of scaled_dot_product_attention's, whose True is for visible, flexmask.from_dense(attn_mask); of an additive one, "
@@ -31,7 +34,7 @@ ELSEWHERE = {
 }
 
 
-def sizes_of_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
+def sizes_from_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
     """The arguments with which a :class:`flexmask.MultiheadFlexAttention` computes the same.
 
     Raises:
@@ -58,7 +61,7 @@ def sizes_of_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
     }
 
 
-def weights_of_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
+def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights."""
     state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
     weights: dict[str, Tensor]
@@ -77,27 +80,41 @@ def weights_of_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def as_torch(sizes: dict[str, Any], state: dict[str, Tensor], batch_first: bool) -> nn.MultiheadAttention:
+def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadAttention:
     """A ``torch.nn.MultiheadAttention`` with the same weights; a bias that only one side has is 0.
 
     Args:
-        sizes: as :func:`sizes_of_torch` gives them.
-        state: the module's state.
+        module: the module.
         batch_first: as in torch's module.
+
+    Raises:
+        LoweringError: the module has what torch's module has not.
     """
-    width = sizes["d_out"]
-    module = nn.MultiheadAttention(
+    width, state, weight = module.d_out, module.state_dict(), module.out_proj.weight
+    differs = {
+        "d_in": module.d_in != width,
+        "d_head": module.d_head * module.n_heads != width,
+        "n_kv_heads": module.n_kv_heads != module.n_heads,
+        **{name: getattr(module, name) is not None for name in ("rope", "score_mod", "scale")},
+    }
+    if any(differs.values()):
+        raise LoweringError(
+            "torch.nn.MultiheadAttention has one width d_in = d_out = n_heads * d_head, as many key heads as query heads, and no "
+            f"rope, score_mod or scale; this module differs in {', '.join(name for name, differ in differs.items() if differ)}"
+        )
+    context = None if module.d_context == width else module.d_context
+    theirs = nn.MultiheadAttention(
         width,
-        sizes["n_heads"],
-        dropout=sizes["dropout"],
-        bias=sizes["bias"] or sizes["out_bias"],
-        kdim=sizes["d_context"],
-        vdim=sizes["d_context"],
+        module.n_heads,
+        dropout=module.dropout,
+        bias=bool({"in_proj.bias", "q_proj.bias", "out_proj.bias"} & set(state)),
+        kdim=context,
+        vdim=context,
         batch_first=batch_first,
-        device=sizes["device"],
-        dtype=sizes["dtype"],
+        device=weight.device,
+        dtype=weight.dtype,
     )
-    made = {name: torch.zeros_like(weight) for name, weight in module.state_dict().items()}
+    made = {name: torch.zeros_like(weight) for name, weight in theirs.state_dict().items()}
     made["out_proj.weight"] = state["out_proj.weight"]
     if "in_proj.weight" in state:
         made["in_proj_weight"] = state["in_proj.weight"]
@@ -110,5 +127,5 @@ def as_torch(sizes: dict[str, Any], state: dict[str, Tensor], batch_first: bool)
         made["in_proj_bias"] = state["in_proj.bias"]
     elif "q_proj.bias" in state:
         made["in_proj_bias"] = torch.cat((state["q_proj.bias"], state["kv_proj.bias"]))
-    module.load_state_dict(made)
-    return module
+    theirs.load_state_dict(made)
+    return theirs

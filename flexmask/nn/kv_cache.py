@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, for decoding."""
+"""The keys and values ``[B, n_kv_heads, length, d_head]`` of the tokens so far, for decoding."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable, as_table
-from flexmask.nn.growing import Tokens, check_window, grown
+from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
 
 __all__ = ["KVCache"]
 
 
 class KVCache:
-    """The keys and values of one attention layer, so that a token is projected once however many queries follow.
+    """The keys and values of one attention layer, so that each token is projected once.
 
-    ``module(x, cache=cache)`` adds the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at a
-    time. Each row of the output is that of the whole sequence under the same mask. Data of the mask is that of the whole
-    sequence, or of its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is refused: it would move with each token.
-    Room is made with the first tokens, whose batch, heads, dtype and device it takes.
+    ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
+    a time. Each row of the output equals that of the whole sequence under the same mask. Data of the mask covers the whole
+    sequence, or its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each call.
+    The first call allocates memory for its batch, heads, dtype and device.
 
-    Sequences of other lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens of
-    each, in every call; or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
-    :meth:`truncate`, after which each sequence is at its own position and needs no ``key_padding``.
+    Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
+    of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
+    :meth:`truncate`; each sequence then has its own position and needs no ``key_padding``.
 
-    Each layer has a cache of its own, as its keys are; that of another layer is refused. A layer that is applied twice to each
-    token, as where layers share their weights, needs a cache for each time, which the cache cannot see.
+    Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
+    where layers share their weights, needs one cache per application, which is not checked.
 
-    A context's keys, in cross-attention, are computed by the first call and read by all others; they need no capacity.
+    In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity.
 
-    Under ``torch.compile(fullgraph=True)`` the BlockMask has as many keys as ``capacity``, which keeps its sizes:
+    Under ``torch.compile(fullgraph=True)`` give a BlockMask with ``capacity`` keys, so that its sizes do not change:
     ``mask.block_mask(1, capacity, q_offset=position)``. Two graphs then serve all steps.
 
-    The cache holds no gradients: within a call they reach its own tokens, never those before.
+    The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
     Args:
-        capacity: tokens that fit. May be left out with ``window``, and for a context's keys.
-        window: keys that a query sees at most, with its own, as in ``sliding_window(size=window)``. Besides the tokens of the
-            last call no more are kept. A mask that shows a key further back is an error; what says itself that it does not,
-            as windows do, costs nothing, any other mask has its rows compared in each call. (On another device than the CPU a
-            mask that holds tensors is not compared, nor is a BlockMask anywhere.)
+        capacity: tokens that fit. Optional with ``window``, and for the keys of a context.
+        window: the most keys that a query attends to, its own included, as in ``sliding_window(size=window)``. The cache drops
+            older keys. A mask that shows a dropped key is an error. For masks whose expression limits the distance, as windows
+            do, the check is free; for others each call compares rows. (Not checked: a BlockMask, and on a device other than the
+            CPU a mask that holds tensors.)
 
     Attributes:
-        length: positions so far, an int, or ``int64[B]`` once sequences stand at different ones.
-        key: ``[B, n_kv_heads, room, d_head]``, the keys; None at first. With ``window`` or a context, only those that are there.
-        value: the values, likewise.
-        first: the position of the first key, an int, or ``int64[B]``, where below 0 there is none.
+        length: tokens so far, an int, or ``int64[B]`` once they differ between sequences.
+        key: the keys, ``[B, n_kv_heads, capacity, d_head]``; with ``window`` or a context only those in use. None at first.
+        value: the values, shaped as ``key``.
+        start: the position of the first key, an int, or ``int64[B]``. Keys at positions below 0 are masked out.
 
     Raises:
-        OperandError: a number that is no integer.
-        ExpressionError: one less than 1.
+        OperandError: a number that is not an integer.
+        ExpressionError: a number less than 1.
     """
 
     def __init__(self, capacity: int | None = None, *, window: int | None = None) -> None:
@@ -67,17 +67,17 @@ class KVCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything, so that another sequence can begin, in any layer."""
+        """Empties the cache, for another sequence in any layer."""
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.length: int | Tensor = 0
-        self.first: int | Tensor = 0
+        self.start: int | Tensor = 0
         self.holds_context = False
         self._owner: object = None
-        self._end = 0  # the greatest length, known without asking a device
+        self._end = 0  # the greatest length, known without a host sync
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_owner": None}  # a copy may go on in a copy of the layer
+        return {**self.__dict__, "_owner": None}  # a copy may continue in a copy of the layer
 
     def __repr__(self) -> str:
         length = self.length.tolist() if isinstance(self.length, Tensor) else self.length
@@ -91,13 +91,13 @@ class KVCache:
     # ---------------------------------------------------------------- tokens
 
     def claim(self, owner: object) -> None:
-        """Makes the cache that of one layer, until :meth:`reset`.
+        """Ties the cache to one layer until :meth:`reset`.
 
         Args:
-            owner: what stands for the layer.
+            owner: an object that identifies the layer.
 
         Raises:
-            LoweringError: it holds what another layer has computed.
+            LoweringError: the cache holds keys of another layer.
         """
         if self._owner is not None and self._owner is not owner and (self._end > 0 or self.holds_context):
             raise LoweringError(
@@ -108,18 +108,18 @@ class KVCache:
         self._owner = owner
 
     def append(self, key: Tensor, value: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-        """Puts new tokens behind those that are there; :meth:`advance` makes them stay.
+        """Writes new tokens after those in the cache. :meth:`advance` then counts them in.
 
         Args:
             key: ``[B, n_kv_heads, length, d_head]``.
-            value: likewise.
-            whole: whether to return all the room, also behind the last token, as a BlockMask over ``capacity`` keys wants it.
+            value: ``[B, n_kv_heads, length, d_head]``.
+            whole: whether to return all ``capacity`` keys, as a BlockMask over ``capacity`` keys needs.
 
         Returns:
-            the keys and values to attend to.
+            The keys and values to attend to.
 
         Raises:
-            LoweringError: no room, or shapes, a dtype or a device that differ from those of the tokens before.
+            LoweringError: too many tokens, or shapes, a dtype or a device that differ from those of the tokens before.
         """
         if self.holds_context:
             raise LoweringError("the cache holds the keys of a context: give self-attention a KVCache of its own")
@@ -136,7 +136,7 @@ class KVCache:
             return self._shifted(key, value)
         shape = (*key.shape[:2], cast(int, self.capacity))
         if self.key is None:
-            with torch.inference_mode(False):  # so that steps with other settings can follow
+            with torch.inference_mode(False):  # so that later calls may run in any mode
                 self.key, self.value = (torch.zeros(*shape, n.shape[3], dtype=n.dtype, device=n.device) for n in (key, value))
         pair = []
         for held, new in ((self.key, key), (cast(Tensor, self.value), value)):
@@ -149,12 +149,12 @@ class KVCache:
         return pair[0], pair[1]
 
     def advance(self, number: int) -> None:
-        """Moves the position behind the new tokens."""
+        """Counts the new tokens in."""
         self.length = self.length + number
         self._end += number
 
     def store(self, key: Tensor, value: Tensor) -> None:
-        """Keeps the keys and values of a context, ``[B, n_kv_heads, kv_len, d_head]``.
+        """Stores the keys and values of a context, ``[B, n_kv_heads, kv_len, d_head]``.
 
         Raises:
             LoweringError: the cache holds tokens.
@@ -163,36 +163,36 @@ class KVCache:
             raise LoweringError("the cache holds tokens: give cross-attention a KVCache of its own, or call reset()")
         self.key, self.value, self.holds_context = key.detach(), value.detach(), True
 
-    def placed(self, mask: Mask | None, number: int, heads: int) -> Mask | None:
-        """The mask of the whole sequence as one over the keys that the last :meth:`append` gave.
+    def call_mask(self, mask: Mask | None, number: int, heads: int) -> Mask | None:
+        """The mask of the whole sequence as a mask over the keys that the last :meth:`append` returned.
 
         Args:
-            mask: the mask, or None for everything.
+            mask: the mask, or None for no mask.
             number: the new tokens, before :meth:`advance`.
-            heads: heads of the queries.
+            heads: query heads.
 
         Raises:
             LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
                 that the mask shows and the window has dropped.
         """
-        key, first = cast(Tensor, self.key), 0 if self.holds_context else self.first
-        tokens = Tokens(key.shape[0], number, self.length, self._end + number, first, key.device, complete=self.holds_context)
+        key, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
+        tokens = CallTokens(key.shape[0], number, self.length, self._end + number, start, key.device, self.holds_context)
         whole = Truth(True) if mask is None else mask
-        placed = grown(whole, tokens)
+        result = mask_over_cache(whole, tokens)
         if self.window is not None and not self.holds_context:
             check_window(whole, tokens, self.window, heads)
         elif isinstance(self.length, Tensor) and not self.holds_context:
-            placed = placed & (kv < TensorTable(self.length + number)[b])
-        return None if mask is None and isinstance(placed, Truth) else placed
+            result = result & (kv < TensorTable(self.length + number)[b])
+        return None if mask is None and isinstance(result, Truth) else result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Forgets the tokens behind a length: padding of a prompt, or drafts that were not accepted.
+        """Drops the tokens after a length: padding of a prompt, or drafts that were not accepted.
 
         Args:
-            lengths: tokens to keep, an int, or ``int[B]`` for each sequence. A tensor is read, which forces a host sync.
+            lengths: tokens to keep, an int or ``int[B]``. Reading a tensor forces a host sync.
 
         Raises:
-            LoweringError: more than there are, or so few that the window before them is gone.
+            LoweringError: more tokens than there are, or so few that the window before them is dropped.
         """
         if self.key is None:
             raise LoweringError("the cache is empty: there is nothing to cut")
@@ -211,10 +211,10 @@ class KVCache:
         if any(not 0 <= n <= most for n, most in zip(many, held, strict=True)):
             raise LoweringError(f"truncate: lengths must lie between 0 and those of the cache, {held}; got {many}")
         if self.window is not None and not self.holds_context:
-            first = torch.as_tensor(self.first, device=device).expand(batch).tolist()
-            if any(n < most and begin > max(0, n - self.window + 1) for n, most, begin in zip(many, held, first, strict=True)):
+            start = torch.as_tensor(self.start, device=device).expand(batch).tolist()
+            if any(n < most and begin > max(0, n - self.window + 1) for n, most, begin in zip(many, held, start, strict=True)):
                 raise LoweringError(
-                    f"truncate: a window of {self.window} before {many} is no longer there, the keys begin at {first}; "
+                    f"truncate: a window of {self.window} before {many} is no longer there, the keys begin at {start}; "
                     "cut right after the call that added too much"
                 )
         uniform = isinstance(wanted, int) and isinstance(self.length, int)
@@ -222,7 +222,7 @@ class KVCache:
         self._end = max(many, default=0)
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence ``i`` becomes what ``indices[i]`` was, as in beam search; there may be more or fewer than before.
+        """Replaces sequence ``i`` by sequence ``indices[i]``, as in beam search. The batch may change.
 
         Args:
             indices: ``int[B]``, on the device of the keys.
@@ -243,10 +243,10 @@ class KVCache:
         self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
         if isinstance(self.length, Tensor):
             self.length = self.length.index_select(0, indices)
-        if isinstance(self.first, Tensor):
-            self.first = self.first.index_select(0, indices)
+        if isinstance(self.start, Tensor):
+            self.start = self.start.index_select(0, indices)
 
-    # ---------------------------------------------------------------- room
+    # ---------------------------------------------------------------- memory
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         if self.key is None or self.value is None:
@@ -270,13 +270,13 @@ class KVCache:
             room[sequences, :, self.positions(new.shape[2], new.device)] = new.transpose(1, 2)
 
     def _shifted(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The last keys of the window and the new ones behind them, which become all that is held."""
+        """The last keys of the window followed by the new ones, which the cache then holds."""
         number = min(cast(int, self.window) - 1, self._end)
         if self.key is None or self.value is None:
             pair = key, value
         else:
             begin: Any = self.length - number
-            slots = begin - self.first
+            slots = begin - self.start
             if isinstance(slots, Tensor):
                 at = (slots[:, None] + torch.arange(number, device=key.device)).clamp(min=0)
                 at = at[:, None, :, None]
@@ -284,6 +284,6 @@ class KVCache:
             else:
                 old = [held[:, :, slots : slots + number] for held in (self.key, self.value)]
             pair = torch.cat((old[0], key), 2), torch.cat((old[1], value), 2)
-            self.first = begin
+            self.start = begin
         self.key, self.value = pair[0].detach(), pair[1].detach()
         return pair

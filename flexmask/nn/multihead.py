@@ -1,4 +1,4 @@
-"""Multi-head attention under any mask, as a module."""
+"""Multi-head attention under any mask, as a module: ``[B, q_len, d_in]`` to ``[B, q_len, d_out]``."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from flexmask.backends.tiled_sdpa import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.convert import ELSEWHERE, as_torch, sizes_of_torch, weights_of_torch
+from flexmask.nn.convert import EQUIVALENTS, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
 
-#: Turns queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
+#: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-#: The names that forward has itself, so that no parameter of a mask can be given by them.
-TAKEN = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
+#: The arguments of forward, which no parameter of a mask may be named like.
+RESERVED = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
 
 
 class MultiheadFlexAttention(nn.Module):
     """Multi-head self-attention or cross-attention under any mask.
 
-    The mask says True for what may be seen. (``torch.nn.MultiheadAttention`` says True for what may not: its
-    ``key_padding_mask`` is ``key_padding(hide=key_padding_mask)``, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
+    In the mask True means attend. (In ``torch.nn.MultiheadAttention`` True means masked out: its ``key_padding_mask`` is
+    ``key_padding(hide=key_padding_mask)`` here, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
 
-    Under ``torch.compile(fullgraph=True)`` the mask is a BlockMask that :meth:`forward` is given. ``torch.export`` takes, with
-    ``strict=False``, a module without a mask, or with one that depends on positions alone.
+    Under ``torch.compile(fullgraph=True)`` give :meth:`forward` a BlockMask. ``torch.export`` with ``strict=False`` takes a
+    module without a mask, or with one that depends on positions only.
 
     Args:
-        d_in: width of the input, and of the context unless ``d_context`` says otherwise.
+        d_in: width of the input, and of the context unless ``d_context`` is given.
         d_out: width of the output.
         n_heads: number of heads.
         bias: whether the projections of queries, keys and values have a bias.
-        n_kv_heads: heads of the keys and values, ``n_heads`` by default, which they divide: query head ``h`` uses key head
-            ``h // (n_heads // n_kv_heads)``.
+        n_kv_heads: heads of the keys and values, a divisor of ``n_heads``, and ``n_heads`` by default: query head ``h`` uses key
+            head ``h // (n_heads // n_kv_heads)``.
         d_head: width of a head, ``d_out / n_heads`` by default.
-        d_context: width of the context where it differs from ``d_in``. The module then has projections for cross-attention.
+        d_context: width of the context where it differs from ``d_in``; the module is then for cross-attention.
         out_bias: whether the output projection has a bias.
         dropout: probability that an attention weight is dropped in training mode.
-        mask: a mask, its text, or a ``mask_mod``, used where :meth:`forward` is given none. It moves with the module, and is not
+        mask: a mask, its text, or a ``mask_mod``, for calls of :meth:`forward` without one. It moves with the module, and is not
             in its state.
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
-        rope: ``rope(x, positions) -> x`` turns queries and keys, ``[B, heads, length, d_head]``; a module is registered.
+        rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
         backend: see :func:`flexmask.attention`.
-        device: of the weights.
-        dtype: of the weights.
+        device: device of the weights.
+        dtype: dtype of the weights.
 
     Attributes:
-        in_proj: the projections to queries, keys and values, one below the other:
+        in_proj: the stacked projections to queries, keys and values:
             ``Linear(d_in, (n_heads + 2 * n_kv_heads) * d_head)``. With ``d_context`` there are ``q_proj`` and, for keys and
             values, ``kv_proj`` instead.
         out_proj: ``Linear(n_heads * d_head, d_out)``.
 
     Raises:
         OperandError: an argument of a wrong type.
-        ExpressionError: sizes that do not divide, or a mask with a parameter that :meth:`forward` cannot be given.
+        ExpressionError: sizes that do not divide, or a mask with a parameter named like an argument of :meth:`forward`.
 
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762; grouped queries: Ainslie et al., https://arxiv.org/abs/2305.13245
     """
@@ -124,7 +124,7 @@ class MultiheadFlexAttention(nn.Module):
         self.d_context = d_in if d_context is None else d_context
         self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
         self.mask = _as_mask(mask)
-        self._identity = object()  # what a KVCache remembers of the module
+        self._identity = object()  # identifies the module in a KVCache
         inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
         both = 2 * self.n_kv_heads * self.d_head
         if self.d_context == d_in:
@@ -149,26 +149,26 @@ class MultiheadFlexAttention(nn.Module):
 
         Args:
             x: ``[B, q_len, d_in]``.
-            mask: what each position may see: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask.
-                None for the module's own, or everything where it has none.
-            others: nothing; what torch's module takes as ``key`` and ``value`` is the context here.
-            context: ``[B, kv_len, d_context]``, where keys and values come from in cross-attention. Not read where ``cache`` has
-                its keys already.
-            cache: the tokens before ``x``, to which these are added: see :class:`flexmask.KVCache`. The mask is that of the whole
-                sequence. A BlockMask has ``q_offset`` in it, and as many keys as the cache has capacity or tokens.
-            positions: for ``rope``, of the tokens of ``x``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart in each
-                document. By default they count from the start of the sequence, as the keys of a context do from the context's.
-            return_qk: whether to return the queries and keys as well, as ``rope`` has turned them.
-            parameters: the values of the mask's parameters, e.g. ``lengths=`` of ``"key_padding(lengths)"``.
+            mask: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask. None for the module's own mask,
+                or no mask where it has none.
+            others: must be empty. ``key`` and ``value`` of torch's module are ``context`` here.
+            context: ``[B, kv_len, d_context]``, the source of keys and values in cross-attention. Not needed where ``cache``
+                holds its keys.
+            cache: the tokens before ``x``, to which those of ``x`` are appended: see :class:`flexmask.KVCache`. The mask is that
+                of the whole sequence. A BlockMask is built with ``q_offset``, for the ``capacity`` of the cache or its tokens.
+            positions: positions of the tokens of ``x`` for ``rope``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart
+                in each document. By default they count from the start of the sequence. Those of a context always do.
+            return_qk: whether to return the queries and keys as well, after ``rope``.
+            parameters: the values of the mask's parameters, e.g. ``lengths=`` for ``"key_padding(lengths)"``.
 
         Returns:
             ``[B, q_len, d_out]``; with ``return_qk`` also the queries ``[B, n_heads, q_len, d_head]`` and the keys
             ``[B, n_kv_heads, kv_len, d_head]``.
 
         Raises:
-            ExpressionError: a parameter that the mask does not have, or one that it has and is not given.
-            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache that has no room, is that of
-                another layer, or cannot give the mask's rows.
+            ExpressionError: an unknown or missing parameter of the mask.
+            LoweringError: shapes that do not fit, a mask that contradicts them, or a cache that is full, belongs to another
+                layer, or has dropped keys that the mask shows.
             OperandError: an argument of a wrong type or dtype.
         """
         if others:
@@ -177,35 +177,35 @@ class MultiheadFlexAttention(nn.Module):
                 "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
             )
         self._check(x, context, cache, positions)
-        mask = self._bound(mask, parameters, x.device, bind=0 not in x.shape)
+        mask = self._bind(mask, parameters, x.device, bind=0 not in x.shape)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None:
             positions = cache.positions(x.shape[1], x.device)
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
-        placed, first = mask, cast("int | Tensor", 0)
+        call_mask, start = mask, cast("int | Tensor", 0)
         if cache is None:
             key, value = new
         else:
             key, value = self._cached(cache, new, mask, is_context=context is not None)
-            placed = mask if isinstance(mask, BlockMask) else cache.placed(mask, x.shape[1], self.n_heads)
-            first = cache.first
-            if torch.compiler.is_compiling():  # of a new cache dynamo forgets what is written behind FlexAttention
+            call_mask = mask if isinstance(mask, BlockMask) else cache.call_mask(mask, x.shape[1], self.n_heads)
+            start = cache.start
+            if torch.compiler.is_compiling():  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])
-        seen = attention(
+        heads = attention(
             query,
             key,
             value,
-            placed,
-            score_mod=self.score_mod if cache is None else _moved(self.score_mod, offset, first, x),
+            call_mask,
+            score_mod=self.score_mod if cache is None else _score_mod_over_cache(self.score_mod, offset, start, x),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if isinstance(mask, BlockMask) else offset,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        if cache is not None and not torch.compiler.is_compiling():  # a call that failed leaves it as it was
+        if cache is not None and not torch.compiler.is_compiling():  # a call that fails must not change the cache
             cache.advance(x.shape[1])
-        out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
+        out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
 
     @torch.no_grad()
@@ -218,13 +218,13 @@ class MultiheadFlexAttention(nn.Module):
         positions: Tensor | None = None,
         **parameters: Any,
     ) -> Tensor:
-        """What a call with these arguments multiplies the values with, without dropout: ``float[B, n_heads, q_len, kv_len]``.
+        """The attention weights of a call with these arguments, before dropout: ``float[B, n_heads, q_len, kv_len]``.
 
-        The arguments and errors are those of :meth:`forward`. :func:`flexmask.plotting.mpl.plot_scores` draws them. A BlockMask
-        has none to give.
+        The arguments and errors are those of :meth:`forward`, except that the mask is not a BlockMask.
+        :func:`flexmask.plotting.mpl.plot_scores` draws them.
         """
         self._check(x, context, None, positions)
-        bound = self._bound(mask, parameters, x.device, bind=True)
+        bound = self._bind(mask, parameters, x.device, bind=True)
         if isinstance(bound, BlockMask):
             raise OperandError("attention_weights takes a Mask, its text or a mask_mod, got a BlockMask")
         query, key, _ = self._heads(x, context, positions, keys=True)
@@ -237,19 +237,19 @@ class MultiheadFlexAttention(nn.Module):
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
         Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
-        and a boolean ``attn_mask``, this one takes ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A query that sees no
-        key gives 0 before the output projection, not NaN.
+        and a boolean ``attn_mask``, give this one ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row
+        gives 0 before the output projection, not NaN.
 
         Args:
-            module: torch's module. With ``kdim == vdim`` other than its width, the keys and values are a context's.
+            module: torch's module. With ``kdim == vdim`` other than its width, the new module is for cross-attention.
             mask: see :class:`MultiheadFlexAttention`.
-            backend: likewise.
+            backend: see :class:`MultiheadFlexAttention`.
 
         Raises:
             LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, or ``add_zero_attn``.
         """
-        made = cls(**sizes_of_torch(module), mask=mask, backend=backend)
-        made.load_state_dict(weights_of_torch(module))
+        made = cls(**sizes_from_torch(module), mask=mask, backend=backend)
+        made.load_state_dict(state_from_torch(module))
         return made.train(module.training)
 
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
@@ -261,27 +261,7 @@ class MultiheadFlexAttention(nn.Module):
         Raises:
             LoweringError: what it cannot do: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
         """
-        width = self.d_out
-        extra = {name: getattr(self, name) is not None for name in ("rope", "score_mod", "scale")}
-        wider = {"d_in": self.d_in != width, "d_head": self.d_head * self.n_heads != width}
-        found = [name for name, given in (wider | {"n_kv_heads": self.n_kv_heads != self.n_heads} | extra).items() if given]
-        if found:
-            raise LoweringError(
-                f"torch.nn.MultiheadAttention has one width d_in = d_out = n_heads * d_head, as many key heads as query heads, "
-                f"and no rope, score_mod or scale; this module differs in {', '.join(found)}"
-            )
-        state, weight = self.state_dict(), self.out_proj.weight
-        sizes = {
-            "d_out": width,
-            "n_heads": self.n_heads,
-            "bias": "in_proj.bias" in state or "q_proj.bias" in state,
-            "out_bias": "out_proj.bias" in state,
-            "dropout": self.dropout,
-            "d_context": None if self.d_context == width else self.d_context,
-            "device": weight.device,
-            "dtype": weight.dtype,
-        }
-        return as_torch(sizes, state, batch_first).train(self.training)
+        return to_torch(self, batch_first).train(self.training)
 
     # ---------------------------------------------------------------- parts of forward
 
@@ -315,8 +295,8 @@ class MultiheadFlexAttention(nn.Module):
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
 
-    def _bound(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> Mask | BlockMask | None:
-        """The mask of a call with its parameters; without them where there is nothing to attend with."""
+    def _bind(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> Mask | BlockMask | None:
+        """The mask of a call, with its parameters bound where ``bind`` is True."""
         mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask, device)
         wanted = set(mask.params) if isinstance(mask, Mask) else set()
         if not wanted and not parameters:
@@ -325,7 +305,7 @@ class MultiheadFlexAttention(nn.Module):
         missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
         if unknown:
             has = f"it has {', '.join(sorted(wanted))}" if wanted else "it has none"
-            hints = "".join(f"\n  {name}: {ELSEWHERE[name]}" for name in unknown if name in ELSEWHERE)
+            hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
             raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}{hints}")
         if missing:
             calls = ", ".join(f"{name}=..." for name in missing)
@@ -333,22 +313,22 @@ class MultiheadFlexAttention(nn.Module):
         return cast(Mask, mask).bind(**parameters) if bind else None
 
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
-        """As :meth:`_project`, queries and keys turned by ``rope``; positions that are not given count from 0."""
+        """As :meth:`_project`, with queries and keys rotated by ``rope``; by default positions count from 0."""
         query, *others = self._project(x, context, keys=keys)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        query = self._turned(query, positions)
+        query = self._rotate(query, positions)
         if not others:
             return [query]
         key, value = others
-        of_keys = positions if context is None else torch.arange(context.shape[1], device=x.device)
-        return [query, self._turned(key, of_keys), value]
+        key_positions = positions if context is None else torch.arange(context.shape[1], device=x.device)
+        return [query, self._rotate(key, key_positions), value]
 
-    def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)
 
     def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
-        """Queries, keys and values, as heads; without the keys and values, which are not needed, where a cache holds them."""
+        """Queries, and with ``keys`` also keys and values, as ``[B, heads, length, d_head]``."""
         inner, others = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         if self.d_context != self.d_in:
             parts = (self.q_proj(x), *self.kv_proj(cast(Tensor, context)).split(others, -1)) if keys else (self.q_proj(x),)
@@ -365,7 +345,7 @@ class MultiheadFlexAttention(nn.Module):
     def _cached(
         self, cache: KVCache, new: list[Tensor], mask: Mask | BlockMask | None, *, is_context: bool
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values to attend to: of a context, or of all tokens so far."""
+        """The keys and values to attend to: those of the context, or of all tokens so far."""
         if new and not is_context:
             whole = isinstance(mask, BlockMask) and mask.seq_lengths[1] == cache.capacity
             return cache.append(new[0], new[1], whole=whole)
@@ -403,19 +383,19 @@ def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
     if isinstance(mask, BlockMask):
         raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
     found = as_mask(mask, also="None", device=device)
-    if TAKEN & set(found.params):
-        taken = ", ".join(sorted(TAKEN & set(found.params)))
+    if RESERVED & set(found.params):
+        taken = ", ".join(sorted(RESERVED & set(found.params)))
         raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
     return found
 
 
-def _moved(score_mod: ScoreMod | None, offset: int | Tensor, first: int | Tensor, x: Tensor) -> ScoreMod | None:
-    """A score_mod of the whole sequence as one of the queries and keys that are there."""
+def _score_mod_over_cache(score_mod: ScoreMod | None, offset: int | Tensor, start: int | Tensor, x: Tensor) -> ScoreMod | None:
+    """A score_mod over positions in the whole sequence as one over the queries of a call and the keys in the cache."""
     if score_mod is None:
         return None
-    rows, columns = (torch.as_tensor(start, device=x.device).expand(x.shape[0]) for start in (offset, first))
+    rows, columns = (torch.as_tensor(position, device=x.device).expand(x.shape[0]) for position in (offset, start))
 
-    def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
 
-    return moved
+    return shifted

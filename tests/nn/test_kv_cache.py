@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.nn.growing import Tokens, _lookback, check_window
+from flexmask.nn.cache_masks import CallTokens, _lookback, check_window
 from flexmask.report.compare import difference
 from tests.support import oracle
 from tests.support.decoding import turn
@@ -458,6 +458,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         LoweringError,
         r"every token of this call padding.*position 4.*truncate\(lengths\).*key_padding\(start=",
     ),
+    "right padding under another name": (
+        grown_to("causal & cross_length([4, 2])", [4, 1], KVCache(8)),
+        LoweringError,
+        r"cross_length\(.* makes every token of this call padding.*position 4",
+    ),
 }
 
 
@@ -523,7 +528,7 @@ def test_a_window_on_another_device() -> None:
     """Tensors are not read there; a mask without any is compared all the same, for the longest sequence."""
     device = torch.device("meta")
     length = torch.zeros(2, dtype=torch.int64, device=device)
-    for tokens in (Tokens(2, 1, 7, 8, 5, device), Tokens(2, 1, length, 8, length, device)):
+    for tokens in (CallTokens(2, 1, 7, 8, 5, device), CallTokens(2, 1, length, 8, length, device)):
         for text in ("causal", "chunked(8) & causal", "document(lengths=[8])"):
             with pytest.raises(LoweringError, match="query at position 7 the key at position 0"):
                 check_window(fm.parse(text), tokens, 3, 4)
@@ -640,7 +645,7 @@ def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pyt
         compared.append(args)
         return difference(*args)
 
-    monkeypatch.setattr("flexmask.nn.growing.difference", counted)
+    monkeypatch.setattr("flexmask.nn.cache_masks.difference", counted)
     for name, times in (
         ("window, its keys only", 0),
         ("documents in a window, its keys only", 0),

@@ -1,0 +1,266 @@
+"""Masks under a KVCache: from the mask of a whole sequence to that of one call, ``[q_len, keys in the cache]``.
+
+The rows of a call are those of the whole sequence. Data may have more values than there are tokens so far. A mask that depends on
+tokens still to come, or that shows keys which the cache has dropped, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask.backends.cache import shared
+from flexmask.errors import LoweringError
+from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
+from flexmask.expr.linear import Linear
+from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
+from flexmask.expr.node import Node
+from flexmask.expr.opaque import Captured
+from flexmask.expr.packing import COVERING, Derived
+from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
+from flexmask.intervals.derive import check_covers, derive
+from flexmask.intervals.solve import Span, separate
+from flexmask.report.compare import Difference, difference
+
+__all__ = ["CallTokens", "check_window", "mask_over_cache"]
+
+
+@dataclass(frozen=True)
+class CallTokens:
+    """The queries of a call, and the keys in the cache.
+
+    Attributes:
+        batch: sequences. Data with a batch axis must have as many.
+        q_len: tokens of the call.
+        q_offset: position of the first of these, an int, or ``int64[B]``.
+        kv_end: one more than the position of the last token of any sequence.
+        kv_start: position of the first key in the cache, an int, or ``int64[B]``. Keys at positions below 0 are masked out.
+        device: device of the keys.
+        is_context: whether the keys are those of a context, all in the cache. Then only the queries grow.
+    """
+
+    batch: int
+    q_len: int
+    q_offset: int | Tensor
+    kv_end: int
+    kv_start: int | Tensor
+    device: torch.device
+    is_context: bool = False
+
+
+def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
+    """The mask of a whole sequence as a mask over the keys in the cache.
+
+    Data along queries and keys may have more values than there are tokens so far, and lengths may be those of the whole
+    sequence.
+
+    Raises:
+        LoweringError: an unbound parameter, data that ends before the tokens do, a mask that depends on the length of the whole
+            sequence, or lengths of padded sequences that make every token of the call padding.
+    """
+    if mask.params:
+        given = ", ".join(f"{name}=..." for name in mask.params)
+        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
+    _check_symbols(mask, tokens)
+    if not tokens.is_context:
+        _check_padding(mask, tokens)
+    rewriter = _Rewriter(tokens)
+    rewritten = cast(Mask, mask.expand().replace(rewriter.node))
+    return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
+
+
+def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
+    """Checks that no query of a call attends to a key that a cache with a window has dropped.
+
+    For a mask whose expression limits the distance, such as ``sliding_window``, the check is free. For any other mask the rows of
+    the queries are compared with the dropped keys; on a device other than the CPU only where the mask holds no tensors, for the
+    longest sequence.
+
+    Args:
+        mask: the mask of the whole sequence.
+        tokens: the queries, and the keys in the cache.
+        window: keys that the cache holds for a query, its own included.
+        heads: query heads.
+
+    Raises:
+        LoweringError: some query attends to such a key.
+    """
+    reach = _lookback(mask)
+    if tokens.kv_end - tokens.q_len < window or (reach is not None and reach < window) or not tokens.batch * tokens.q_len:
+        return
+    q_offset, kv_start = tokens.q_offset, tokens.kv_start
+    if tokens.device.type != "cpu":
+        if any(isinstance(node, TensorTable | Captured) for node in mask.expand().walk()):
+            return
+        q_offset = tokens.kv_end - tokens.q_len
+        kv_start = q_offset - window + 1
+    whole = mask_over_cache(mask, replace(tokens, q_offset=q_offset, kv_start=0, device=torch.device("cpu")))
+    if isinstance(kv_start, Tensor):
+        whole = whole & (kv < TensorTable(kv_start)[b])
+    dropped = int(kv_start.max()) if isinstance(kv_start, Tensor) else kv_start
+
+    def compare() -> Difference:
+        return difference(whole, Truth(False), tokens.q_len, dropped, tokens.batch, heads, q_offset, "cpu")
+
+    cell = shared(mask, ("window", window, tokens.kv_end, tokens.q_len, tokens.batch, heads), q_offset, compare).first_self
+    if cell is not None:
+        query = cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset)
+        raise LoweringError(
+            f"{mask.brief()} shows the query at position {query} the key at position {cell.kv}, which KVCache(window={window}) "
+            f"has dropped: give window={query - cell.kv + 1} or more, KVCache(capacity) to keep all keys, or a mask that shows "
+            f"no key so far back, e.g. mask & sliding_window(size={window})"
+        )
+
+
+def _lookback(mask: Mask) -> int | None:
+    """The greatest distance from a query back to a key that it attends to, where no data decides it; else None."""
+    if "lookback" not in mask.memo:
+        mask.memo["lookback"] = _fold_lookback(mask, _leaf_lookback)
+    return cast("int | None", mask.memo["lookback"])
+
+
+def _leaf_lookback(leaf: Mask) -> int | None:
+    """The lookback of a comparison, cached on it: masks that are bound in each call share their comparisons."""
+    if "lookback" not in leaf.memo:
+        has_data = any(isinstance(node, Lookup) for node in leaf.walk())
+        leaf.memo["lookback"] = None if has_data else _fold_lookback(separate(leaf), _span_lookback)
+    return cast("int | None", leaf.memo["lookback"])
+
+
+def _span_lookback(leaf: Mask) -> int | None:
+    if not isinstance(leaf, Span) or leaf.start is None:
+        return None
+    distance = Linear.of(q - leaf.start)
+    return None if distance.terms else max(0, distance.constant)
+
+
+def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], int | None]) -> int | None:
+    """The lookback of a mask from those of its leaves: the least of a conjunction, the greatest of a disjunction."""
+    found: dict[int, int | None] = {}
+    for node in (node for node in mask.walk() if isinstance(node, Mask)):
+        match node:
+            case Truth(False):
+                found[id(node)] = 0
+            case Named(body=body):
+                found[id(node)] = found[id(body)]
+            case And(parts):
+                found[id(node)] = min((reach for part in parts if (reach := found[id(part)]) is not None), default=None)
+            case Or(parts) | PerHead(parts):
+                reaches = [found[id(part)] for part in parts]
+                found[id(node)] = None if None in reaches else max(cast("list[int]", reaches))
+            case _:
+                found[id(node)] = leaf_lookback(node)
+    return found[id(mask)]
+
+
+def _check_symbols(mask: Mask, tokens: CallTokens) -> None:
+    """Checks that a mask does not depend on a length that changes with each call."""
+    unknown = {"q_len"} if tokens.is_context else {"q_len", "kv_len"}
+    if not mask.symbols & unknown:
+        return
+    parts = [node for node in mask.walk() if isinstance(node, Mask) and node.symbols & unknown]
+    part = next((node for node in parts if isinstance(node, Named)), parts[0])
+    raise LoweringError(
+        f"{part.brief()} depends on {' and '.join(sorted(part.symbols & unknown))}, which grows with each call of a KVCache, so "
+        "that the mask would move. Write it by positions, which stay: for padding on the left key_padding(start=...) with the "
+        "number of padding tokens, for causal(align='lower_right') causal()"
+    )
+
+
+def _check_padding(mask: Mask, tokens: CallTokens) -> None:
+    """Checks that the lengths of padded keys do not end before a call that is not the first, for all sequences."""
+    if not tokens.batch * tokens.q_len:
+        return
+    q_offset = torch.as_tensor(tokens.q_offset)
+    for part in _operands(mask):
+        for leaf in _operands(part.expand()):
+            match leaf:
+                case Compare("<", Symbol("kv"), Lookup(Ranged(is_length=True) as lengths)):
+                    real = lengths.to_tensor()
+                case _:
+                    continue
+            if _sync.needs_sync(real) or _sync.needs_sync(q_offset) or bool(((real > q_offset) | (q_offset == 0)).any()):
+                continue
+            raise LoweringError(
+                f"{part.brief()} makes every token of this call padding, as the call begins at position {q_offset.tolist()}. "
+                "After a prompt with padding on the right call cache.truncate(lengths) and go on without key_padding, or put the "
+                "padding on the left and give key_padding(start=...). Where only the first keys are to be seen, write "
+                "kv < lengths[b]"
+            )
+
+
+def _operands(mask: Mask) -> tuple[Mask, ...]:
+    """The operands of a conjunction; of any other mask, the mask."""
+    return mask.operands if isinstance(mask, And) else (mask,)
+
+
+class _Rewriter:
+    """Rewrites the nodes of an expression over the whole sequence into those over the keys in the cache."""
+
+    def __init__(self, tokens: CallTokens) -> None:
+        self.tokens, kv_start = tokens, tokens.kv_start
+        self.shifts = isinstance(kv_start, Tensor) or kv_start != 0
+        self.kv: Index = kv + (TensorTable(kv_start)[b] if isinstance(kv_start, Tensor) else kv_start)
+        self.kv_at_least_0 = maximum(self.kv, 0) if isinstance(kv_start, Tensor) else self.kv  # keys below 0 are masked out
+        self.tables: dict[object, Table] = {}
+
+    def node(self, node: Node) -> Node | None:
+        match node:
+            case Lookup(Table() as source, indices):
+                return Lookup(self.table(node, source, indices), tuple(cast(Index, i.replace(self.index)) for i in indices))
+            case Symbol("kv") if self.shifts:
+                return self.kv
+        return None
+
+    def index(self, node: Node) -> Node | None:
+        """As :meth:`node`, within the indices of a table."""
+        return self.kv_at_least_0 if self.shifts and isinstance(node, Symbol) and node.name == "kv" else self.node(node)
+
+    def table(self, lookup: Lookup, source: Table, indices: tuple[Index, ...]) -> Table:
+        """The table of a lookup, which may be longer than the sequence where it is indexed by position."""
+        tokens, names = self.tokens, [index.name if isinstance(index, Symbol) else "" for index in indices]
+        if tokens.is_context and "q" not in names:
+            return source  # all keys of a context are in the cache
+        if {"q", "kv"} & set(names):
+            self.check_covers(source)
+        elif not isinstance(source, Derived):
+            # A limit by the length is one by that of the whole sequence, which is not known.
+            return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
+        sizes = dict(zip(names, source.shape, strict=True))
+        if self.shifts and sizes.get("kv") is not None and cast(int, sizes["kv"]) < tokens.kv_end:
+            raise LoweringError(
+                f"{lookup.brief()} has {sizes['kv']} values along kv, but the keys reach position {tokens.kv_end}"
+            )
+        if sizes.get("b", tokens.batch) != tokens.batch:
+            return source  # the lowering raises
+        if source.key not in self.tables:
+            self.tables[source.key] = TensorTable(self.values(source), spare=True)
+        return self.tables[source.key]
+
+    def check_covers(self, source: Table) -> None:
+        match source:
+            case Derived(rule, Table() as below, False) if rule in COVERING:
+                check_covers(rule, below.to_tensor(), self.tokens.q_offset + self.tokens.q_len)
+
+    def values(self, source: Table | Param) -> Tensor:
+        match source:
+            case TensorTable(tensor):
+                return tensor
+            case Ranged(below):
+                return self.values(below)
+            case Derived(rule, below):
+                values = self.values(below)
+                return derive(rule, values, self.positions(rule, values))
+        return cast(Table, source).to_tensor().to(self.tokens.device)
+
+    def positions(self, rule: str, values: Tensor) -> int:
+        """The positions that ids derived from documents must cover: those of all tokens so far, and of all documents."""
+        if values.device.type != "cpu" or rule not in COVERING:
+            return self.tokens.kv_end
+        totals = values.sum(-1) if rule == "lengths" else values[..., -1]
+        return max(self.tokens.kv_end, int(totals.max()))
