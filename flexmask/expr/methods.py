@@ -129,38 +129,27 @@ class MaskMethods(Node):
     ) -> BlockMask:
         """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
 
-        B is ``batch``; H is 1 unless the mask depends on the head. It is a snapshot of the mask's data, and cannot be pickled
-        (its ``mask_mod`` is a closure): send the mask to other processes.
+        B is ``batch``; H is 1 unless the mask depends on the head. The BlockMask is a snapshot of the mask's data. It cannot be
+        pickled, since its ``mask_mod`` is a closure: send the mask to other processes.
 
-        Compiled code that took one takes every other of the same lengths, batch and block size without compiling again, as
-        long as both depend on heads or neither does, and both have at most 2 intervals a row (or 4, or 8). On the CPU these
-        are counted; elsewhere their number follows from how the mask is composed: ``a & b`` has at most as many as ``a`` and
-        ``b`` less 1, ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22
-        elsewhere lists are packed; then their strides may differ as well.
+        Compiled code takes every BlockMask of the same lengths, batch and block size without compiling again, as long as both
+        masks are per-head, or neither is, and the rows of both have at most 2 key intervals (or 4, or 8). On the CPU these are
+        counted; elsewhere their number follows from the composition: ``a & b`` has at most as many as ``a`` and ``b`` less 1,
+        ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22 elsewhere lists are
+        packed; then their strides may differ as well.
 
-        Host syncs on a GPU, where the host stops until the device has worked out a number that the next step depends on. Most
-        named masks, and conditions of your own that are solved for the key, need none; ``coarse``, ``per_chunk``, ``per_head``,
-        ``reorder(q=)``, ``shift`` and ``transpose`` have those of the masks inside them. The others have one:
+        Host syncs on a GPU (``docs/host_syncs.md`` has them for each named mask; a composed mask has those of its parts):
 
-        * At the first lowering of a tensor, until torch changes it (writes through ``.data`` are not seen):
-          ``bidirectional_spans``, ``document(ids)``, ``per_document(ids)``, ``shared_prefix(ids)``.
-        * At each lowering, to count the intervals of keys: ``cross_document(q_lengths=)``, ``eviction``, ``global_window``,
-          ``image_cross``, ``in_context``, ``key_padding(keep=)``, ``neighborhood``, ``paged``, ``qk_sparse``, ``reorder(kv=)``,
-          ``sliding_tile``, ``svg_temporal``. Conditions of your own on the key alone are like these, and so are masks composed
-          of others with more than 8 intervals a row.
-        * At each lowering beyond 2**22 cells (of all sequences, heads and whole blocks), to count the blocks in which cells
-          have to be evaluated: ``dilated_window``, ``from_dense``, ``random_cells``, ``tree``. Conditions of your own that are
-          not separable in query and key are like these.
-        * At each lowering beyond 2**22 blocks (262,144 tokens of one sequence and head), to pack the lists: every mask.
-        * At the first lowering on a device: data in Python lists, which is copied there.
-
-        A composed mask has the host syncs of its parts.
+        * None for most named masks, and for conditions of your own that are solved for the key.
+        * At the first lowering of document ids, and of data in Python lists, which is copied to the device.
+        * At each lowering for conditions on the key alone, and for rows with more than 8 key intervals.
+        * At each lowering beyond 2**22 cells for what is not separable in q and kv, and beyond 2**22 blocks for every mask.
 
         Args:
             block_size: tokens in a block, or the pair (queries, keys).
             form: see :meth:`mask_mod`.
-            separate_full_blocks: whether blocks without a hidden cell have lists of their own, on which kernels do not call
-                ``mask_mod``. False gives the key blocks of a row one order, which batch-invariant numerics need: see
+            separate_full_blocks: whether full blocks have lists of their own, for which kernels do not call ``mask_mod``. False
+                gives the key blocks of a row one order, which batch-invariant numerics need: see
                 :func:`flexmask.lowering.align_documents`.
         """
         from flexmask.lowering.block_mask import block_mask

@@ -1,12 +1,13 @@
-"""Which masks force a host sync on a GPU and at which sizes: worked out here, and held against what ``help`` says."""
+"""Which masks force a host sync on a GPU and at which sizes: derived here, and compared with ``docs/host_syncs.md``."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,16 +125,18 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
 
 #: Lengths within all limits, beyond 2**22 cells, and beyond 2**22 blocks.
 SHORT, LONG, LONGEST = 2**10, 2**13, 2**19
-#: How the documentation begins what it says of each kind of mask.
+TABLE = Path(__file__).parents[2] / "docs" / "host_syncs.md"
+#: The first words of each row of the table.
 KINDS = {
-    "first": "At the first lowering of a tensor",
-    "each": "At each lowering, to count the intervals",
-    "cells": "At each lowering beyond 2**22 cells",
+    "none": "none",
+    "first": "first lowering of a tensor",
+    "each": "each lowering, to count",
+    "cells": "each lowering beyond 2**22 cells",
 }
 
 
 def has_sync(mask: Mask, length: int, **options: Any) -> bool:
-    """Whether a lowering reads from a device, found out on one that cannot be read."""
+    """Whether a lowering reads from a device, tested on one that cannot be read."""
     try:
         with Watch():
             mask.block_mask(length, device="meta", **options)
@@ -143,7 +146,7 @@ def has_sync(mask: Mask, length: int, **options: Any) -> bool:
 
 
 def reads(mask: Mask, length: int) -> int:
-    """How often a lowering reads from a device, as it does where the CPU counts as one."""
+    """How often a lowering reads from a device, with the CPU in place of the device."""
     watch = Watch()
     with watch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sync, "needs_sync", lambda tensor: True)
@@ -159,17 +162,21 @@ def kind_of(build: Callable[[int, str], Mask]) -> str:
     return "each" if reads(mask, SHORT) else "first"
 
 
+@cache
 def documented() -> dict[str, str]:
-    """The kind of each mask that the documentation names."""
+    """The kind of each mask that the table names."""
+    rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row.strip().startswith(start) for (row, _), start in zip(rows, KINDS.values(), strict=True)] == [True] * len(KINDS)
+    named = [(name, kind) for (_, cell), kind in zip(rows, KINDS, strict=True) for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(dict(named)) == len(named), "a mask is named twice"
+    return dict(named)
+
+
+def test_help_has_the_classes_and_names_the_table() -> None:
     text = " ".join((inspect.getdoc(Mask.block_mask) or "").split())
-    items = text[text.index("Host syncs on a GPU") : text.index("A composed mask has")].split(" * ")[1:]
-    found: dict[str, str] = {}
-    for kind, start in KINDS.items():
-        (item,) = (item for item in items if item.startswith(start))
-        for name in re.findall(r"``([a-z_]+(?:\([a-z_=]*\))?)``", item):
-            assert name not in found, f"{name} is named twice"
-            found[name] = kind
-    return found
+    for words in ("docs/host_syncs.md", "* None for", "* At the first lowering", "key alone", "2**22 cells", "2**22 blocks"):
+        assert words in text
+    assert TABLE.is_file()
 
 
 def test_documented_masks_are_tested() -> None:
@@ -184,7 +191,7 @@ def on_meta(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(set(EXAMPLES) - {name.partition("(")[0] for name in documented()}))
 def test_masks_that_are_not_documented_have_none(name: str) -> None:
-    """Where this fails, the mask needs a line in MASKS, and a word in the documentation of `Mask.block_mask`."""
+    """Where this fails, the mask needs a line in MASKS and its name in docs/host_syncs.md."""
     for arguments, _ in EXAMPLES[name]:
         assert not has_sync(getattr(fm.masks, name)(**{key: on_meta(value) for key, value in arguments.items()}), 4)
 
