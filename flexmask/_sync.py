@@ -1,4 +1,4 @@
-"""Devices: which there are, and where reading a value forces a host sync."""
+"""Names of devices, and whether reading a value forces a host sync."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def resolve_device(device: object) -> torch.device:
 
 
 class PerDevice(NamedTuple):
-    """A number that is one on the CPU and another elsewhere."""
+    """A per-device threshold: one number on the CPU, another elsewhere."""
 
     cpu: int
     elsewhere: int

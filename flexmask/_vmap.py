@@ -1,4 +1,4 @@
-"""Functions of scalars applied to whole tensors of positions, as FlexAttention applies a ``mask_mod``."""
+"""Applies functions of scalars to tensors of positions ``[B, H, q_len, kv_len]``, as FlexAttention applies a ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _failed(function: Callable[..., Any], error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [""])[0]
     hint = "; choose with torch.where instead of `if`" if "data-dependent control flow" in reason else ""
     return (
-        f"{getattr(function, '__name__', 'a function')}, which tracing kept as a call, fails for the indices of cells: "
+        f"{getattr(function, '__name__', 'a function')}, which is an opaque call, fails for the indices of cells: "
         f"{type(error).__name__}: {reason}{hint}"
     )
 

@@ -61,7 +61,7 @@ class TextError(ExpressionError):
     def __init__(self, reason: str, text: str = "", column: int | None = None) -> None:
         self.reason, self.text, self.column = reason, text, column
         if column is not None:
-            first = max(0, column - 60)  # of a long text, what stands around the column
+            first = max(0, column - 60)  # the part of a long text around the column
             reason = f"{reason}\n  {text[first : column + 60]}\n  {' ' * (column - first)}^"
         super().__init__(reason)
 
@@ -82,7 +82,7 @@ class DuplicateNameError(ExpressionError):
         self.name, self.packages = name, packages
         first, second = ("the running script (__main__)" if package == "__main__" else package for package in packages)
         if first == second:
-            reason = f"{first} defines two masks named {name}. Give one another name; to define it anew, start Python again"
+            reason = f"{first} defines two masks named {name}. Give one another name; to define it again, restart Python"
         else:
             reason = f"two packages define a mask named {name}: {first} and {second}. Give one of them another name"
             for package in packages[::-1]:

@@ -18,7 +18,7 @@ from flexmask._checks import checked_int, unfit
 from flexmask._transforms import has_values, is_wrapped
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.opaque import Captured
+from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.tables import TensorTable
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -141,7 +141,7 @@ def shared(mask: Mask, setting: tuple[Any, ...], q_offset: int | Tensor, build: 
 def _tensors_of(mask: Mask) -> list[Tensor]:
     """The tensors that a mask holds, in the order of its expression."""
     if "tensors" not in mask.memo:
-        nodes = [node for node in mask.expand().walk() if isinstance(node, TensorTable | Captured)]
+        nodes = [node for node in mask.expand().walk() if isinstance(node, TensorTable | CapturedTensor)]
         mask.memo["tensors"] = list({id(node.tensor): node.tensor for node in sorted(nodes, key=lambda n: id(n.tensor))}.values())
     return cast("list[Tensor]", mask.memo["tensors"])
 

@@ -17,7 +17,7 @@ from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import And, Mask, Not, Or, Xor
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
-from flexmask.intervals.extents import extent
+from flexmask.intervals.extent import extent
 from flexmask.intervals.solve import Span
 
 __all__ = ["block_kinds", "group_numbers"]

@@ -22,7 +22,7 @@ from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.closures import ARITHMETIC
 from flexmask.intervals.evaluation import Evaluation, sides
-from flexmask.intervals.extents import INT64
+from flexmask.intervals.extent import INT64
 from flexmask.intervals.solve import Span, separate
 
 __all__ = ["AxisRanges", "BlockRanges", "axis_name"]

@@ -13,8 +13,8 @@ from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Inde
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.node import Key, Node, key_of, nodes_in, within_depth
-from flexmask.expr.opaque import Captured
-from flexmask.expr.packing import Derived, document_ids, document_starts
+from flexmask.expr.opaque import CapturedTensor
+from flexmask.expr.packing import DocumentTable, document_ids, document_starts
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable, as_table, is_tensor, write_data
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ class Mask(MaskMethods):
         moved: dict[int, torch.Tensor] = {}
 
         def move(node: Node) -> Node | None:
-            if not isinstance(node, TensorTable | Captured):
+            if not isinstance(node, TensorTable | CapturedTensor):
                 return None
             if id(node.tensor) not in moved:
                 moved[id(node.tensor)] = node.tensor.to(device)
             tensor = moved[id(node.tensor)]
-            return Captured(tensor) if isinstance(node, Captured) else TensorTable(tensor, node.spare)
+            return CapturedTensor(tensor) if isinstance(node, CapturedTensor) else TensorTable(tensor, node.may_be_longer)
 
         return cast(Mask, self.replace(move))
 
@@ -126,7 +126,7 @@ def _refuse(sign: str, other: object) -> NoReturn:
 
 
 def _bound(node: Node, values: dict[str, object]) -> Node | None:
-    """What stands for ``node`` once the parameters in ``values`` are known; None to look below it."""
+    """The node with parameters replaced by their values; None to visit its children."""
 
     def argument(value: Any) -> Any:
         if isinstance(value, Param):
@@ -138,7 +138,7 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
     match node:
         case Named() if any(isinstance(below, Param) and below.name in values for below in node.walk()):
             return node.define(**{name: argument(value) for name, value in node.arguments})
-        case Derived(rule, Param(name), padding) if name in values:
+        case DocumentTable(rule, Param(name), padding) if name in values:
             data = cast(Any, values[name])
             return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}, padding=padding))
         case Lookup(Param(name), indices) if name in values:
@@ -209,8 +209,8 @@ def _flat(kind: type[_Nary], operands: tuple[Mask, ...]) -> list[Mask]:
     return list(found.values())
 
 
-def _stands(mask: Mask, kind: type[_Nary], keys: set[Any]) -> bool:
-    """Whether a mask, or each operand of it where it is of the kind, stands among the parts with these keys."""
+def _is_among(mask: Mask, kind: type[_Nary], keys: set[Any]) -> bool:
+    """Whether a mask, or each operand of it where it is of the kind, is among the parts with these keys."""
     return mask.key in keys or (isinstance(mask, kind) and all(operand.key in keys for operand in mask.operands))
 
 
@@ -220,7 +220,7 @@ def _absorbed(part: Mask, parts: list[Mask], kind: type[_Nary], inner: type[_Nar
         return False
     keys = {other.key for other in parts}
     own = {operand.key for operand in part.operands}
-    if any(_stands(operand, kind, keys) for operand in part.operands):
+    if any(_is_among(operand, kind, keys) for operand in part.operands):
         return True
     return any({operand.key for operand in other.operands} < own for other in parts if isinstance(other, inner))
 
@@ -229,7 +229,7 @@ def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operan
     """The canonical form of a conjunction (``neutral`` True) or disjunction (False)."""
     parts = [part for part in _flat(kind, operands) if part != Truth(neutral)]  # a & full -> a
     keys = {part.key for part in parts}
-    if Truth(not neutral).key in keys or any(_stands(Not.make(part), kind, keys) for part in parts):
+    if Truth(not neutral).key in keys or any(_is_among(Not.make(part), kind, keys) for part in parts):
         return Truth(not neutral)  # a & empty, a & ~a -> empty
     parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
     if len(parts) < 2:

@@ -1,6 +1,6 @@
 """The methods of a mask that lower, compare and draw it.
 
-The functions that they call stand in later packages, which are imported when a method is first called. This is the one module
+The functions that they call are in higher packages, which are imported when a method is first called. This is the one module
 that imports against the order of the layers.
 """
 
@@ -45,7 +45,7 @@ class MaskMethods(Node):
     Pictures have queries down and keys across. Every picture takes
 
     * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``, and both, where neither is given,
-      to what the tokens or the mask's own data say, else to 16;
+      to the tokens or the mask's own data determine, else to 16;
     * ``q_offset``: the position of the first query;
     * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
     * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order. The terms of
@@ -257,7 +257,7 @@ class MaskMethods(Node):
 
         Args:
             batch: which sequences: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
-            head: which heads, likewise.
+            head: which heads, in the same forms.
             title: instead of the mask's text.
 
         Returns:
@@ -324,7 +324,7 @@ class MaskMethods(Node):
 
         Args:
             batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
-            head: which heads, likewise.
+            head: which heads, in the same forms.
 
         Raises:
             RenderError: as :meth:`plot_panels`.
@@ -350,8 +350,8 @@ class MaskMethods(Node):
             path: the file.
             batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those
                 that fit into an interactive view.
-            head: which head, likewise.
-            terms: draws each term of the mask beside the whole.
+            head: which head, in the same forms.
+            terms: draws each term of the mask next to the whole.
 
         Raises:
             RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or as

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from flexmask.expr.mask import Mask
 
-__all__ = ["NAMES", "describe_non_mask", "signature_of", "uncalled"]
+__all__ = ["NAMES", "call_hint", "describe_non_mask", "signature_of"]
 
 #: Every named mask by its name, as far as its module is imported. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
@@ -29,7 +29,7 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(inspect.Signature(parameters))
 
 
-def uncalled(value: object) -> str:
+def call_hint(value: object) -> str:
     """How a function that makes a named mask is called, for a message; nothing for anything else."""
     name = getattr(value, "__name__", "")
     define = NAMES.get(name) if isinstance(name, str) else None
@@ -60,7 +60,7 @@ def describe_non_mask(value: Any) -> str:
             return f"{given}; give the Mask that it was made from"
     if callable(value) and not isinstance(value, Node):
         name = getattr(value, "__name__", type(value).__name__)
-        return f"{given}: {uncalled(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"
+        return f"{given}: {call_hint(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"
     return f"{given}; the simplest masks are flexmask.causal() and 'causal'"
 
 

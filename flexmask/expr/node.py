@@ -45,7 +45,7 @@ class Key:
         if self._parts is not other._parts:
             if self._parts != other._parts:
                 return False
-            other._parts = self._parts  # so that keys that stand in several places are compared once
+            other._parts = self._parts  # so that a shared key is compared once
         return True
 
 
@@ -160,7 +160,7 @@ class Node:
 
     @property
     def text_size(self) -> int:
-        """The number of nodes in the text, in which a node counts wherever it stands."""
+        """The number of nodes in the text, with a shared node counted at each place."""
         if "text_size" not in self.memo:
             self.memo["text_size"] = 1 + sum(node.text_size for node in self.written())
         return cast(int, self.memo["text_size"])
@@ -208,7 +208,7 @@ class Node:
         return list(found.values())
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
-        """Rebuilds the expression: where ``function`` gives a node, it stands for the one that was asked about."""
+        """Rebuilds the expression with each node replaced by ``function(node)``, where that is not None."""
         made: dict[int, Node] = {}
         pending: list[tuple[Node, Iterator[Node]]] = []
 

@@ -1,4 +1,4 @@
-"""Operations that an expression does not have, kept as calls: what a traced function does beyond index arithmetic."""
+"""Opaque calls: operations of a traced function that no expression has. They are exact, and lowered cell by cell."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from flexmask.expr.node import Key, Node, key_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Captured", "Opaque"]
+__all__ = ["CapturedTensor", "Opaque"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Captured(Node):
-    """A tensor of any dtype that a call takes as it is. It compares by identity."""
+class CapturedTensor(Node):
+    """A tensor of any dtype that is an argument of an opaque call. It compares by identity."""
 
     tensor: Tensor
 
     def _make_key(self) -> Key:
-        return Key(("Captured", id(self.tensor)))
+        return Key(("CapturedTensor", id(self.tensor)))
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
@@ -30,9 +30,9 @@ class Captured(Node):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opaque(Index):
-    """``function(*arguments)``: correct everywhere, and known for nothing but the symbols that it depends on.
+    """``function(*arguments)``, of which only the symbols that it depends on are known.
 
-    Its value may be a truth value, or a number that is no integer where another call takes it. It has no text that reads back.
+    Its value may be a truth value, or a number that is no integer where another call takes it. Its text cannot be parsed.
 
     Args:
         function: takes and gives tensors without axes, as a ``mask_mod`` does under ``torch.vmap``.

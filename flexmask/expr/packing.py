@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: tables that are derived from their lengths, or from positions, when a mask is lowered."""
+"""Documents packed into one sequence: tables of ids or starts, computed from lengths or positions when a mask is lowered."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flexmask.expr.tables import Param, Table, as_table, ranged, write_data
 if TYPE_CHECKING:
     from flexmask.expr.tables import Data
 
-__all__ = ["COVERING", "Derived", "document_ids", "document_starts"]
+__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts"]
 
-#: The sources of documents that say themselves how many positions they cover.
+#: The sources that give the number of positions that the documents cover.
 COVERING = {"lengths", "cu_seqlens"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Derived(Table):
-    """A table computed from another when a mask is lowered, for each position up to the length that is needed.
+class DocumentTable(Table):
+    """The document id, or the first position of the document, of each position, computed when a mask is lowered.
 
     Args:
-        rule: how it is computed: see :func:`flexmask.intervals.derive.derive`.
-        source: the data that it is computed from.
+        rule: how it is computed: see :func:`flexmask.intervals.documents.document_table`.
+        source: the lengths, offsets, positions or ids that it is computed from.
         padding: whether positions beyond ``lengths`` or ``cu_seqlens`` are allowed, as padding.
     """
 
@@ -75,7 +75,7 @@ def document_ids(
         cu_seqlens: their cumulative lengths from 0, ``[n + 1]`` or ``[B, n + 1]``, as variable-length kernels take them.
         position_ids: positions that restart in each document, ``[S]`` or ``[B, S]``; a document starts wherever a
             position is not the previous one plus 1.
-        padding: whether positions behind the last of the lengths are padding. Otherwise the documents must cover every
+        padding: whether positions after the last document are padding. Otherwise the documents must cover every
             position, which is checked when a mask is lowered; values in another device's memory are not read.
 
     Raises:
@@ -97,9 +97,9 @@ def document_ids(
         return values
     if isinstance(values, Table):
         values = ranged(values, f"document: {name}", 0, None)
-    return Derived(cast(Any, name), values, padding)
+    return DocumentTable(cast(Any, name), values, padding)
 
 
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
-    return Derived("starts", _sequence_table(ids, "document_starts: ids"))
+    return DocumentTable("starts", _sequence_table(ids, "document_starts: ids"))

@@ -137,11 +137,11 @@ class TensorTable(Table):
 
     Args:
         tensor: the values.
-        spare: whether there may be more values than positions, as where a traced function captured the tensor.
+        may_be_longer: whether there may be more values than positions, as in a tensor that a traced function captured.
     """
 
     tensor: Tensor
-    spare: bool = False
+    may_be_longer: bool = False
 
     def _make_key(self) -> Key:
         return Key(("TensorTable", id(self.tensor)))
@@ -263,7 +263,7 @@ def param(name: str) -> Param:
 
 
 def is_tensor(data: object) -> bool:
-    """Whether ``data`` is a torch tensor, found out without importing torch."""
+    """Whether ``data`` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)
 

@@ -1,4 +1,4 @@
-"""Key intervals: for each query row the keys that a mask shows.
+"""Key intervals: the keys that each query row attends to.
 
 Takes a mask and the lengths it is lowered at; gives `RowBounds`, two `Rows` ``[B', H', q_len, K, 2]`` of sorted, disjoint
 intervals that bound the mask from below and from above, and are equal where it is separable.

@@ -1,7 +1,6 @@
-"""Preparation: every check between a mask and the lengths that it is lowered at, and its data made ready.
+"""Binds a mask to lengths: validates its data against them and makes the lowering context, with data as tensors.
 
-Values of tensors in another device's memory are not read, since that would wait for the device; their shapes are checked
-like all others.
+Values of tensors in another device's memory are not read, which would force a host sync; their shapes are checked.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
 from flexmask.expr.mask import Mask, Named, PerHead
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Captured, Opaque
-from flexmask.expr.packing import COVERING, Derived
+from flexmask.expr.opaque import CapturedTensor, Opaque
+from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.intervals.checks import AXES, Computed, check_ranges, end_of_index, is_computed
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.derive import check_covers, derive
-from flexmask.intervals.ranges import AXES, Computed, check_ranges, is_computed, reach_of
+from flexmask.intervals.documents import check_covers, document_table
 
 __all__ = ["bind"]
 
@@ -41,7 +40,7 @@ def bind(
     q_offset: int | Tensor = 0,
     device: torch.device | str | None = None,
 ) -> Context:
-    """Checks that a mask can be lowered as asked, and prepares it.
+    """The context in which a mask is lowered at some lengths and sizes, its data validated against them.
 
     Raises:
         LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
@@ -67,7 +66,7 @@ def bind(
     for lookup in parts.lookups:
         context.tables[lookup.table.key] = _tensor(lookup.table, context)
     for tensor in parts.tensors:
-        if isinstance(tensor, Captured):
+        if isinstance(tensor, CapturedTensor):
             context.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
     for ranged in parts.ranged:
         _check_range(ranged, context)
@@ -79,11 +78,11 @@ def bind(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of a mask that its preparation looks at, each once, inner ones before those around them."""
+    """The nodes of a mask that are validated, each once, operands before operations."""
 
     params: list[Param]
     lookups: list[Lookup]
-    tensors: list[TensorTable | Captured]
+    tensors: list[TensorTable | CapturedTensor]
     ranged: list[Ranged]
     switches: list[PerHead]
     computed: list[Computed]
@@ -94,10 +93,10 @@ def _parts(mask: Mask) -> _Parts:
         parts = _Parts([], [], [], [], [], [])
         seen: set[Any] = set()
         for node in mask.expand().walk():
-            if not isinstance(node, Param | Lookup | TensorTable | Captured | Ranged | PerHead | Arithmetic | Absolute):
+            if not isinstance(node, Param | Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
-            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _has_spare(node))
+            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _may_be_longer(node))
             if use in seen:
                 continue
             seen.add(use)
@@ -106,7 +105,7 @@ def _parts(mask: Mask) -> _Parts:
                     parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
-                case TensorTable() | Captured():
+                case TensorTable() | CapturedTensor():
                     parts.tensors.append(node)
                 case Ranged():
                     parts.ranged.append(node)
@@ -118,18 +117,18 @@ def _parts(mask: Mask) -> _Parts:
     return cast(_Parts, mask.memo["parts"])
 
 
-def _device(tensors: list[TensorTable | Captured], device: torch.device | str | None, q_offset: object) -> torch.device:
-    found: dict[torch.device, TensorTable | Captured | None] = {}
+def _device(tensors: list[TensorTable | CapturedTensor], device: torch.device | str | None, q_offset: object) -> torch.device:
+    found: dict[torch.device, TensorTable | CapturedTensor | None] = {}
     for tensor in tensors:
         found.setdefault(tensor.tensor.device, tensor)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)
-    asked = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
+    wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
     for where, strange in found.items():
-        if where != asked:
+        if where != wanted:
             text = f"the mask's tensor {strange}" if strange is not None else "q_offset"
-            raise LoweringError(f"{text} is on {where}, not on {asked}; move it with .to({str(asked)!r})")
-    return asked
+            raise LoweringError(f"{text} is on {where}, not on {wanted}; move it with .to({str(wanted)!r})")
+    return wanted
 
 
 def _offset(q_offset: Any) -> int | Tensor:
@@ -162,55 +161,55 @@ def _sizes(
     offset: int | Tensor,
     needed: dict[str, int | None],
 ) -> dict[str, int]:
-    """The sizes of batch and heads, which all that says something about them must agree on."""
-    said: dict[str, dict[int, str]] = {"b": {}, "h": {}}
+    """The sizes of batch and heads, on which the arguments and all data of the mask must agree."""
+    claims_of: dict[str, dict[int, str]] = {"b": {}, "h": {}}
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if given[axis] is not None:
-            said[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
+            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
-        said["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
     for switch in parts.switches:
-        said["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
     for lookup in parts.lookups:
         for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
             if isinstance(index, Symbol) and index.name in AXES and size is not None:
-                if index.name in said:
-                    count = _enough(lookup, size, said[index.name])
-                    said[index.name].setdefault(count, lookup.brief())
+                if index.name in claims_of:
+                    count = _size_along(lookup, size, claims_of[index.name])
+                    claims_of[index.name].setdefault(count, lookup.brief())
                 else:
                     _check_axis(mask, lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
     sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
-        if len(said[axis]) > 1:
-            claims = " and ".join(f"{size} by {text}" for size, text in said[axis].items())
-            mend = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in said[axis] else ""
-            raise LoweringError(f"the mask {mask.brief()} is asked for two sizes of {keyword}: {claims}{mend}")
+        if len(claims_of[axis]) > 1:
+            claims = " and ".join(f"{size} by {text}" for size, text in claims_of[axis].items())
+            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
+            raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
-        if dependent and not said[axis] and not (axis == "b" and isinstance(offset, Tensor)):
+        if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             called = any(isinstance(node, Opaque) for node in mask.expand().walk())
             reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
             raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: say how many there are with {keyword}=")
-        sizes[axis] = next(iter(said[axis]), 1) if dependent else 1
+        sizes[axis] = next(iter(claims_of[axis]), 1) if dependent else 1
     return sizes
 
 
-def _has_spare(node: Node) -> bool:
-    """Whether the data of a lookup may have more values than positions; where it stands elsewhere too, it may not there."""
-    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.spare
+def _may_be_longer(node: Node) -> bool:
+    """Whether the data of a lookup may have more values than positions."""
+    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.may_be_longer
 
 
-def _enough(lookup: Lookup, size: int, said: dict[int, str]) -> int:
-    """The size of an axis that a lookup asks for: what is said already, where its data has more than that."""
-    smaller = [other for other in said if other < size]
-    return smaller[0] if _has_spare(lookup) and smaller else size
+def _size_along(lookup: Lookup, size: int, claims_of: dict[int, str]) -> int:
+    """The size of an axis according to a lookup: its own, or a smaller one from elsewhere where its data may be longer."""
+    smaller = [other for other in claims_of if other < size]
+    return smaller[0] if _may_be_longer(lookup) and smaller else size
 
 
 def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
     length = needed[name]
-    spare = _has_spare(lookup)
-    if name == "kv" and (size < cast(int, length) if spare else size != length):
+    may_be_longer = _may_be_longer(lookup)
+    if name == "kv" and (size < cast(int, length) if may_be_longer else size != length):
         raise LoweringError(f"{_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
-    if name == "q" and not (moved or spare) and size not in (length, needed["kv"]):
+    if name == "q" and not (moved or may_be_longer) and size not in (length, needed["kv"]):
         hint = "; give q_offset for later queries" if size > cast(int, length) else ""
         raise LoweringError(f"{_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
     if name == "q" and length is not None and size < length:
@@ -242,13 +241,13 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
             return cast(Tensor, table.memo[where])
         case Ranged(source):
             return _tensor(source, context)
-        case Derived(rule, source):
+        case DocumentTable(rule, source):
             positions = max(context.kv_len, context.q_end or 0)
             if not (isinstance(source, Table) and source.constant and can_keep_tensors()):
-                return derive(rule, _tensor(source, context), positions)
+                return document_table(rule, _tensor(source, context), positions)
             place, made = table.memo.get("derived", (None, None))
             if place != (positions, context.device):
-                made = derive(rule, _tensor(source, context), positions)
+                made = document_table(rule, _tensor(source, context), positions)
                 table.memo["derived"] = (positions, context.device), made
             return cast(Tensor, made)
     raise AssertionError(f"not a table: {table!r}")
@@ -257,8 +256,8 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
 def _check_covers(lookup: Lookup, context: Context) -> None:
     """Checks that documents given by lengths cover the positions that are looked up."""
     match lookup.table:
-        case Derived(rule, Table() as source, False) as table if rule in COVERING:
-            needed = reach_of(lookup.indices[-1], context)
+        case DocumentTable(rule, Table() as source, False) as table if rule in COVERING:
+            needed = end_of_index(lookup.indices[-1], context)
             if needed is None or needed <= table.memo.get("covered", 0):
                 return
             check_covers(rule, source.to_tensor(), needed)

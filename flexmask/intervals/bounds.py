@@ -1,8 +1,7 @@
-"""The analysis: from a mask to the rows that it shows.
+"""From a mask to its rows, ``[B, H, q_len, K]`` key intervals, from below and from above.
 
-A mask whose leaves all separate (:mod:`flexmask.intervals.solve`) has exact rows. A leaf that does not is bounded: no key for
-certain, all keys at most. The bounds go through the algebra, so every mask has rows that are visible for certain and rows
-beyond which nothing is visible.
+A mask whose leaves are all separable (:mod:`flexmask.intervals.solve`) has exact rows. A leaf that is not separable is bounded by
+no key from below and by all keys from above. The boolean algebra is computed on these bounds.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol, kv, q
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
-from flexmask.expr.packing import Derived
+from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.closures import greater, lesser
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
-from flexmask.intervals.extents import INT64, extent
-from flexmask.intervals.pieces import Pieces, direction
+from flexmask.intervals.extent import INT64, extent
+from flexmask.intervals.piecewise import PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import ValueRuns, rising_runs, runs, threshold
+from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold
 from flexmask.intervals.solve import Span, is_separable, separate
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
 
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
 MAX_SLOTS = 64
-#: Queries from which on a mask is hardly lowered twice with the same data: a copy of the data would cost more than it saves.
+#: From so many queries on a mask is rarely lowered twice with the same data, so that a copy of the data costs more than it saves.
 DECODING = 1024
 
 
-#: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, as far as they compare with the positions of keys.
+#: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, exact between 0 and kv_len.
 Ends: TypeAlias = tuple[list[Any], list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class RowBounds:
-    """The rows of a mask from below and above.
+    """The rows of a mask, bounded from below and above.
 
     Attributes:
         lower: keys that are visible for certain.
@@ -87,24 +86,24 @@ class RowBounds:
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
-    """Conditions ``column sign value`` on one column that rises in pieces."""
+class _Conditions:
+    """Conditions ``column sign value`` on one piecewise non-decreasing column."""
 
-    pieces: Pieces | None
+    pieces: PiecewiseColumn | None
     conditions: list[tuple[str, Tensor]]
 
-    def chosen(self, rows: Rows) -> Rows | None:
+    def keys_within(self, rows: Rows) -> Rows | None:
         """The keys of rows that meet them all, or None where these cannot be listed."""
         if self.pieces is None:
             return None
         pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
-        first, behind = [every], [every + pieces.size]
+        first, ends = [every], [every + pieces.size]
         for sign, value in self.conditions:
             if sign in {"==", ">=", ">"}:
                 first.append(pieces.rank(value, inclusive=sign == ">"))
             if sign in {"==", "<=", "<"}:
-                behind.append(pieces.rank(value, inclusive=sign != "<"))
-        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, behind), MAX_SLOTS)
+                ends.append(pieces.rank(value, inclusive=sign != "<"))
+        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), MAX_SLOTS)
 
 
 def analyse(context: Context) -> RowBounds:
@@ -113,15 +112,15 @@ def analyse(context: Context) -> RowBounds:
 
 
 class _Analysis:
-    """One analysis: each index expression is evaluated once along the queries and once along the keys."""
+    """The rows of the parts of one mask; index expressions are evaluated once along the queries and once along the keys."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.queries, self.keys = Evaluation(context, "q"), Evaluation(context, "kv")
         self.known: dict[Any, Rows | None] = {}
-        self.of_columns: dict[Any, Pieces | None] = {}
-        self.of_spans: dict[Any, Ends | None] = {}
-        self.of_sides: dict[Any, tuple[Tensor, Tensor] | None] = {}
+        self.piecewise_columns: dict[Any, PiecewiseColumn | None] = {}
+        self.span_ends: dict[Any, Ends | None] = {}
+        self.side_values: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
         match mask:
@@ -140,16 +139,16 @@ class _Analysis:
         return self.leaf(mask)
 
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
-        """The rows of ``a & b & ...``. What is one interval in each row first becomes one, with the tightest bounds."""
+        """The rows of ``a & b & ...``. Operands of one interval a row are intersected first."""
         spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
-        stepped = {id(operand): operand for operand in operands if self.is_stepped(operand)}
-        apart = spans.keys() | stepped.keys()
-        parts = [self.rows(operand) for operand in operands if id(operand) not in apart]
+        piecewise = {id(operand): operand for operand in operands if self.is_piecewise(operand)}
+        special = spans.keys() | piecewise.keys()
+        parts = [self.rows(operand) for operand in operands if id(operand) not in special]
         single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
         others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
-        return self.refined(reduce(lambda a, b: a & b, others), stepped.values())
+        return self.refined(reduce(lambda a, b: a & b, others), piecewise.values())
 
     def disjunction(self, parts: list[RowBounds]) -> RowBounds:
         """The rows of ``a | b | ...``, those that are exact joined at once."""
@@ -161,46 +160,50 @@ class _Analysis:
         return reduce(lambda a, b: a | b, parts)
 
     def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
-        """The keys within bounds that conditions show whose columns rise only in pieces, those of the fewest pieces first."""
-        groups: dict[Any, _Group] = {}
+        """The bounds, intersected with conditions on piecewise non-decreasing columns, those of the fewest pieces first."""
+        groups: dict[Any, _Conditions] = {}
         for mask in masks:
             column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-            groups.setdefault(mask.left.key, _Group(self.pieces(mask.left, column), [])).conditions.append((mask.sign, value))
+            groups.setdefault(mask.left.key, _Conditions(self.pieces(mask.left, column), [])).conditions.append(
+                (mask.sign, value)
+            )
         for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
-            upper = group.chosen(bounds.upper)
+            upper = group.keys_within(bounds.upper)
             if upper is None:
                 bounds = RowBounds(self.unknown().lower, bounds.upper)
             elif bounds.exact:
                 bounds = RowBounds.of(upper)
             else:
-                lower = group.chosen(bounds.lower) or self.unknown().lower
+                lower = group.keys_within(bounds.lower) or self.unknown().lower
                 bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
         return bounds
 
-    def pieces(self, column: Index, values: Tensor) -> Pieces | None:
-        if column.key not in self.of_columns:
-            self.of_columns[column.key] = Pieces.of(values.flatten()) if values.numel() == self.context.kv_len else None
-        return self.of_columns[column.key]
+    def pieces(self, column: Index, values: Tensor) -> PiecewiseColumn | None:
+        if column.key not in self.piecewise_columns:
+            self.piecewise_columns[column.key] = (
+                PiecewiseColumn.of(values.flatten()) if values.numel() == self.context.kv_len else None
+            )
+        return self.piecewise_columns[column.key]
 
     def sides(self, mask: Compare) -> tuple[Tensor, Tensor] | None:
-        """The values of a separable comparison along the keys and along the queries, or None where 64 bits do not hold them."""
-        if mask.key not in self.of_sides:
+        """The sides of a separable comparison, along the keys and along the queries, or None where 64 bits do not hold them."""
+        if mask.key not in self.side_values:
             found = None if self.keys.exact(mask.left) is None else sides(mask, self.keys, self.queries)
-            self.of_sides[mask.key] = found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
-        return self.of_sides[mask.key]
+            self.side_values[mask.key] = found and (self.keys.shaped(found[0]), self.queries.shaped(found[1]))
+        return self.side_values[mask.key]
 
-    def is_told(self, mask: Mask) -> TypeGuard[Compare]:
-        """Whether a mask is a separable comparison whose sides 64 bits hold, as they do the sides that a user wrote."""
+    def has_int64_sides(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a separable comparison whose sides fit 64 bits; sides that a user wrote always do."""
         if not is_separable(mask):
             return False
         return not any(isinstance(side, Sum | Quotient) for side in (mask.left, mask.right)) or self.sides(mask) is not None
 
-    def is_stepped(self, mask: Mask) -> TypeGuard[Compare]:
-        """Whether a mask is a comparison whose column rises only in pieces."""
-        return self.is_told(mask) and mask.sign != "!=" and self.plain(mask) is None
+    def is_piecewise(self, mask: Mask) -> TypeGuard[Compare]:
+        """Whether a mask is a separable comparison whose column is only piecewise non-decreasing."""
+        return self.has_int64_sides(mask) and mask.sign != "!=" and self.monotone_rows(mask) is None
 
-    def plain(self, mask: Compare) -> Rows | None:
-        """The rows of a comparison whose column rises, falls or has few runs throughout, else None."""
+    def monotone_rows(self, mask: Compare) -> Rows | None:
+        """The rows of a comparison whose column is monotone, or has few runs of equal values; else None."""
         if mask.key not in self.known:
             self.known[mask.key] = self.matches(mask) if mask.sign == "==" else self.threshold(mask)
         return self.known[mask.key]
@@ -211,10 +214,10 @@ class _Analysis:
         return threshold(column, value, self.context.kv_len, mask.sign, rises=way > 0) if way else None
 
     def ends(self, mask: Mask) -> Ends | None:
-        """The starts and stops of what is one interval in each row, or None where it is not or 64 bits do not hold its ends."""
-        if mask.key not in self.of_spans:
-            self.of_spans[mask.key] = self._ends(mask)
-        return self.of_spans[mask.key]
+        """The starts and stops of a mask of one interval a row; None for other masks, and where 64 bits do not hold the ends."""
+        if mask.key not in self.span_ends:
+            self.span_ends[mask.key] = self._ends(mask)
+        return self.span_ends[mask.key]
 
     def _ends(self, mask: Mask) -> Ends | None:
         kv_len = self.context.kv_len
@@ -251,8 +254,8 @@ class _Analysis:
                 return RowBounds.of(make(kv_len, context.device))
             case Span() | Compare() if (ends := self.ends(mask)) is not None:
                 return RowBounds.of(self.span([ends]))
-            case Compare() if self.is_told(mask):
-                found = self.plain(mask)
+            case Compare() if self.has_int64_sides(mask):
+                found = self.monotone_rows(mask)
                 return RowBounds.of(found) if found is not None else self.refined(self.leaf(Truth(True)), [mask])
             case Compare() if "q" not in mask.symbols and (holds := self.keys.holds(mask)) is not None:
                 return RowBounds.of(runs(holds, kv_len))
@@ -262,18 +265,23 @@ class _Analysis:
 
     def matches(self, mask: Compare) -> Rows | None:
         context, column = self.context, mask.left
-        if _rises(column) and _sync.needs_sync(context.tables[column.table.key]):
+        if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
             ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-            return rising_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, context.kv_len)
+            return nondecreasing_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, context.kv_len)
         found = self.runs_of(column)
-        if context.q_len == context.kv_len and isinstance(context.q_offset, int) and context.q_offset == 0 and _is_mirrored(mask):
+        if (
+            context.q_len == context.kv_len
+            and isinstance(context.q_offset, int)
+            and context.q_offset == 0
+            and _has_same_sides(mask)
+        ):
             return found.own(MAX_SLOTS)
         return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
 
     def runs_of(self, column: Index) -> ValueRuns:
-        """The runs of a column, which are kept until its data changes."""
-        stamp = self.stamp(column) if can_keep_tensors() else None
+        """The runs of equal values of a column, cached until its data changes."""
+        stamp = self.data_version(column) if can_keep_tensors() else None
         known, found = column.memo.get("runs", (None, None))
         if stamp is not None and found is not None and _is_same(known, stamp):
             return cast(ValueRuns, found)
@@ -282,8 +290,8 @@ class _Analysis:
             column.memo["runs"] = (stamp.clone() if isinstance(stamp, Tensor) else stamp), made
         return made
 
-    def stamp(self, column: Index) -> Any:
-        """What changes with the data of a column: something cheaper than its runs, or None where there is no such thing."""
+    def data_version(self, column: Index) -> Any:
+        """A version of the data of a column, equal only where its runs are; None where no cheap one exists."""
         table = _table_of(column)
         if isinstance(table, Table) and table.constant:
             return self.context.kv_len, self.context.batch, self.context.heads, self.context.device
@@ -314,24 +322,24 @@ def _is_same(known: Any, stamp: Any) -> bool:
     return isinstance(stamp, tuple) and isinstance(known, tuple) and known == stamp
 
 
-def _is_mirrored(mask: Compare) -> bool:
-    """Whether the queries are compared by what the keys are."""
-    if "mirrored" not in mask.memo:
+def _has_same_sides(mask: Compare) -> bool:
+    """Whether both sides are the same expression, of ``q`` and of ``kv``."""
+    if "same_sides" not in mask.memo:
         mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
-        mask.memo["mirrored"] = mirrored.key == mask.left.key
-    return cast(bool, mask.memo["mirrored"])
+        mask.memo["same_sides"] = mirrored.key == mask.left.key
+    return cast(bool, mask.memo["same_sides"])
 
 
 def _table_of(column: Index) -> Table | Param | None:
-    """The table that a column is, looked up at plain indices."""
+    """The table of a column that is a lookup at plain indices."""
     if isinstance(column, Lookup) and all(isinstance(index, Symbol) for index in column.indices):
         return column.table
     return None
 
 
-def _rises(column: Index) -> TypeGuard[Lookup]:
-    """Whether a column is known to rise from 0 up, but for a tail of -1, whatever its data: as derived tables do."""
-    return isinstance(_table_of(column), Derived)
+def _is_nondecreasing(column: Index) -> TypeGuard[Lookup]:
+    """Whether a column is known to be non-decreasing from 0 up, except for a tail of -1, as document tables are."""
+    return isinstance(_table_of(column), DocumentTable)
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

@@ -1,7 +1,7 @@
-"""The expression form: an expression as a plain closure of ``(b, h, q_idx, kv_idx)``, one step after another.
+"""Expressions as closures of ``(b, h, q_idx, kv_idx)``: a flat list of steps.
 
-The steps are not calls inside each other, of which a compiler takes few. They capture nothing but numbers, tensors and plain
-functions, so that it has no other object to guard on. They take scalars, as FlexAttention passes them, or index tensors that
+The steps are not nested calls, of which a compiler takes few. They capture only numbers, tensors and plain functions, so that
+it has no other object to guard on. They take scalars, as FlexAttention passes them, or index tensors that
 broadcast. Kernels count positions in 32 bits; an operation
 whose operands or result may need more has its operands converted to 64.
 """
@@ -21,17 +21,17 @@ from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.node import Key
-from flexmask.expr.opaque import Captured, Opaque
+from flexmask.expr.opaque import CapturedTensor, Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
-from flexmask.intervals.extents import Read, extent, fits
+from flexmask.intervals.extent import Read, extent, fits
 
 __all__ = ["ARITHMETIC", "COMPARISON", "Closure", "Column", "closure_of", "greater", "lesser", "mask_closure", "opaque_call"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Column(Index):
-    """Values that were worked out before, at ``b``, ``h`` and one position; ``q`` counts from 0 whatever the offset.
+    """Precomputed values at ``b``, ``h`` and one position; ``q`` counts from 0 whatever the offset.
 
     Args:
         values: ``int64[B, H, n]``, with 1 for an axis that they do not depend on.
@@ -53,7 +53,7 @@ class Widened(Index):
 
 
 Closure: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-#: What is computed, and the places of what it is computed of: the four arguments stand first, then the results of the steps.
+#: A function, and the places of its operands: 0 to 3 are the four arguments, then come the results of the steps.
 Step: TypeAlias = tuple[Callable[..., Any], tuple[int, ...]]
 
 
@@ -93,7 +93,7 @@ def closure_of(node: Index | Mask, context: Context) -> Closure:
 
 
 def _closure(steps: tuple[Step, ...], result: int) -> Closure:
-    """Runs steps, each with what it computes, the places of what it takes, and the places of what no later step takes."""
+    """Runs steps; a result is dropped after the last step that reads it."""
     last = {place: number for number, (_, places) in enumerate(steps) for place in places}
     freed = [[place for place in set(places) if last[place] == number] for number, (_, places) in enumerate(steps)]
     every = tuple((*step, tuple(place for place in done if place != result)) for step, done in zip(steps, freed, strict=True))
@@ -110,7 +110,7 @@ def _closure(steps: tuple[Step, ...], result: int) -> Closure:
 
 
 class _Program:
-    """The steps of an expression: what is computed once a step, however often it stands there, operands before operations."""
+    """The steps of an expression, one for each distinct subexpression, operands before operations."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -118,7 +118,7 @@ class _Program:
         self.places: dict[Any, int] = {name: place for place, name in enumerate(("b", "h", "q", "kv"))}
 
     def add(self, node: Index | Mask) -> None:
-        """Adds the steps of an expression. What is still to be done stands on a list, as Python's stack is short."""
+        """Adds the steps of an expression, without recursion, as Python's stack is short."""
         pending: list[Any] = [node]
         while pending:
             match pending.pop():
@@ -130,7 +130,7 @@ class _Program:
                     pending += reversed(self.tasks(node))
 
     def tasks(self, node: Index | Mask) -> list[Any]:
-        """What has to be done for a node in turn: nodes to add, and steps as (key, what it computes, keys of operands)."""
+        """The work for a node in order: nodes to add, and steps as (key, function, keys of operands)."""
         match node:
             case And(operands) | Or(operands) | Xor(operands):  # one after another, so that few values are held at a time
                 done: list[Any] = [operands[0]]
@@ -148,14 +148,14 @@ class _Program:
         return [*(part for part in parts if not isinstance(part, str)), (node.key, compute, keys)]
 
     def step(self, node: Index | Mask) -> tuple[Callable[..., Any], list[Any]]:
-        """What is computed for a node, and of what: nodes, or names of the arguments."""
+        """The function that computes a node, and its operands: nodes, or names of the arguments."""
         context = self.context
         match node:
             case Constant(value):
                 return lambda: value, []
             case Symbol("kv"):
                 return _same, ["kv"]
-            case Symbol("b" | "h" as name):  # an axis of size 1 may stand for more: it is read at 0
+            case Symbol("b" | "h" as name):  # an axis of size 1 may be broadcast: it is read at 0
                 return (_same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
             case Symbol():
                 return _query(context.q_offset)
@@ -241,7 +241,7 @@ def opaque_call(node: Opaque, context: Context) -> tuple[Callable[..., Any], lis
 
     def argument(value: Any) -> tuple[bool, Any]:
         """A value as it is, or where to find it: from 0 up in the steps, below 0 in what varies."""
-        if isinstance(value, Captured):
+        if isinstance(value, CapturedTensor):
             return False, context.tables[value.key]
         if isinstance(value, Opaque):
             return True, step(value)

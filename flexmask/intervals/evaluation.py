@@ -1,7 +1,7 @@
-"""Evaluation: the values of an expression at all queries, or at all keys, each common part worked out once.
+"""Values of expressions along one axis, ``int64[B, H, q_len]`` or ``[B, H, kv_len]``, common subexpressions computed once.
 
-Expressions as the user wrote them are evaluated as they are; preparation has checked that they do not overflow. Sums that come
-from solving a comparison may be far greater than what the user wrote, so they are evaluated exactly, or not at all.
+Expressions that a user wrote do not overflow, which :mod:`flexmask.intervals.checks` has checked. Sums from solving a comparison
+may be greater than 64 bits, so they are evaluated exactly, or not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexmask.intervals.closures import (
     opaque_call,
 )
 from flexmask.intervals.context import Context
-from flexmask.intervals.extents import INT64, Extent, Read, extent, fits
+from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
 
@@ -87,7 +87,7 @@ class Evaluation:
         return closure(b, h, position, position)
 
     def holds(self, mask: Mask) -> Tensor | None:
-        """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice to tell."""
+        """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice."""
         resolved = self.context.with_lengths(mask)
         if not isinstance(resolved, Compare):
             return self.tensor(resolved)
@@ -102,10 +102,10 @@ class Evaluation:
         """The values of an expression where they are in ``low .. high``; elsewhere values beyond the same end.
 
         So they compare with every number in ``low .. high`` as the exact values do. Data in another device's memory is read,
-        which is a host sync, only where they cannot be told otherwise.
+        which is a host sync, only where that is needed.
 
         Returns:
-            The values as :meth:`values`, or None where 64-bit integers do not suffice to tell them.
+            The values as :meth:`values`, or None where 64-bit integers do not suffice.
         """
         resolved = self.context.with_lengths(index)
         if not isinstance(resolved, Sum | Quotient):
@@ -118,7 +118,7 @@ class Evaluation:
 
     def _within(self, index: Index, low: int, high: int, read: Read) -> Any:
         least, most = extent(index, self.context, read)
-        if most < low or least > high:  # decided without a look at the values
+        if most < low or least > high:  # decided without reading the values
             beyond = low - 1 if most < low else high + 1
             return beyond if fits((beyond, beyond)) else None
         if self.is_plain(index, read):
@@ -264,7 +264,7 @@ def _ends(values: Any) -> Extent:
 
 
 def hoisted_closure(context: Context) -> Closure:
-    """The closure of the mask of a context, what depends on the query or on the key alone worked out beforehand."""
+    """The closure of the mask of a context, with values that depend on the query or on the key alone precomputed."""
     along = {"q": Evaluation(context, "q"), "kv": Evaluation(context, "kv")}
 
     def hoisted(node: Node) -> Node | None:

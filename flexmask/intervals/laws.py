@@ -1,7 +1,7 @@
-"""Laws: the arithmetic that solves a comparison for one term, each law a function with what it says in its docstring.
+"""The arithmetic that solves a comparison for one term, each law a function whose docstring states it.
 
-They take Python integers, linear forms and, where named so, tensors. ``tests/test_laws.py`` calls the same functions with
-symbolic integers and proves what the docstrings say for all of them.
+They take Python integers, linear forms and, where named so, tensors. ``tests/intervals/test_laws.py`` calls the same functions
+with symbolic integers and proves the docstrings for all of them.
 """
 
 from __future__ import annotations

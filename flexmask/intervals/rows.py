@@ -1,4 +1,4 @@
-"""Rows: what each query row may see, as a short list of key intervals, and the algebra of such lists.
+"""Key intervals of each query row, ``int32[B, H, q_len, K]``, and their boolean algebra.
 
 The tensors are padded: every row has the same number of interval slots, and a slot that is not used is the empty interval
 ``[kv_len, kv_len)``. Slots that no row uses are dropped after each operation on the CPU. Elsewhere that would force a host
@@ -28,8 +28,8 @@ class Rows:
 
     Attributes:
         lo: first key of each interval, ``int32[B, H, q_len, K]``; each of the first three axes is 1 where the set does not
-            depend on it. Unused slots stand last.
-        hi: the key behind the last of each interval, shaped like ``lo``.
+            depend on it. Unused slots come last.
+        hi: one more than the last key of each interval, shaped like ``lo``.
         kv_len: number of keys.
     """
 
@@ -76,7 +76,7 @@ class Rows:
         if min(self.slots, other.slots) > 1:
             few, many = sorted((self, other), key=lambda rows: rows.slots)
             if many.slots > FEW and many.lo.numel() == many.slots and few.lo.shape[2] > 1 and not _sync.needs_sync(self.lo):
-                return few._sifted(many)
+                return few._intersected(many)
             both = ~(~self | ~other)
             return both._cut(self.slots + other.slots - 1)
         return Rows(torch.maximum(self.lo, other.lo), torch.minimum(self.hi, other.hi), self.kv_len).compact()
@@ -137,25 +137,25 @@ class Rows:
         return Rows(lo, hi, self.kv_len)
 
     def compact(self) -> Rows:
-        """The same sets with empty intervals last, given intervals that stand in order but for these."""
+        """The same sets with empty intervals last, given intervals in order apart from these."""
         empty = self.lo >= self.hi
         lo, hi = self.lo.masked_fill(empty, self.kv_len), self.hi.masked_fill(empty, self.kv_len)
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
     def joined(self) -> Rows:
-        """The same sets, given intervals that stand in order but may be empty or touch the next one; forces a host sync."""
+        """The same sets, given intervals in order that may be empty or touch the next one; forces a host sync."""
         found = self.compact()
         touching = (found.hi[..., :-1] == found.lo[..., 1:]) & (found.lo[..., 1:] < self.kv_len)
         return found._merge() if bool(touching.any()) else found
 
-    def _sifted(self, sieve: Rows) -> Rows:
-        """The keys that are also in a set that is the same for all rows; in time that follows what is left."""
-        lo, hi = sieve.lo.flatten(), sieve.hi.flatten()
+    def _intersected(self, shared: Rows) -> Rows:
+        """The intersection with a set that is the same for all rows, in time of the size of the result."""
+        lo, hi = shared.lo.flatten(), shared.hi.flatten()
         first = torch.searchsorted(hi, self.lo.contiguous(), right=True)
-        behind = torch.searchsorted(lo, self.hi.contiguous())
-        number = (behind - first).clamp(min=0).where(self.lo < self.hi, 0)
+        end = torch.searchsorted(lo, self.hi.contiguous())
+        number = (end - first).clamp(min=0).where(self.lo < self.hi, 0)
         step = torch.arange(max(1, int(number.max())), device=lo.device)
-        at = (first.unsqueeze(-1) + step).clamp(max=sieve.slots - 1)
+        at = (first.unsqueeze(-1) + step).clamp(max=shared.slots - 1)
         start, stop = torch.maximum(lo[at], self.lo.unsqueeze(-1)), torch.minimum(hi[at], self.hi.unsqueeze(-1))
         start = start.where(step < number.unsqueeze(-1), stop)
         return Rows(start.flatten(-2), stop.flatten(-2), self.kv_len).compact()
@@ -165,12 +165,12 @@ class Rows:
         if self.slots == 2:
             return self._merge_two()
         lo, order = self.lo.sort(dim=-1, stable=True)
-        reach = self.hi.gather(-1, order).cummax(-1).values
+        last = self.hi.gather(-1, order).cummax(-1).values
         opens = torch.ones_like(lo, dtype=torch.bool)
-        opens[..., 1:] = lo[..., 1:] > reach[..., :-1]
+        opens[..., 1:] = lo[..., 1:] > last[..., :-1]
         closes = torch.ones_like(opens)
         closes[..., :-1] = opens[..., 1:]
-        lo, hi = lo.masked_fill(~opens, self.kv_len), reach.masked_fill(~closes, self.kv_len)
+        lo, hi = lo.masked_fill(~opens, self.kv_len), last.masked_fill(~closes, self.kv_len)
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
     def _merge_two(self) -> Rows:
@@ -201,6 +201,6 @@ def _sorted(ends: Tensor) -> Tensor:
     if ends.shape[-1] == 2:
         first, second = ends.unbind(-1)
         return torch.stack((torch.minimum(first, second), torch.maximum(first, second)), -1)
-    if not _sync.needs_sync(ends) and bool((ends[..., 1:] >= ends[..., :-1]).all()):  # a look costs less than sorting
+    if not _sync.needs_sync(ends) and bool((ends[..., 1:] >= ends[..., :-1]).all()):  # checking costs less than sorting
         return ends
     return ends.sort(-1).values

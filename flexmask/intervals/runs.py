@@ -1,4 +1,4 @@
-"""Runs: from values along the keys to the intervals of keys where a condition on them holds."""
+"""From values along the keys, ``[B, H, kv_len]``, to the key intervals where a condition on them holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows
 
-__all__ = ["ValueRuns", "rising_runs", "runs", "threshold"]
+__all__ = ["ValueRuns", "nondecreasing_runs", "runs", "threshold"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -21,7 +21,7 @@ MANY = 1024
 def runs(holds: Tensor, kv_len: int) -> Rows:
     """The keys where ``bool[B, H, kv_len]`` is True, the same in every row.
 
-    The number of intervals depends on the values, so this waits for the device.
+    The number of intervals depends on the values, so this forces a host sync.
     """
     holds = holds.expand(*holds.shape[:2], kv_len)
     edges = torch.nn.functional.pad(holds, (1, 1)).to(torch.int8).diff()
@@ -45,14 +45,14 @@ def _positions(marked: Tensor, fill: int) -> Tensor:
 
 
 def threshold(column: Tensor, value: Tensor, kv_len: int, sign: str, *, rises: bool) -> Rows:
-    """The keys with ``column[b, h, kv] sign value[b, h, q]``, given a column that rises throughout, or else falls.
+    """The keys with ``column[b, h, kv] sign value[b, h, q]``, given a column that is non-decreasing, or else non-increasing.
 
     Args:
         column: ``int64[B, H, kv_len]``.
         value: ``int64[B, H, q_len]``.
         kv_len: number of keys.
         sign: one of ``< <= > >=``.
-        rises: whether the column rises.
+        rises: whether the column is non-decreasing.
     """
     column = column.expand(*column.shape[:2], kv_len)
     if not rises:
@@ -75,15 +75,14 @@ def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
 class ValueRuns:
     """The runs of equal values along lines ``[B, H, n]``.
 
-    Where a line has fewer runs than another it is filled up with empty runs of the greatest integer, which as a value of its
-    own is not told from them; no length, id or position is that large.
+    Lines with fewer runs than others are padded with empty runs of the greatest integer, which no length, id or position is.
 
     Attributes:
         starts: the first position of each run, ``int32[B, H, R]``, in order.
-        stops: the position behind the last of each.
+        stops: one more than the last position of each.
         held: the values of the runs in ascending order, ``int64[B, H, R]``.
         order: which run each of these is the value of, ``int64[B, H, R]``.
-        distinct: whether no value comes back after another, so that each has one run.
+        distinct: whether each value has one run.
         n: the length of the lines.
     """
 
@@ -96,7 +95,7 @@ class ValueRuns:
 
     @classmethod
     def of(cls, values: Tensor, n: int) -> Self:
-        """The runs of ``int64[B, H, n]``. How many there are depends on the values, so this waits for the device."""
+        """The runs of ``int64[B, H, n]``. Their number depends on the values, so this forces a host sync."""
         values = values.expand(*values.shape[:2], n)
         changes = torch.ones(values.shape, dtype=torch.bool, device=values.device)
         torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
@@ -110,7 +109,7 @@ class ValueRuns:
     def matching(self, value: Tensor, most: int) -> Rows | None:
         """For ``value`` ``int64[B, H, q_len]`` the positions that hold it, or None where that takes over ``most`` intervals.
 
-        Waits for the device where a value comes back after another.
+        Forces a host sync where some value has several runs.
         """
         if value.shape[-1] < MANY or _sync.needs_sync(value):
             return self._matching(value, None, most)
@@ -151,7 +150,7 @@ class ValueRuns:
         return Rows(lo.view(*lo.shape[:2], -1, slots), hi.view(*hi.shape[:2], -1, slots), self.n)
 
     def _spread(self, found: Rows) -> Rows:
-        """Rows that say something about each run, as rows for each position."""
+        """The rows of each run, repeated for each of its positions."""
         shape = torch.Size(max(sizes) for sizes in zip(self.starts.shape[:2], found.lo.shape[:2], strict=True))
         repeats = (self.stops - self.starts).expand(*shape, -1).flatten()
         bounds = found.bounds.expand(*shape, -1, -1, -1).flatten(0, 2)
@@ -163,10 +162,10 @@ def _picked(of_runs: Tensor, at: Tensor) -> Tensor:
     return (of_runs if of_runs.shape[:2] == at.shape[:2] else of_runs.expand(*at.shape[:2], -1)).gather(-1, at)
 
 
-def rising_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
-    """The keys with ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without waiting for the device.
+def nondecreasing_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
+    """The keys with ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without a host sync.
 
-    The column must never fall, from 0 up, but for a tail of -1; of any other the result means nothing. No value may be the
+    The column must be non-decreasing from 0 up, except for a tail of -1; this is not checked. No value may be the
     greatest integer.
     """
     behind = torch.iinfo(column.dtype).max

@@ -1,11 +1,11 @@
-"""Separation: a comparison of query and key, solved for the key.
+"""Solves comparisons for the key index.
 
-``separate`` rewrites a mask into the same mask over leaves whose rows can be read off:
+``separate`` rewrites a mask into the same mask over leaves whose key intervals follow from values along one axis:
 
 * :class:`Span`: ``start <= kv < stop`` with bounds that do not depend on the key;
 * a ``Compare`` whose left side depends on the key and not on the query, its right side not on the key
   (:func:`is_separable`), or one that depends on the query alone;
-* what is left, a ``Compare`` of both, does not separate.
+* any other ``Compare`` is not separable in q and kv.
 
 It knows nothing of lengths or tensors, so its result is kept with the mask. What it adds up has Python's integers for factors and
 constants (:class:`flexmask.expr.linear.Sum`); what it computes with them is :mod:`flexmask.intervals.laws`.
@@ -54,7 +54,7 @@ Finish: TypeAlias = Callable[[Linear, str], Mask]
 
 
 def separate(mask: Mask) -> Mask:
-    """The same mask over leaves that separate, as far as they do."""
+    """The same mask over separable leaves, as far as it has them."""
     if "separated" not in mask.memo:
         mask.memo["separated"] = mask.replace(_leaf)
     return cast(Mask, mask.memo["separated"])

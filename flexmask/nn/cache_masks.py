@@ -20,10 +20,10 @@ from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Captured
-from flexmask.expr.packing import COVERING, Derived
+from flexmask.expr.opaque import CapturedTensor
+from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.derive import check_covers, derive
+from flexmask.intervals.documents import check_covers, derive
 from flexmask.intervals.solve import Span, separate
 from flexmask.report.compare import Difference, difference
 
@@ -95,7 +95,7 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         return
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.device.type != "cpu":
-        if any(isinstance(node, TensorTable | Captured) for node in mask.expand().walk()):
+        if any(isinstance(node, TensorTable | CapturedTensor) for node in mask.expand().walk()):
             return
         q_offset = tokens.kv_end - tokens.q_len
         kv_start = q_offset - window + 1
@@ -228,7 +228,7 @@ class _Rewriter:
             return source  # all keys of a context are in the cache
         if {"q", "kv"} & set(names):
             self.check_covers(source)
-        elif not isinstance(source, Derived):
+        elif not isinstance(source, DocumentTable):
             # A limit by the length is one by that of the whole sequence, which is not known.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
         sizes = dict(zip(names, source.shape, strict=True))
@@ -244,7 +244,7 @@ class _Rewriter:
 
     def check_covers(self, source: Table) -> None:
         match source:
-            case Derived(rule, Table() as below, False) if rule in COVERING:
+            case DocumentTable(rule, Table() as below, False) if rule in COVERING:
                 check_covers(rule, below.to_tensor(), self.tokens.q_offset + self.tokens.q_len)
 
     def values(self, source: Table | Param) -> Tensor:
@@ -253,7 +253,7 @@ class _Rewriter:
                 return tensor
             case Ranged(below):
                 return self.values(below)
-            case Derived(rule, below):
+            case DocumentTable(rule, below):
                 values = self.values(below)
                 return derive(rule, values, self.positions(rule, values))
         return cast(Table, source).to_tensor().to(self.tokens.device)

@@ -93,7 +93,7 @@ def _sizes(mask: Mask) -> dict[str, int]:
             case PerHead(masks):
                 exact["h"] = len(masks)
             case Lookup(table, indices) if isinstance(table, Table):
-                said = spare if isinstance(table, TensorTable) and table.spare else exact
+                said = spare if isinstance(table, TensorTable) and table.may_be_longer else exact
                 for index, size in zip(indices, table.shape, strict=True):
                     if isinstance(index, Symbol) and index.name in ("b", "h") and size is not None:
                         said[index.name] = min(size, said.get(index.name, size))

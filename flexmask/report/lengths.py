@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.mask import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
-from flexmask.expr.packing import Derived
+from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
-from flexmask.intervals.extents import Extent, combined_extent
+from flexmask.intervals.extent import Extent, combined_extent
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["lengths_of", "said_lengths"]
@@ -130,7 +130,7 @@ def _extent(index: Index) -> Extent | None:
 
 def _covered(table: Table) -> int | None:
     """The positions that documents cover, from their lengths."""
-    if not isinstance(table, Derived) or not isinstance(table.source, Table):
+    if not isinstance(table, DocumentTable) or not isinstance(table.source, Table):
         return None
     rows = _rows(table.source)
     match table.rule:

@@ -15,7 +15,7 @@ from flexmask import _sync
 from flexmask._checks import unfit
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import describe_non_mask, uncalled
+from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -147,7 +147,7 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
                 f"the reference is for {list(cells.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
             )
         return cells.expand(setting.shape)
-    if uncalled(reference) or not callable(reference):
+    if call_hint(reference) or not callable(reference):
         wanted = "a Mask, its text, a mask_mod or a boolean tensor"
         raise OperandError(f"reference must be {wanted}, got {describe_non_mask(reference)}")
     try:

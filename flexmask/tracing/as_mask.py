@@ -8,7 +8,7 @@ import torch
 
 from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import describe_non_mask, uncalled
+from flexmask.expr.names import describe_non_mask, call_hint
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.parser import cached_mask
 from flexmask.tracing.trace import from_mask_mod
@@ -40,7 +40,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
         return mask
     if isinstance(mask, str):
         return cached_mask(mask, None if device is None else torch.device(device))
-    if callable(mask) and not isinstance(mask, type) and not uncalled(mask):
+    if callable(mask) and not isinstance(mask, type) and not call_hint(mask):
         return from_mask_mod(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])
     raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {describe_non_mask(mask)}")

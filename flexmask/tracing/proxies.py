@@ -17,10 +17,10 @@ from flexmask.errors import FlexmaskError
 from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import within_depth
-from flexmask.expr.opaque import Captured, Opaque
+from flexmask.expr.opaque import CapturedTensor, Opaque
 from flexmask.expr.tables import Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.extents import Extent, combined_extent
+from flexmask.intervals.extent import Extent, combined_extent
 
 __all__ = [
     "Element",
@@ -202,7 +202,7 @@ class TraceState:
         """The element ``tensor[indices]``."""
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.uint64)
         if not whole or tensor.numel() == 0:
-            return Opaque(_indexed, (Captured(tensor), *indices))
+            return Opaque(_indexed, (CapturedTensor(tensor), *indices))
         found = Lookup(self.tables.setdefault(id(tensor), TensorTable(tensor, True)), tuple(indices))
         return found != 0 if tensor.dtype == torch.bool else found
 
@@ -277,7 +277,7 @@ class TraceState:
             shape = tuple(value.shape)
             return Opaque(_stacked, (*elements, shape), shape=shape) if shape else elements[0]
         if isinstance(value, Tensor):
-            return Captured(value)
+            return CapturedTensor(value)
         if isinstance(value, list):
             return tuple(map(self.argument, value))
         return value
@@ -285,7 +285,7 @@ class TraceState:
     def _exact(self, element: Element, dtype: torch.dtype) -> Any:
         """An element whose value is a tensor of exactly this dtype."""
         if isinstance(element, Constant | Truth):
-            return Captured(torch.tensor(element.value, dtype=dtype, device=self.device))
+            return CapturedTensor(torch.tensor(element.value, dtype=dtype, device=self.device))
         if dtype in (torch.int64, torch.bool) or dtype.is_floating_point or dtype.is_complex:
             return element
         return Opaque(torch.Tensor.to, (element, dtype))

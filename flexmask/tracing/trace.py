@@ -14,7 +14,7 @@ from flexmask import _sync
 from flexmask.errors import OperandError, TraceError
 from flexmask.expr.index import b, h, kv, q
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import describe_non_mask, uncalled
+from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.expr.opaque import Opaque
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
@@ -73,7 +73,7 @@ def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: to
 
 def _check_function(mask_mod: object) -> None:
     wanted = "wanted a function of (b, h, q_idx, kv_idx)"
-    if isinstance(mask_mod, type) or not callable(mask_mod) or uncalled(mask_mod):
+    if isinstance(mask_mod, type) or not callable(mask_mod) or call_hint(mask_mod):
         raise OperandError(f"{wanted}, got {describe_non_mask(mask_mod)}")
     try:
         signature = inspect.signature(mask_mod.forward if isinstance(mask_mod, torch.nn.Module) else mask_mod)

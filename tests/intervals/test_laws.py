@@ -19,7 +19,7 @@ from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import SWAPPED, And, Compare, Named, Not, Or
 from flexmask.expr.tables import Lookup
 from flexmask.intervals import laws
-from flexmask.intervals.pieces import Pieces, direction
+from flexmask.intervals.piecewise import PiecewiseColumn, direction
 from flexmask.intervals.runs import threshold
 from flexmask.intervals.solve import Span, separate
 
@@ -465,7 +465,7 @@ def test_sums_of_tensors_that_wrap_around(sign: str) -> None:
 def test_ranks_of_any_integer() -> None:
     for low in (-(2**63), -2, 2**63 - 4):
         column = torch.tensor([low, low + 2, low + 3, low])
-        pieces = Pieces.of(column)
+        pieces = PiecewiseColumn.of(column)
         assert pieces is not None
         for value in (*EDGES, low, low + 1, low + 3):
             inside = [low + i for i in range(4)]

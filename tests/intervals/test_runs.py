@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.intervals import Rows
-from flexmask.intervals.runs import ValueRuns, rising_runs, runs, threshold
+from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold
 from tests.support import oracle
 from tests.support.lowerings import assert_canonical, own_cells_of
 from tests.support.paths import path
@@ -125,4 +125,4 @@ def test_rising_runs(length: int) -> None:
     for column, value in product(lines(length, 5), lines(7, 7, least=-1)):
         rising = column.clamp(min=0).sort(-1).values
         rising[..., length - length // 3 :] = -1
-        check(rising_runs(rising, value, length), rising.unsqueeze(2) == value.unsqueeze(3))
+        check(nondecreasing_runs(rising, value, length), rising.unsqueeze(2) == value.unsqueeze(3))

@@ -501,7 +501,7 @@ def test_errors_of_a_function_that_is_called_for_cells_name_it() -> None:
 
     mask = fm.from_mask_mod(of_numbers)
     for lower in (mask.dense, mask.block_mask, mask.stats):
-        with pytest.raises(LoweringError, match="of_numbers, which tracing kept as a call, fails") as caught:
+        with pytest.raises(LoweringError, match="of_numbers, which is an opaque call, fails") as caught:
             lower(4, batch=1, heads=1)
         assert caught.value.__cause__ is not None
     with pytest.raises(LoweringError, match=r"choose with torch\.where instead of `if`"):

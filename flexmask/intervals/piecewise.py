@@ -1,4 +1,4 @@
-"""Pieces: columns that rise in pieces, such as ``kv % n``, and the keys between two values in each of them."""
+"""Piecewise non-decreasing key columns ``int64[kv_len]``, such as ``kv % n``: the keys between two values, piece by piece."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from flexmask.intervals.rows import Rows
 
-__all__ = ["MAX_FOUND", "Pieces", "direction"]
+__all__ = ["MAX_CANDIDATES", "PiecewiseColumn", "direction"]
 
-#: Intervals of a row that are looked for at most, of which many may turn out to be empty.
-MAX_FOUND = 256
+#: Candidate intervals of a row at most, of which many may be empty.
+MAX_CANDIDATES = 256
 #: Entries of the table of first keys at most, for each key: about what the rows themselves take.
 MAX_ENTRIES = 16
-#: Intervals that are looked for at a time, which bounds the memory of intermediate results.
+#: Candidate intervals computed at a time, which bounds the memory of intermediate results.
 CHUNK = 2**22
 
 
 def direction(column: Tensor) -> int:
-    """1 where ``[..., n]`` never falls, else -1 where it never rises, else 0; waits for the device."""
+    """1 where ``[..., n]`` is non-decreasing, else -1 where it is non-increasing, else 0; forces a host sync."""
     before, here = column[..., :-1], column[..., 1:]  # a difference of two integers of 64 bits may need more
     return 1 if bool((before <= here).all()) else -1 if bool((before >= here).all()) else 0
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """The pieces of a column ``int64[n]`` within which it rises or stays the same.
+class PiecewiseColumn:
+    """A column ``int64[n]`` as pieces, in each of which it is non-decreasing.
 
     Attributes:
         piece: the piece of each key, ``int32[n]``.
@@ -46,7 +46,7 @@ class Pieces:
 
     @classmethod
     def of(cls, column: Tensor) -> Self | None:
-        """The pieces, or None where there would be too many; waits for the device."""
+        """The pieces, or None where there would be too many; forces a host sync."""
         piece = torch.nn.functional.pad((column[1:] < column[:-1]).long().cumsum(0), (1, 0))
         low, high = (int(value) for value in column.aminmax())
         size, count = high - low + 1, int(piece[-1]) + 1
@@ -66,33 +66,33 @@ class Pieces:
         beyond = value >= self.low if inclusive else value > self.low + (self.size - 1)
         return (value.clamp(self.low, self.low + (self.size - 1)) - self.low + beyond).to(torch.int32)
 
-    def between(self, rows: Rows, least: Tensor, behind: Tensor, most: int) -> Rows | None:
-        """Of each row the keys whose values have a rank in ``least <= rank < behind``; waits for the device.
+    def between(self, rows: Rows, least: Tensor, end: Tensor, most: int) -> Rows | None:
+        """Of each row the keys whose values have a rank in ``least <= rank < end``; forces a host sync.
 
         Args:
             rows: the keys to choose from.
             least: ``int32[B, H, q_len]``, each axis may be 1: see :meth:`rank`.
-            behind: likewise.
-            most: intervals of a row at most; None is returned where there are more, or far more would have to be looked at.
+            end: like ``least``.
+            most: intervals of a row at most; None is returned where there are more, or far more candidates.
         """
-        end = rows.kv_len - 1
-        begin, last = (_taken(self.piece, key.clamp(0, end)) for key in (rows.lo, rows.hi - 1))
+        last_key = rows.kv_len - 1
+        begin, last = (_taken(self.piece, key.clamp(0, last_key)) for key in (rows.lo, rows.hi - 1))
         number = torch.where(rows.lo < rows.hi, last - begin + 1, 0)
         step = torch.arange(max(1, int(number.max())), dtype=torch.int32, device=begin.device)
-        if step.numel() * rows.slots > MAX_FOUND:
+        if step.numel() * rows.slots > MAX_CANDIDATES:
             return None
         parts: list[Rows] = []
-        for part in _chunks((rows.lo, rows.hi, begin, number, least, behind), CHUNK // (step.numel() * rows.slots)):
-            parts.append(self._found(part, step, rows.kv_len))
+        for part in _chunks((rows.lo, rows.hi, begin, number, least, end), CHUNK // (step.numel() * rows.slots)):
+            parts.append(self._candidates(part, step, rows.kv_len))
             if parts[-1].slots > most:
                 return None
         return Rows.stacked(parts, 2)
 
-    def _found(self, tensors: Sequence[Tensor], step: Tensor, kv_len: int) -> Rows:
-        lo, hi, begin, number, least, behind = tensors
+    def _candidates(self, tensors: Sequence[Tensor], step: Tensor, kv_len: int) -> Rows:
+        lo, hi, begin, number, least, end = tensors
         start = (begin.unsqueeze(-1) + step).clamp(max=self.count - 1) * self.size
         first = torch.maximum(_taken(self.first, start + least[..., None, None]), lo.unsqueeze(-1))
-        stop = torch.minimum(_taken(self.first, start + behind[..., None, None]), hi.unsqueeze(-1))
+        stop = torch.minimum(_taken(self.first, start + end[..., None, None]), hi.unsqueeze(-1))
         if step.numel() > 1:
             stop = torch.where(step < number.unsqueeze(-1), stop, first)
         return Rows(first.flatten(-2), stop.flatten(-2), kv_len).joined()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask.intervals.pieces import MAX_ENTRIES, MAX_FOUND, Pieces, direction
+from flexmask.intervals.piecewise import MAX_CANDIDATES, MAX_ENTRIES, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from tests.support.lowerings import check_block_mask, check_mask_mod, check_rows, check_stats
 from tests.support.strategies import Case, Shape
@@ -34,11 +34,11 @@ def test_between(data: st.DataObject) -> None:
     limits = data.draw(st.lists(st.tuples(st.integers(-8, 12), st.integers(-8, 12)), min_size=len(spans), max_size=len(spans)))
     lo, hi = torch.tensor(spans).unbind(1)
     low, high = (end[None, None] for end in torch.tensor(limits).unbind(1))
-    pieces = Pieces.of(torch.tensor(column))
+    pieces = PiecewiseColumn.of(torch.tensor(column))
     assert pieces is not None
     assert pieces.count == 1 + sum(after < before for before, after in pairwise(column))
     first, behind = pieces.rank(low, inclusive=False), pieces.rank(high, inclusive=True)
-    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), first, behind, MAX_FOUND)
+    found = pieces.between(Rows.spans(lo[None, None], hi[None, None], count), first, behind, MAX_CANDIDATES)
     assert found is not None
     for row, (span, (least, most)) in enumerate(zip(spans, limits, strict=True)):
         wanted = [span[0] <= key < span[1] and least <= value <= most for key, value in enumerate(column)]
@@ -47,19 +47,19 @@ def test_between(data: st.DataObject) -> None:
 
 def test_too_many_entries() -> None:
     """A column whose values lie far apart has no table of its pieces."""
-    assert Pieces.of(torch.tensor([0, 10**9, 0])) is None
-    assert Pieces.of(torch.tensor([0, MAX_ENTRIES * 32, 0])) is not None
+    assert PiecewiseColumn.of(torch.tensor([0, 10**9, 0])) is None
+    assert PiecewiseColumn.of(torch.tensor([0, MAX_ENTRIES * 32, 0])) is not None
 
 
 def test_too_many_pieces() -> None:
-    length = 2 * (MAX_FOUND + 1)
-    pieces = Pieces.of(torch.arange(length) % 2)
+    length = 2 * (MAX_CANDIDATES + 1)
+    pieces = PiecewiseColumn.of(torch.arange(length) % 2)
     assert pieces is not None
     zero = torch.zeros(1, 1, 1, dtype=torch.int32)
-    assert pieces.between(Rows.everything(length, zero.device), zero, zero + 1, MAX_FOUND) is None
-    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_FOUND, length), zero, zero + 1, MAX_FOUND)
+    assert pieces.between(Rows.everything(length, zero.device), zero, zero + 1, MAX_CANDIDATES) is None
+    fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_CANDIDATES, length), zero, zero + 1, MAX_CANDIDATES)
     assert fewer is not None
-    assert int(fewer.counts()) == MAX_FOUND
+    assert int(fewer.counts()) == MAX_CANDIDATES
 
 
 #: Masks over columns that rise in pieces, and the same for a single cell; whether the rows are known exactly.
@@ -156,7 +156,7 @@ def test_blocks_decided_by_ranges(text: str, block_size: Any) -> None:
 
 
 def test_more_intervals_than_are_listed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.intervals.pieces.CHUNK", 2**10)
+    monkeypatch.setattr("flexmask.intervals.piecewise.CHUNK", 2**10)
     mask = fm.causal() & (fm.kv % 3 <= fm.q % 3)
     bounds = mask.rows(300)
     assert not bounds.exact

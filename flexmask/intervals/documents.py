@@ -1,4 +1,4 @@
-"""Tables derived from others: the documents of positions, and where each document starts."""
+"""Document ids and starts of positions, ``int64[..., positions]``, from the lengths, offsets or positions of packed documents."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.errors import LoweringError
 
-__all__ = ["check_covers", "derive"]
+__all__ = ["check_covers", "document_table"]
 
 
-def derive(rule: str, source: Tensor, positions: int) -> Tensor:
-    """The table that a rule makes of its source, for positions ``0 .. positions - 1`` where the source does not say.
+def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
+    """Document ids or starts, ``int64[..., positions]``, from the data that a user gives.
 
     Args:
         rule: ``"lengths"``, ``"cu_seqlens"`` or ``"position_ids"``, which give document ids, or ``"starts"``, which gives the
             first position of each position's document from the ids.
-        source: integers with the axes ``[...]`` or ``[B, ...]``.
-        positions: how many positions are needed.
+        source: integers ``[n]`` or ``[B, n]``.
+        positions: the number of positions for ``"lengths"`` and ``"cu_seqlens"``; the others have one for each value.
 
     Raises:
         LoweringError: values that contradict themselves. Values in another device's memory are not read.
@@ -33,7 +33,7 @@ def derive(rule: str, source: Tensor, positions: int) -> Tensor:
         if not _sync.needs_sync(source) and (
             bool((source[..., 0] != 0).any()) or bool((source[..., 1:] < source[..., :-1]).any())
         ):
-            raise LoweringError(f"document: cu_seqlens must start with 0 and never fall, got {source.tolist()}")
+            raise LoweringError(f"document: cu_seqlens must start with 0 and not decrease, got {source.tolist()}")
         if source.shape[-1] < 2:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
         _check_total(source, positions, "cu_seqlens")

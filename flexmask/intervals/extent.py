@@ -1,4 +1,4 @@
-"""Extents: the least and greatest value that an expression can take, as Python integers, so that nothing wraps around."""
+"""Value ranges: the least and greatest value that an expression can take, as Python integers, so that nothing wraps around."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.expr.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.linear import Quotient, Sum
-from flexmask.expr.packing import Derived
+from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.context import MAX_LENGTH, Context
 
@@ -129,7 +129,7 @@ def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
             return _table_extent(source, context, read)
         case Literal():
             return table.extent
-        case Derived(source=Table() as source):
+        case DocumentTable(source=Table() as source):
             return -1, max(context.kv_len, context.q_end or MAX_LENGTH, *(size or 0 for size in source.shape))
     values = context.tables[table.key]
     if values.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Range checks before any evaluation: that no index leaves its table, nothing overflows and nothing is divided by zero."""
+"""Checks before any evaluation: no index leaves its table, no value overflows 64 bits, nothing is divided by zero."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flexmask.expr.tables import Lookup, Ranged, Table, TensorTable
 from flexmask.intervals import laws
 from flexmask.intervals.closures import closure_of
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.extents import INT64, Extent, Read, combined_extent, extent, fits
+from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits
 
-__all__ = ["AXES", "Computed", "check_ranges", "is_computed", "reach_of"]
+__all__ = ["AXES", "Computed", "check_ranges", "end_of_index", "is_computed"]
 
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
@@ -130,7 +130,7 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
         if found[0] >= 0 and found[1] < size:
             continue
         if {"q", "kv"} <= index.symbols:
-            if getattr(lookup.table, "spare", False):
+            if getattr(lookup.table, "may_be_longer", False):
                 continue  # a traced function may ask first whether it is inside; torch says so where it is not
         else:
             values = _evaluated(index, context)
@@ -142,7 +142,7 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
             )
 
 
-def reach_of(index: Index, context: Context) -> int | None:
+def end_of_index(index: Index, context: Context) -> int | None:
     """One more than the greatest value of an index in a checked context; None where that takes a host sync or every cell."""
     if isinstance(index, Symbol):
         return extent(index, context)[1] + 1 if _is_known(index, context) else None
