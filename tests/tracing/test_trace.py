@@ -431,7 +431,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("too few arguments", lambda b, h, q: q > 1, OperandError, "too many positional"),
     ("too many arguments", lambda b, h, q, kv, x: q > 1, OperandError, "missing a required argument: 'x'"),
     ("number", 3, OperandError, "int 3"),
-    ("text", "causal", OperandError, r"str 'causal'; flexmask.parse reads a text"),
+    ("text", "causal", OperandError, r"the text 'causal': read it, flexmask.parse\('causal'\)"),
     ("class", torch.Tensor, OperandError, "got the class Tensor; give an object"),
     ("class of a function", type(lambda: 0), OperandError, "got the class function"),
     ("module of another signature", torch.nn.Linear(2, 2), OperandError, "Linear: too many positional"),
