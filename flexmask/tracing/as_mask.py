@@ -8,7 +8,7 @@ import torch
 
 from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import describe_non_mask, call_hint
+from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.parser import cached_mask
 from flexmask.tracing.trace import from_mask_mod
