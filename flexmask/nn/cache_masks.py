@@ -23,7 +23,7 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.documents import check_covers, derive
+from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.solve import Span, separate
 from flexmask.report.compare import Difference, difference
 
@@ -239,7 +239,7 @@ class _Rewriter:
         if sizes.get("b", tokens.batch) != tokens.batch:
             return source  # the lowering raises
         if source.key not in self.tables:
-            self.tables[source.key] = TensorTable(self.values(source), spare=True)
+            self.tables[source.key] = TensorTable(self.values(source), may_be_longer=True)
         return self.tables[source.key]
 
     def check_covers(self, source: Table) -> None:
@@ -255,7 +255,7 @@ class _Rewriter:
                 return self.values(below)
             case DocumentTable(rule, below):
                 values = self.values(below)
-                return derive(rule, values, self.positions(rule, values))
+                return document_table(rule, values, self.positions(rule, values))
         return cast(Table, source).to_tensor().to(self.tokens.device)
 
     def positions(self, rule: str, values: Tensor) -> int:
