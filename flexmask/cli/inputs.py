@@ -227,10 +227,10 @@ def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | N
         if q_len is not None or kv_len is not None:
             raise click.UsageError("give --seq-len, or --q-len and --kv-len, not both")
         q_len = kv_len = seq_len
-    from flexmask.report.lengths import lengths_of as lengths
+    from flexmask.report.lengths import resolve_lengths
 
     mask, *others = masks if isinstance(masks, Sequence) else [masks]
-    found = lengths(mask, q_len, kv_len, *others)
+    found = resolve_lengths(mask, q_len, kv_len, *others)
     for name, length in zip(("q_len", "kv_len"), found, strict=True):
         if length > MAX_QUERIES:
             raise UserError(f"{name} {length:,} is too long; at most {MAX_QUERIES:,}")

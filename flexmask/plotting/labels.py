@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
-from flexmask.report.lengths import lengths_of
+from flexmask.report.lengths import resolve_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,5 +109,5 @@ def picture_lengths(mask: Mask, q_len: int | None, kv_len: int | None, options: 
         q_len = len(_split(tokens)) - (offset if isinstance(offset, int) else 0)
     q_len, kv_len = (n if n is None else checked_int(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))
     if q_len is None:
-        return lengths_of(mask, None, kv_len)
+        return resolve_lengths(mask, None, kv_len)
     return q_len, q_len if kv_len is None else kv_len

@@ -72,7 +72,7 @@ class Explanation:
         stats = self.stats
         sizes = " x ".join(map(str, stats.block_size))
         groups = f"{_count_text(stats.batch, 'sequence')}, {_count_text(stats.heads, 'head')}"
-        hidden = _count_text(stats.empty_rows, "query", "queries")
+        hidden = _count_text(stats.empty_rows, "fully masked row")
         kinds = {"BlockMask": stats.block_mask_bytes, "rows": self.row_bytes, "dense": self.dense_bytes}
         memory = ", ".join(f"{kind} {memory_text(size)}" for kind, size in kinds.items())
         rows = f"at most {_count_text(self.intervals, 'interval')} of keys, {self.mean_intervals:.2f} on average"
@@ -90,7 +90,7 @@ class Explanation:
             ("blocks", f"{sizes}, {blocks}"),
             ("", f"{stats.partial_blocks:,} partial, {stats.full_blocks:,} full, {stats.empty_blocks:,} skipped"),
             ("", f"partial blocks are {stats.partial_fill:.1%} visible"),
-            ("visible", f"{stats.visible_fraction:.2%} of {stats.cells:,} cells; {hidden} without a key"),
+            ("visible", f"{stats.visible_fraction:.2%} of {stats.cells:,} cells; {hidden}"),
             ("memory", memory),
             ("attention", _cost_text(stats.cost)),
         ]

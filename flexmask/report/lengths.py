@@ -1,4 +1,4 @@
-"""The lengths that a mask's own data and definitions speak of, for when none are given."""
+"""The lengths that the data and the definitions of masks imply, as defaults for ``q_len`` and ``kv_len``."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
 from flexmask.intervals.extent import Extent, combined_extent
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["lengths_of", "said_lengths"]
+__all__ = ["implied_lengths", "resolve_lengths"]
 
-#: The length where neither the caller nor the mask says one.
+#: The length where neither the caller nor the mask determines it.
 DEFAULT_LENGTH = 16
-#: Stands for the end of an axis that nothing ends.
-FAR = 2**60
-#: What lies behind this has no end; no length is as great.
-NEAR = 2**31
+#: The greatest value of an index that has no limit.
+UNLIMITED = 2**60
+#: Limits from here on count as none; every length is less.
+MAX_LIMIT = 2**31
 
 
-def lengths_of(mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, *others: MaskLike) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, else as the mask says, else the other one, else 16.
+def resolve_lengths(mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, *others: MaskLike) -> tuple[int, int]:
+    """The numbers of queries and keys: as given, else as the mask implies, else the other one, else 16.
 
     Args:
         mask: the mask.
-        q_len: queries, where they are given.
-        kv_len: keys, likewise.
-        others: masks that are lowered at the same lengths, which count as well.
+        q_len: queries, if given.
+        kv_len: keys, if given.
+        others: masks that are lowered at the same lengths and may imply them, too.
     """
     if q_len is None or kv_len is None:
-        said = said_lengths(as_mask(mask), *map(as_mask, others))
-        q_len = said.get("q") if q_len is None else q_len
-        kv_len = said.get("kv") if kv_len is None else kv_len
+        implied = implied_lengths(as_mask(mask), *map(as_mask, others))
+        q_len = implied.get("q") if q_len is None else q_len
+        kv_len = implied.get("kv") if kv_len is None else kv_len
     q_len = (DEFAULT_LENGTH if kv_len is None else kv_len) if q_len is None else q_len
     return q_len, q_len if kv_len is None else kv_len
 
 
-def said_lengths(*masks: Mask) -> dict[str, int]:
-    """The length along ``q`` and along ``kv`` where masks say it, the greatest where several parts do.
+def implied_lengths(*masks: Mask) -> dict[str, int]:
+    """The lengths along ``q`` and along ``kv`` that masks imply, the greatest where several parts imply one.
 
-    It is said by the size of a table that is looked up there, also by ``q - 2`` or ``kv // 8``, by the greatest of the
-    lengths of padded sequences, by the sum of the lengths of documents, and by a named mask that shows nothing from some
-    position on, such as the end of a canvas.
+    A length follows from the size of a table that is looked up along the axis, also by ``q - 2`` or ``kv // 8``, from the
+    greatest of the lengths of padded sequences, from the sum of the lengths of documents, and from a named mask without visible
+    cells from some position on, such as the end of a canvas.
     """
-    said: dict[str, int] = {}
+    implied: dict[str, int] = {}
 
-    def say(axis: str, length: int) -> None:
-        said[axis] = max(length, said.get(axis, 0))
+    def add(axis: str, length: int) -> None:
+        implied[axis] = max(length, implied.get(axis, 0))
 
     for node in (node for mask in masks for node in mask.expand().walk()):
         if not isinstance(node, Lookup) or not isinstance(node.table, Table):
             continue
         table = node.table
         for index, size in zip(node.indices, table.shape, strict=True):
-            covered = size if size is not None else _covered(table)
-            for axis, length in _positions(index, covered).items() if covered else ():
-                say(axis, length)
+            limit = size if size is not None else _document_tokens(table)
+            for axis, length in _positions(index, limit).items() if limit else ():
+                add(axis, length)
         if isinstance(table, Ranged) and table.is_length and isinstance(table.high, Symbol):
-            say(table.high.name.removesuffix("_len"), max(_values(table), default=0))
+            add(table.high.name.removesuffix("_len"), max(_values(table), default=0))
     for named in (named for mask in masks for named in _named(mask)):
-        for axis, length in _reach(named.body).items():
-            say(axis, length)
-    return {axis: length for axis, length in said.items() if length > 0}
+        for axis, length in _visible_positions(named.body).items():
+            add(axis, length)
+    return {axis: length for axis, length in implied.items() if length > 0}
 
 
 def _named(mask: Mask) -> Iterator[Named]:
-    """The named masks that a mask is composed of, without those that they are defined by."""
+    """The named masks in a composition, without those in their definitions."""
     if isinstance(mask, Named):
         yield mask
         return
@@ -76,31 +76,30 @@ def _named(mask: Mask) -> Iterator[Named]:
             yield from _named(child)
 
 
-def _reach(mask: Mask) -> dict[str, int]:
-    """For ``q`` and ``kv`` how many positions may show a cell, where the others cannot; of an empty mask none."""
-    reach: dict[str, int] = {}
+def _visible_positions(mask: Mask) -> dict[str, int]:
+    """For ``q`` and ``kv`` the number of positions with visible cells at most, where it is limited; 0 for an empty mask."""
+    limits: dict[str, int] = {}
     match mask:
         case Named():
-            return _reach(mask.body)
+            return _visible_positions(mask.body)
         case Truth(False):
-            reach = {"kv": 0}
+            limits = {"kv": 0}
         case Compare(sign, left, right):
             for low, order, high in ((left, sign, right), (right, SWAPPED[sign], left)):
-                extent = _extent(high) if order in {"<", "<=", "=="} else None
-                if extent is not None and extent[1] < NEAR:
-                    reach |= _positions(low, extent[1] + (order != "<"))
+                if order in {"<", "<=", "=="} and (extent := _limited_extent(high)):
+                    limits |= _positions(low, extent[1] + (order != "<"))
         case And(operands):
-            for part in map(_reach, operands):
-                reach |= {axis: min(length, reach.get(axis, length)) for axis, length in part.items()}
+            for part in map(_visible_positions, operands):
+                limits |= {axis: min(length, limits.get(axis, length)) for axis, length in part.items()}
         case Or(parts) | PerHead(parts):
-            shown = [part for part in map(_reach, parts) if 0 not in part.values()]
-            axes = set[str].intersection(*map(set, shown)) if shown else {"kv"}
-            reach = {axis: max((part[axis] for part in shown), default=0) for axis in axes}
-    return {"q": 0, "kv": 0} if min(reach.values(), default=1) <= 0 else reach
+            parts_with_cells = [part for part in map(_visible_positions, parts) if 0 not in part.values()]
+            axes = set[str].intersection(*map(set, parts_with_cells)) if parts_with_cells else {"kv"}
+            limits = {axis: max((part[axis] for part in parts_with_cells), default=0) for axis in axes}
+    return {"q": 0, "kv": 0} if min(limits.values(), default=1) <= 0 else limits
 
 
 def _positions(index: Index, limit: int) -> dict[str, int]:
-    """The axis that an index rises along, and for how many positions it stays below a limit; nothing where it may go on."""
+    """The axis along which an index increases, and the number of positions at which it is below a limit; else nothing."""
     match index:
         case Symbol("q" | "kv"):
             return {index.name: limit}
@@ -108,28 +107,34 @@ def _positions(index: Index, limit: int) -> dict[str, int]:
             return _positions(inner, limit * size)
         case Arithmetic("*", inner, Constant(size)) | Arithmetic("*", Constant(size), inner) if size > 0:
             return _positions(inner, -(-limit // size))
-        case Arithmetic("-", inner, other) if (extent := _extent(other)) and extent[1] < NEAR:
+        case Arithmetic("-", inner, other) if extent := _limited_extent(other):
             return _positions(inner, limit + extent[1])
-        case Arithmetic("+", inner, other) | Arithmetic("+", other, inner) if (extent := _extent(other)) and extent[1] < NEAR:
+        case Arithmetic("+", inner, other) | Arithmetic("+", other, inner) if extent := _limited_extent(other):
             return _positions(inner, limit - extent[0])
         case Arithmetic("maximum", inner, Constant(least)) if least < limit:
             return _positions(inner, limit)
     return {}
 
 
+def _limited_extent(index: Index) -> Extent | None:
+    """The least and greatest value of an index, or None where it has no limit."""
+    extent = _extent(index)
+    return extent if extent is not None and extent[1] < MAX_LIMIT else None
+
+
 def _extent(index: Index) -> Extent | None:
-    """The least and greatest value of an index where the lengths are not known."""
+    """The least and greatest value of an index at unknown lengths."""
     match index:
         case Symbol():
-            return 0, FAR
+            return 0, UNLIMITED
         case Lookup(Ranged() as table):
             values = _values(table)
             return (min(values), max(values)) if values else None
     return combined_extent(index, _extent)
 
 
-def _covered(table: Table) -> int | None:
-    """The positions that documents cover, from their lengths."""
+def _document_tokens(table: Table) -> int | None:
+    """The number of tokens of documents, from their lengths."""
     if not isinstance(table, DocumentTable) or not isinstance(table.source, Table):
         return None
     rows = _rows(table.source)
@@ -146,7 +151,7 @@ def _values(table: Table) -> list[int]:
 
 
 def _rows(table: Table) -> list[list[int]]:
-    """The values of data with up to two axes as a list of rows; nothing for what is derived."""
+    """The values of data with up to two axes as a list of rows; empty for derived data."""
     match table:
         case Ranged(source):
             return _rows(source)

@@ -1,4 +1,4 @@
-"""The lengths that masks speak of, where none are given."""
+"""The lengths that masks imply, where none are given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 import flexmask as fm
 from flexmask.errors import OperandError
-from flexmask.report.lengths import lengths_of, said_lengths
+from flexmask.report.lengths import implied_lengths, resolve_lengths
 
 #: A mask, and the numbers of queries and keys that follow from it.
 LENGTHS: list[tuple[str, int, int]] = [
@@ -63,7 +63,7 @@ LENGTHS: list[tuple[str, int, int]] = [
 @pytest.mark.parametrize(("text", "queries", "keys"), LENGTHS, ids=[row[0] for row in LENGTHS])
 def test_lengths_come_from_the_mask(text: str, queries: int, keys: int) -> None:
     mask = fm.parse(text)
-    assert lengths_of(mask) == (queries, keys)
+    assert resolve_lengths(mask) == (queries, keys)
     assert mask.dense(queries, keys).shape[2:] == (queries, keys)
 
 
@@ -78,33 +78,33 @@ def test_lengths_come_from_the_mask(text: str, queries: int, keys: int) -> None:
 )
 def test_a_named_mask_ends_with_its_last_key(text: str) -> None:
     mask = fm.parse(text)
-    _, keys = lengths_of(mask)
+    _, keys = resolve_lengths(mask)
     seen = mask.dense(40, 40)[0, 0].any(0).tolist()
     assert keys == max(place for place, shown in enumerate(seen) if shown) + 1
 
 
 def test_given_lengths_come_first() -> None:
     mask = fm.document([0, 0, 1], kv_ids=[0, 0, 1, 1, 1])
-    assert lengths_of(mask) == (3, 5)
-    assert lengths_of(mask, 2) == (2, 5)
-    assert lengths_of(mask, kv_len=4) == (3, 4)
-    assert lengths_of(mask, 7, 8) == (7, 8)
-    assert lengths_of(fm.causal(), kv_len=4) == (4, 4)
-    assert lengths_of(fm.causal(), 5) == (5, 5)
+    assert resolve_lengths(mask) == (3, 5)
+    assert resolve_lengths(mask, 2) == (2, 5)
+    assert resolve_lengths(mask, kv_len=4) == (3, 4)
+    assert resolve_lengths(mask, 7, 8) == (7, 8)
+    assert resolve_lengths(fm.causal(), kv_len=4) == (4, 4)
+    assert resolve_lengths(fm.causal(), 5) == (5, 5)
 
 
 def test_the_longest_of_several_masks_counts() -> None:
-    assert lengths_of(fm.causal(), None, None, fm.key_padding([3, 9]), fm.query_padding(4)) == (4, 9)
+    assert resolve_lengths(fm.causal(), None, None, fm.key_padding([3, 9]), fm.query_padding(4)) == (4, 9)
 
 
 def test_data_of_every_kind() -> None:
-    assert said_lengths(fm.document(torch.zeros(2, 9, dtype=torch.long))) == {"q": 9, "kv": 9}
-    assert said_lengths(fm.document(lengths=torch.tensor([2, 3]))) == {"q": 5, "kv": 5}
-    assert said_lengths(fm.key_padding(np.array([2, 7]))) == {"kv": 7}
-    assert said_lengths(fm.parse("document(ids)")) == {}
+    assert implied_lengths(fm.document(torch.zeros(2, 9, dtype=torch.long))) == {"q": 9, "kv": 9}
+    assert implied_lengths(fm.document(lengths=torch.tensor([2, 3]))) == {"q": 5, "kv": 5}
+    assert implied_lengths(fm.key_padding(np.array([2, 7]))) == {"kv": 7}
+    assert implied_lengths(fm.parse("document(ids)")) == {}
 
 
 def test_no_mask() -> None:
-    assert lengths_of("causal & key_padding(5)") == lengths_of(fm.causal() & fm.key_padding(5)) == (5, 5)
+    assert resolve_lengths("causal & key_padding(5)") == resolve_lengths(fm.causal() & fm.key_padding(5)) == (5, 5)
     with pytest.raises(OperandError, match="mask must be a Mask, its text or a mask_mod function, got int 3"):
-        lengths_of(3)  # type: ignore[arg-type]
+        resolve_lengths(3)  # type: ignore[arg-type]
