@@ -1,4 +1,4 @@
-"""Attention under any mask, on the backend that suits it."""
+"""Attention ``[B, H, q_len, D_v]`` under any mask: checks the arguments, picks a backend and runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["ChosenBackend", "attention", "check_options", "choose_backend"]
 
-#: What to do about tensors in the other order of axes.
+#: The remedy for tensors with the axes in another order.
 SWAPPED = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
 
 for _backend in (TILED_SDPA, FLEX):
@@ -43,7 +43,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``softmax(scale * query @ key.T, where the mask is True) @ value``; 0 for a query that sees no key.
+    """``softmax(scale * query @ key.T, where the mask is True) @ value``; a fully masked row gives 0.
 
     Args:
         query: ``[B, H, q_len, D]``.
@@ -54,26 +54,26 @@ def attention(
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
         q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask.
-        dropout_p: probability that a weight is dropped, after the softmax; the others grow by ``1 / (1 - dropout_p)``. There is
-            no training mode here: give 0 to evaluate.
+        dropout_p: probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
+            Give 0 to evaluate.
         dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see
-            :func:`flexmask.backends.dropout.dropout_cells`); by default torch's generator draws one.
-        backend: ``"flex"`` is compiled FlexAttention over the mask's BlockMask (no gradients on the CPU). ``"sdpa"`` goes
-            through ``scaled_dot_product_attention`` in blocks of queries, each against the keys that it can see, with
-            gradients on every device. ``"auto"``: see :func:`choose_backend`.
+            :func:`flexmask.backends.dropout.dropout_cells`). By default torch's generator draws one.
+        backend: the name of a registered backend, or ``"auto"`` for the first that supports the call: see
+            :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask (no gradients on the CPU).
+            ``"sdpa"`` calls ``scaled_dot_product_attention`` on blocks of queries, each against the keys that it attends to,
+            with gradients on every device.
 
-    On ``sdpa`` there are derivatives of any order, in forward and reverse mode, and the transforms of ``torch.func``; beyond the
-    first one in reverse mode they are simple rather than fast. ``vmap`` maps over query, key and value, not over the data of a
-    mask. Tensors on the ``meta`` device and under ``FakeTensorMode`` give an output without values. ``flex`` has the first
-    derivative in reverse mode, on CUDA.
+    ``sdpa`` has derivatives of any order, in forward and reverse mode, and the transforms of ``torch.func``. Only the first
+    derivative in reverse mode is fast. ``vmap`` maps over query, key and value, not over the data of a mask. Tensors on the
+    ``meta`` device and under ``FakeTensorMode`` give an output without values. ``flex`` has the first derivative in reverse mode,
+    on CUDA.
 
     NaN and inf in keys or values reach the rows that attend to them. On ``sdpa`` on the CPU they reach no other row, forward and
-    in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. There, on ``sdpa`` on other
-    devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
+    in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. In that call, on ``sdpa`` on
+    other devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
 
     Returns:
-        ``[B, H, q_len, D_v]``, of the query's dtype. Without sequences, heads, queries, keys or channels it is 0 or empty,
-        whatever the mask.
+        ``[B, H, q_len, D_v]``, of the query's dtype. Where an axis has size 0 it is 0 or empty under any mask.
 
     Raises:
         OperandError: arguments of a wrong type or dtype.
@@ -84,7 +84,7 @@ def attention(
     check_backend(backend)
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     if 0 in query.shape or 0 in value.shape:
-        return _nothing(query, key, value)
+        return _empty_output(query, key, value)
     chosen = select(call, backend)
     if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
         return chosen.run(call)
@@ -97,7 +97,7 @@ def attention(
 
 
 def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
-    """Whether a mask does not fit tensors ``[B, H, length, D]``, but would fit them as ``[B, length, H, D]``."""
+    """Whether a mask does not fit tensors ``[B, H, length, D]``, but fits them as ``[B, length, H, D]``."""
     return not _fits(mask, query, key, q_offset) and _fits(mask, query.transpose(1, 2), key.transpose(1, 2), q_offset)
 
 
@@ -215,17 +215,17 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 
 def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
-    """Why shapes ``[B, H, length, D]`` do not fit each other; nothing where they do."""
+    """The reason why shapes ``[B, H, length, D]`` do not fit each other; empty where they do."""
     if query[0] != key[0] or tuple(key[:3]) != tuple(value[:3]) or query[3] != key[3]:
         return "batch, key length and head size must agree"
     if query[1] == key[1]:
         return ""
     if not enable_gqa:
-        return f"query has {query[1]} heads, key {key[1]}; say enable_gqa=True to share key heads"
+        return f"query has {query[1]} heads, key {key[1]}; give enable_gqa=True to share key heads"
     return "" if key[1] and not query[1] % key[1] else f"the query's {query[1]} heads must be a multiple of the key's {key[1]}"
 
 
-def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output where there are no sequences, heads, queries, keys or channels: 0, with gradients that are 0."""
+def _empty_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output where an axis has size 0: zeros, with gradients of zeros."""
     anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
     return query.new_zeros((*query.shape[:3], value.shape[3])) + anchor

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import kind_of
-from flexmask.backends.dropout import seed_of
+from flexmask.backends.dropout import seed_tensor
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -48,7 +48,7 @@ class Call:
 
     def seed(self) -> Tensor | None:
         """The seed of dropout, ``int64`` without axes on the query's device; None without dropout."""
-        return seed_of(self.dropout_seed, self.query.device) if self.dropout_p else None
+        return seed_tensor(self.dropout_seed, self.query.device) if self.dropout_p else None
 
     def needs_gradients(self) -> bool:
         """Whether autograd differentiates the output by query, key or value."""

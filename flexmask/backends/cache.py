@@ -1,4 +1,4 @@
-"""What masks lower to, made once and shared by the layers of a model that use the same mask."""
+"""A cache of lowered masks, so that the layers of a model lower an equal mask once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A result, the tensors that it was made from, and what these held. They are kept, so that no id or memory is reused."""
+    """A result, the tensors that it was built from, and their stamps. Keeping the tensors keeps their ids and memory in use."""
 
     mask: Mask
     tensors: list[Tensor]
@@ -38,29 +38,28 @@ class _Entry:
 
 
 class MaskCache:
-    """Within ``with MaskCache(): model(x)`` each mask is lowered once, whatever number of layers use it. (With a KVCache in each
-    layer, where the mask holds tensors and the sequences have one length; else the tables of each layer are its own.)
+    """Within ``with MaskCache(): model(x)`` each mask is lowered once for all layers that use it. (With a KVCache in each layer
+    only where the mask holds tensors and the sequences have one length; else each layer has its own tables.)
 
-    Masks are the same where they are equal: the same text bound with the same tensors in two layers is. Sizes, ``q_offset``
-    and device count as well. A result is made anew once a tensor of its mask holds other values: on the CPU the values are
-    compared with a copy, which also sees writes through NumPy; elsewhere torch's count of changes is, which does not see writes
-    through ``.data``. What a function that :func:`flexmask.from_mask_mod` kept as a call reads besides its tensors is not
-    watched.
-    Nothing is shared in code that ``torch.compile`` traces; give that a BlockMask.
+    The key is an equal mask, such as the same text bound to the same tensors, with equal sizes, ``q_offset`` and device. A result
+    is rebuilt when a tensor of its mask holds other values. On the CPU the values are compared with a copy, which also detects
+    writes through NumPy. Elsewhere torch's version counter is compared, which does not count writes through ``.data``. Values
+    that an opaque call of :func:`flexmask.from_mask_mod` reads from elsewhere than its tensors are not compared.
+    Code that ``torch.compile`` traces does not use the cache; give it a BlockMask.
 
-    It may be used again, in several threads, and inside others, of which the innermost serves. A new thread starts outside of
-    it, as with every context variable, and lowers its own masks unless it enters the cache itself.
+    A cache may be entered again, by several threads, and within another, where the innermost is used. A new thread starts with no
+    active cache, as with every context variable.
 
     Args:
-        size: results that are kept, those that were used last.
+        size: the most results to keep, the last used ones.
 
     Attributes:
-        builds: how many results have been made.
-        hits: how many times one was there.
+        builds: how many results were built.
+        hits: how many times a result was reused.
 
     Raises:
-        OperandError: ``size`` is no integer.
-        ExpressionError: it is less than 1.
+        OperandError: ``size`` is not an integer.
+        ExpressionError: ``size`` is less than 1.
     """
 
     def __init__(self, size: int = 32) -> None:
@@ -85,31 +84,31 @@ class MaskCache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all results, and with them the tensors of their masks."""
+        """Drops all results, and the tensors of their masks."""
         with self._lock:
             self._entries.clear()
 
     def get(self, mask: MaskLike, setting: tuple[Any, ...], q_offset: int | Tensor, build: Callable[[], T]) -> T:
-        """The result for a mask in a setting: the one that is known, where it holds still, or a new one.
+        """The result for a mask in a setting: the cached one where it is still valid, or a new one.
 
         Args:
             mask: the mask.
-            setting: all else that the result depends on, hashable.
-            q_offset: the offset of the lowering; a tensor counts by its values.
-            build: makes the result.
+            setting: everything else that the result depends on, hashable.
+            q_offset: the offset of the lowering; a tensor is compared by value.
+            build: builds the result.
         """
         mask = as_mask(mask)
         if not isinstance(q_offset, Tensor):
             checked_int(q_offset, "q_offset", least=0)
         elif reason := unfit(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
-        tensors = _tensors_of(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
+        tensors = _data_tensors(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
         if not all(_has_stamp(tensor) for tensor in tensors):
             result = build()
             with self._lock:
                 self.builds += 1
             return result
-        # What is made in inference mode cannot be used in training.
+        # Tensors made in inference mode cannot be used in training.
         offset = ("tensor", tuple(q_offset.shape)) if isinstance(q_offset, Tensor) else q_offset
         key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
         with self._lock:
@@ -126,19 +125,19 @@ class MaskCache:
             return cast(T, entry.result)
 
 
-#: The caches that are entered, in the thread or task that runs.
+#: The entered caches of the current thread or task.
 _ACTIVE: ContextVar[tuple[MaskCache, ...]] = ContextVar("flexmask.MaskCache", default=())
 
 
 def shared(mask: Mask, setting: tuple[Any, ...], q_offset: int | Tensor, build: Callable[[], T]) -> T:
-    """What ``build`` makes of a mask, or what it made of it before within the same :class:`MaskCache`."""
+    """The result of ``build`` for a mask, from the active :class:`MaskCache` where there is one."""
     if torch.compiler.is_compiling():
         return build()
     caches = _ACTIVE.get()
     return caches[-1].get(mask, setting, q_offset, build) if caches else build()
 
 
-def _tensors_of(mask: Mask) -> list[Tensor]:
+def _data_tensors(mask: Mask) -> list[Tensor]:
     """The tensors that a mask holds, in the order of its expression."""
     if "tensors" not in mask.memo:
         nodes = [node for node in mask.expand().walk() if isinstance(node, TensorTable | CapturedTensor)]

@@ -1,13 +1,12 @@
-"""Dropout of attention weights by a counter-based hash: which weight is kept follows from the seed and the cell alone.
+"""Dropout of attention weights ``[B, H, q_len, kv_len]`` by a counter-based hash of the seed and the cell.
 
-The decision about a cell is the same in the forward and in the backward pass, on every backend and device, and whatever the
-blocks are in which attention is computed. Each row has two numbers of 32 bits, 64 together so that no two rows are alike, and
-each key has one. They are made once in a call, so that a cell costs a few operations: on the CPU dropout then takes about as
-long as the softmax, and in a GPU kernel, where the compiler writes an expression out each time that it is used, two numbers
-that are read keep the code short.
+The decision for a cell is the same in the forward and backward pass, on every backend and device, and for any tiling. Each row
+has two hashes of 32 bits (64 together, so that rows do not collide), and each key has one. They are computed once per call, so
+that a cell costs a few operations. On the CPU dropout then takes about as long as the softmax. In a GPU kernel two reads keep the
+code short: Inductor repeats an expression at each use.
 
-The numbers of rows and keys are kept in 64-bit integers while they are made, whose products do not overflow. Cells are mixed in
-32-bit integers, of whose products the low 32 bits stay: these are the same on every processor.
+Hashes of rows and keys are computed in 64-bit integers, whose products do not overflow. Cells are mixed in 32-bit integers, whose
+products wrap around equally on every processor.
 """
 
 from __future__ import annotations
@@ -20,67 +19,67 @@ from torch import Tensor
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
-__all__ = ["check_dropout", "dropout_cells", "kept", "key_numbers", "row_numbers", "seed_of"]
+__all__ = ["check_dropout", "dropout_cells", "keep_weights", "key_hashes", "row_hashes", "seed_tensor"]
 
 BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
 STEP = 0x9E3779B1
 FIRST, SECOND = 0x7FEB352D, 0x45D9F3B
-#: Where the chains begin: two of rows, and one of keys.
+#: Initial states: two for rows, and one for keys.
 STARTS = 0, 0x85EBCA6B, 0xC2B2AE35
 
 
-def _mixed(x: Any) -> Any:
+def _mix(x: Any) -> Any:
     """A bijection of 32-bit numbers, by multiplications and shifts as in the finalisers of MurmurHash and their successors."""
     x = ((x ^ (x >> 16)) * FIRST) & BITS
     x = ((x ^ (x >> 15)) * SECOND) & BITS
     return x ^ (x >> 16)
 
 
-def _joined(start: int, seed: Tensor, *indices: Tensor) -> Tensor:
-    """A 32-bit number, in an int64, that follows from a seed and some indices."""
+def _hash(start: int, seed: Tensor, *indices: Tensor) -> Tensor:
+    """A 32-bit hash, in an int64, of a seed and some indices."""
     state: Any = start
     for number in (seed & BITS, (seed >> 32) & BITS, *indices):
-        state = _mixed((state + (number.to(torch.int64) + 1) * STEP) & BITS)
+        state = _mix((state + (number.to(torch.int64) + 1) * STEP) & BITS)
     found: Tensor = state
     return found
 
 
-def row_numbers(seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The two numbers of rows, ``int32`` shaped as the arguments broadcast; the second is odd.
+def row_hashes(seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The two hashes of each row, ``int32`` shaped as the arguments broadcast; the second is odd.
 
     Args:
         seed: ``int64``.
         b: batch indices, an integer tensor.
         h: query heads.
-        q: queries, which count from 0 in each call.
+        q: queries, counted from 0 in each call.
     """
-    first, second = (_joined(start, seed, b, h, q) for start in STARTS[:2])
+    first, second = (_hash(start, seed, b, h, q) for start in STARTS[:2])
     return first.to(torch.int32), (second | 1).to(torch.int32)
 
 
-def key_numbers(seed: Tensor, kv: Tensor) -> Tensor:
-    """The number of keys, ``int32`` shaped as the arguments broadcast.
+def key_hashes(seed: Tensor, kv: Tensor) -> Tensor:
+    """The hash of each key, ``int32`` shaped as the arguments broadcast.
 
     Args:
         seed: ``int64``.
         kv: keys.
     """
-    return _joined(STARTS[2], seed, kv).to(torch.int32)
+    return _hash(STARTS[2], seed, kv).to(torch.int32)
 
 
-def kept(first: Tensor, second: Tensor, key: Tensor, p: float) -> Tensor:
+def keep_weights(first: Tensor, second: Tensor, key: Tensor, p: float) -> Tensor:
     """Which cells keep their weight, each with probability ``1 - p``: ``int32``, 1 for kept and 0 for dropped.
 
-    Each step maps the numbers of keys onto themselves, so that those of a row are as uniform as they are.
+    Each step is a bijection of 32-bit numbers, so that the results of a row are as uniform as the hashes of keys.
 
     Args:
-        first: first number of the rows.
-        second: second number of the rows.
-        key: number of the keys.
+        first: first hash of the rows.
+        second: second hash of the rows.
+        key: hash of the keys.
         p: probability that a weight is dropped, 0 to 1.
     """
-    x = torch.bitwise_xor(key, first).mul_(second)  # in place, since memory takes most of the time on the CPU
+    x = torch.bitwise_xor(key, first).mul_(second)  # in place, since memory traffic dominates on the CPU
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(SECOND)
     lowest = round(p * 2**32) - 2**31
     return x.ge_(lowest) if lowest < 2**31 else x.zero_()
@@ -98,20 +97,20 @@ def dropout_cells(seed: int | Tensor, p: float, batch: int, heads: int, q_len: i
         kv_len: keys.
     """
     check_dropout(p)
-    state = seed_of(seed, torch.device("cpu"))
+    state = seed_tensor(seed, torch.device("cpu"))
     b, h, q = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(q_len)[:, None]
-    return kept(*row_numbers(state, b, h, q), key_numbers(state, torch.arange(kv_len)), p).bool()
+    return keep_weights(*row_hashes(state, b, h, q), key_hashes(state, torch.arange(kv_len)), p).bool()
 
 
-def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """A seed as a tensor on a device: as it was given, or drawn by torch's generator there.
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """A seed as a tensor ``int64`` without axes on a device: the one given, or one drawn by torch's generator.
 
     Args:
         seed: an int, one integer in a tensor, or None to draw one.
-        device: where the result is made.
+        device: device of the result.
 
     Raises:
-        OperandError: neither of these.
+        OperandError: none of these.
         LoweringError: a tensor of several values or of another dtype.
         ExpressionError: an int beyond 64 bits.
     """

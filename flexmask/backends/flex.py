@@ -1,4 +1,4 @@
-"""The backend of compiled FlexAttention: a BlockMask, one kernel for all masks of a kind, and dropout of its weights."""
+"""The backend ``flex``: compiled FlexAttention over the mask's BlockMask, with exact dropout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from flexmask._transforms import has_values, is_captured, is_transformed
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
-from flexmask.backends.dropout import kept, key_numbers, row_numbers
+from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
@@ -25,9 +25,9 @@ __all__ = ["FLEX"]
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: The least channels of a head that the CUDA kernels take.
 MIN_HEAD = 16
-#: Kernels that are compiled, one for each combination of shapes, dtypes and kind of mask, before that is taken for a mistake.
+#: The most kernels to compile, one for each combination of shapes, dtypes and kind of mask, before an error.
 MAX_KERNELS = 256
-#: Whether torch's compiled CPU kernel refuses a query, key and value that share memory, as views of one projection may.
+#: Whether torch's compiled CPU kernel rejects a query, key and value that share memory, as views of one projection may.
 ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
 
 
@@ -62,7 +62,7 @@ def _run(call: Call) -> Tensor:
         _check_block_mask(mask, query, key, call.q_offset)
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
-        # Of some views of a projection torch's CPU kernels read other numbers, or do not build.
+        # For some views of a projection torch's CPU kernels read wrong values, or do not compile.
         if torch.compiler.is_compiling():
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             if ONE_BUFFER_REFUSED:
@@ -70,38 +70,38 @@ def _run(call: Call) -> Tensor:
     options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.enable_gqa}
     seed = call.seed()
     if seed is None:
-        return cast(Tensor, _called(query, key, value, score_mod=call.score_mod, **options))
-    return _dropped(query, key, value, call.score_mod, call.dropout_p, seed, options)
+        return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
+    return _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, seed, options)
 
 
-def _dropped(
+def _call_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, seed: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Attention with dropped scores, scaled from the sum of the weights that are left to the sum of all weights.
+    """Attention with dropped scores at -inf, rescaled from the sum of the kept weights to the sum of all weights.
 
-    What of the decisions follows from rows and keys alone is made before the kernel, which reads it: Inductor writes out an
-    expression of a ``score_mod`` each time that it is used, so that mixing the indices there takes minutes to compile.
+    The hashes of rows and keys are computed before the kernel, which reads them: Inductor repeats an expression of a
+    ``score_mod`` at each use, so that hashing there would take minutes to compile.
     """
     b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2]))
-    first, second = row_numbers(seed, b[:, None, None], h[:, None], q)
-    keys = key_numbers(seed, kv)
+    first, second = row_hashes(seed, b[:, None, None], h[:, None], q)
+    keys = key_hashes(seed, kv)
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
             score = score_mod(score, b, h, q_idx, kv_idx)
-        keep = kept(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
+        keep = keep_weights(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
         return torch.where(keep > 0, score, -math.inf)
 
-    call = _uncompiled if _inference_only(query) else _called  # without gradients, the compiled kernels give no sums
-    out, left = call(query, key, value, score_mod=dropped, return_aux=AuxRequest(lse=True), **options)
-    _, whole = call(query, key, value, score_mod=score_mod, return_aux=AuxRequest(lse=True), **options)
-    seen = whole.lse > -math.inf
-    share = torch.where(seen, left.lse - torch.where(seen, whole.lse, 0), -math.inf).exp()
+    call = _uncompiled if _inference_only(query) else _call  # the compiled CPU kernels return no logsumexp
+    out, remaining = call(query, key, value, score_mod=dropped, return_aux=AuxRequest(lse=True), **options)
+    _, complete = call(query, key, value, score_mod=score_mod, return_aux=AuxRequest(lse=True), **options)
+    seen = complete.lse > -math.inf
+    share = torch.where(seen, remaining.lse - torch.where(seen, complete.lse, 0), -math.inf).exp()
     return cast(Tensor, (out * (share / (1 - p if p < 1 else 1)).unsqueeze(-1)).to(out.dtype))
 
 
 def _inference_only(tensor: Tensor) -> bool:
-    """Whether compiled FlexAttention gives neither gradients nor the sums of weights on a tensor's device."""
+    """Whether compiled FlexAttention returns neither gradients nor the logsumexp on a tensor's device."""
     return tensor.device.type == "cpu"
 
 
@@ -111,13 +111,13 @@ def _uncompiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> An
         return flex_attention(query, key, value, **options)
 
 
-def _called(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
     with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
         try:
             return _compiled(query.device.type)(query, key, value, **options)
-        except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may lack it
+        except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may not have it
             raise LoweringError(
                 f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
                 "backend='sdpa', or forget the kernels with torch.compiler.reset()"
@@ -125,9 +125,11 @@ def _called(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 
 def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
-    """A BlockMask that does not fit would read beyond its tensors."""
+    """Checks the sizes of a BlockMask: the kernel would read beyond the tensors of one that does not fit."""
     if isinstance(q_offset, Tensor) or q_offset:
-        raise LoweringError("a BlockMask knows its queries' positions; give q_offset to mask.block_mask() instead")
+        raise LoweringError(
+            "q_offset does not apply to a BlockMask, which has the positions of its queries; give it to mask.block_mask() instead"
+        )
     wanted = (*query.shape[:2], query.shape[2], key.shape[2])
     fits = [given in (1, size) for given, size in zip(mask.shape[:-2], wanted[:2], strict=False)]
     if len(mask.shape) != 4 or not all(fits) or tuple(mask.seq_lengths) != wanted[2:]:
@@ -141,7 +143,7 @@ def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int
 
 @cache
 def _compiled(device: str) -> Callable[..., Any]:
-    # On the CPU a mask that captures tensors does not build once shapes turn dynamic, so each shape compiles its own kernel.
+    # On the CPU a mask that captures tensors does not compile with dynamic shapes, so each shape compiles its own kernel.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 

@@ -1,7 +1,7 @@
-"""Attention in tiles as torch knows it: operators for graphs, and functions that autograd and `torch.func` can transform.
+"""Attention in tiles as operators for `torch.compile`, and as autograd functions for eager code and `torch.func`.
 
-In a graph (`torch.compile`) the operators stand for the passes, with their gradient registered. Elsewhere the functions do, which
-have a rule for each transform, as operators cannot have. They call the operators only where something records what is called.
+The operators have their gradient registered. The functions have a rule for each transform, which operators cannot have; they call
+the operators only where calls are recorded, as under FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.autograd.function import Function
 
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
 from flexmask.backends.tile import Cells
-from flexmask.backends.tile_derivatives import curvature, tangent
-from flexmask.backends.tile_passes import backward, forward, new_out
-from flexmask.backends.tile_weights import Drop
+from flexmask.backends.tile_derivatives import hessian_product, tangent
+from flexmask.backends.tile_passes import backward, empty_output, forward
+from flexmask.backends.tile_weights import DropoutState
 
 __all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
 
@@ -41,23 +41,23 @@ def attend_tiles(
 
 
 def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """The output of torch's fused kernel, whose gradient is computed in tiles where it is to be differentiated again.
+    """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
 
-    The kernels have no second derivative. With ``create_graph=True`` their gradient is therefore not asked for.
+    The kernels have no second derivative, so with ``create_graph=True`` their own gradient is not used.
 
     Args:
-        out: what the kernel gives for the others.
+        out: the output of the kernel for the others.
         query: [B, H, Q, D].
         key: [B, H_kv, KV, D].
         value: [B, H_kv, KV, Dv].
-        is_causal: whether a row sees no later key.
+        is_causal: whether later keys are masked out.
         scale: factor of the scores.
     """
     return cast(Tensor, _Fused.apply(out, query, key, value, is_causal, scale))  # type: ignore[no-untyped-call]
 
 
 def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    """The keys of each row where it sees all, or no later one: int32[1, 1, 1 or Q, 1, 2]."""
+    """The key intervals of causal or no masking: int32[1, 1, 1 or Q, 1, 2]."""
     kv_len = key.size(2)
     stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
     stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
@@ -65,7 +65,7 @@ def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
 
 
 def _is_differentiated(*tensors: Tensor) -> bool:
-    """Whether autograd or a transform has a part in what is computed from tensors."""
+    """Whether autograd or a transform differentiates by tensors."""
     return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
 
 
@@ -83,7 +83,7 @@ def _block_sdpa(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Tensor:
-    return forward(query, key, value, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
+    return forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -99,12 +99,12 @@ def _block_sdpa_backward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(dropout_p, seed, query, key))
+    return backward(grad, query, key, value, out, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
 
 
 @_block_sdpa.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return new_out(query, value)
+    return empty_output(query, value)
 
 
 @_block_sdpa_backward.register_fake
@@ -112,7 +112,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, seed = inputs
     ctx.save_for_backward(query, key, value, output, bounds, cells, seed)
 
@@ -122,34 +122,36 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, seed), *[None] * 5)
 
 
-_block_sdpa.register_autograd(_differentiate, setup_context=_keep)
+_block_sdpa.register_autograd(_differentiate, setup_context=_save_inputs)
 
 
 # ---------------------------------------------------------------- functions
 
 
 class _Saved:
-    """What both functions keep for their derivatives: tensors as torch wants them kept, and the rest."""
+    """What both functions save for their derivatives: tensors in torch's way, and the other arguments."""
 
     @staticmethod
-    def keep(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Any) -> None:
+    def save(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Any) -> None:
         ctx.scale, ctx.p = scale, p
-        ctx.called = None if cells is None or isinstance(cells, Tensor) else cells
-        kept = *tensors, bounds, (cells if ctx.called is None else None), seed
+        ctx.cells_function = None if cells is None or isinstance(cells, Tensor) else cells
+        kept = *tensors, bounds, (cells if ctx.cells_function is None else None), seed
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
     @staticmethod
-    def of(ctx: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+    def restore(ctx: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
         """The tensors, and the arguments from ``bounds`` on."""
         *tensors, bounds, cells, seed = ctx.saved_tensors
-        return tensors, (bounds, cells if ctx.called is None else ctx.called, ctx.scale, ctx.p, seed)
+        return tensors, (bounds, cells if ctx.cells_function is None else ctx.cells_function, ctx.scale, ctx.p, seed)
 
 
-def _rules(tensors: list[Tensor], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None) -> tuple[Any, ...]:
-    """The last arguments of the derivatives."""
+def _derivative_arguments(
+    tensors: list[Tensor], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None
+) -> tuple[Any, ...]:
+    """The last arguments of `tangent` and `hessian_product`."""
     query, key, _ = tensors
-    return bounds, cells, scale, Drop.of(p, seed, query, key)
+    return bounds, cells, scale, DropoutState.make(p, seed, query, key)
 
 
 class _Attention(Function):
@@ -160,30 +162,30 @@ class _Attention(Function):
         query, key, value, bounds, cells, scale, p, seed = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast(Tensor, _block_sdpa(*arguments))
-        return forward(query, key, value, bounds, cells, scale, Drop.of(p, seed, query, key))
+        return forward(query, key, value, bounds, cells, scale, DropoutState.make(p, seed, query, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         query, key, value, *rest = inputs
-        _Saved.keep(ctx, (query, key, value, output), *rest)
+        _Saved.save(ctx, (query, key, value, output), *rest)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, rest = _Saved.of(ctx)
+        tensors, rest = _Saved.restore(ctx)
         compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
         return (*compute(grad, *tensors, *rest), *[None] * 5)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (*tensors, _), rest = _Saved.of(ctx)
+        (*tensors, _), rest = _Saved.restore(ctx)
         with outer_tangents():
             tensors = [without_tangent(tensor) for tensor in tensors]
-            return tangent(tensors, tangents[:3], *_rules(tensors, *rest))
+            return tangent(tensors, tangents[:3], *_derivative_arguments(tensors, *rest))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-        out = _Attention.apply(*_folded(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
-        return _parted(out, info.batch_size), 0
+        out = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
+        return _unfold_mapped(out, info.batch_size), 0
 
 
 class _Gradient(Function):
@@ -194,35 +196,39 @@ class _Gradient(Function):
         grad, query, key, value, out, bounds, cells, scale, p, seed = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
-        return backward(grad, query, key, value, out, bounds, cells, scale, Drop.of(p, seed, query, key))
+        return backward(grad, query, key, value, out, bounds, cells, scale, DropoutState.make(p, seed, query, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         grad, query, key, value, _, *rest = inputs
-        _Saved.keep(ctx, (grad, query, key, value), *rest)
+        _Saved.save(ctx, (grad, query, key, value), *rest)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, *tensors), rest = _Saved.of(ctx)
-        rules = _rules(tensors, *rest)
+        (grad, *tensors), rest = _Saved.restore(ctx)
+        arguments = _derivative_arguments(tensors, *rest)
         # The output is a function of the others, so it has no gradient of its own.
-        return tangent(tensors, tangents, *rules), *curvature(grad, tensors, tangents, *rules), *[None] * 6
+        return (
+            tangent(tensors, tangents, *arguments),
+            *hessian_product(grad, tensors, tangents, *arguments),
+            *[None] * 6,
+        )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        (grad, *tensors), rest = _Saved.of(ctx)
+        (grad, *tensors), rest = _Saved.restore(ctx)
         to_grad, *of_tensors, _ = tangents[:5]
         with outer_tangents():
             grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
             out = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
             linear = _Gradient.apply(to_grad, *tensors, out, *rest)  # type: ignore[no-untyped-call]
-            curved = curvature(grad, tensors, of_tensors, *_rules(tensors, *rest))
+            curved = hessian_product(grad, tensors, of_tensors, *_derivative_arguments(tensors, *rest))
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        grads = _Gradient.apply(*_folded(info.batch_size, in_dims, arguments, 5))  # type: ignore[no-untyped-call]
-        return tuple(_parted(grad, info.batch_size) for grad in grads), (0, 0, 0)
+        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 5))  # type: ignore[no-untyped-call]
+        return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0, 0, 0)
 
 
 class _Fused(Function):
@@ -247,48 +253,48 @@ class _Fused(Function):
 # ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch
 
 
-def _folded(size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The arguments with the mapped axis, the slower one, and the batch as one axis.
+def _fold_mapped(size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The arguments with the mapped axis and the batch as one axis, the mapped axis outermost.
 
     Args:
         size: of the mapped axis.
-        in_dims: where each argument has it; None where it does not.
+        in_dims: the mapped axis of each argument; None where it has none.
         arguments: `count` tensors of the batch, then ``bounds, cells, scale, dropout_p, seed``.
-        count: how many there are.
+        count: how many tensors of the batch there are.
     """
-    mapped = [_mapped(tensor, dim, size) for tensor, dim in zip(arguments[:count], in_dims, strict=False)]
+    mapped = [_mapped_first(tensor, dim, size) for tensor, dim in zip(arguments[:count], in_dims, strict=False)]
     batch = mapped[0].size(1)
     bounds, cells, scale, p, seed = arguments[count:]
-    of_bounds, of_cells, _, _, of_seed = in_dims[count:]
+    bounds_dim, cells_dim, _, _, seed_dim = in_dims[count:]
     if isinstance(cells, Tensor):
-        cells = _broadcast(cells, of_cells, size, batch)
+        cells = _broadcast(cells, cells_dim, size, batch)
     elif cells is not None:
-        cells = _CellsOfParts(cells, batch)
+        cells = _RepeatedCells(cells, batch)
     if seed is not None:
-        seed = _mapped(seed, of_seed, size).flatten()
-    return *(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, of_bounds, size, batch), cells, scale, p, seed
+        seed = _mapped_first(seed, seed_dim, size).flatten()
+    return *(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, bounds_dim, size, batch), cells, scale, p, seed
 
 
-def _parted(tensor: Tensor, size: int) -> Tensor:
-    """The mapped axis and the batch, which are one axis of a result, as two."""
+def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:
+    """The first axis of a result as two: the mapped axis and the batch."""
     return tensor.reshape(size, tensor.size(0) // max(size, 1), *tensor.shape[1:])
 
 
-def _mapped(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+def _mapped_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """A tensor with the mapped axis first."""
     return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
 
 
 def _broadcast(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """[B', ...] with B' 1 or B -> the same of all that is mapped."""
+    """[B', ...] with B' 1 or B -> [1 or size * B, ...]."""
     if dim is None and tensor.size(0) == 1:
         return tensor
-    whole = _mapped(tensor, dim, size)
+    whole = _mapped_first(tensor, dim, size)
     return whole.expand(size, batch, *whole.shape[2:]).flatten(0, 1)
 
 
-class _CellsOfParts:
-    """Cells of one part of the batch as those of all parts."""
+class _RepeatedCells:
+    """Cells over a batch of `size * B`, from those over B."""
 
     def __init__(self, cells: Any, batch: int) -> None:
         self.cells, self.batch = cells, batch

@@ -1,9 +1,8 @@
-"""A tile of attention: a block of queries against the few runs of keys that hold all that they see.
+"""A tile of attention: a block of queries against a few key intervals that contain all keys that they attend to.
 
-Shapes: B batch, H query heads, H_kv key heads (H_kv divides H), Q queries, KV keys, D head dim (Dv of the values), K
-intervals a row; B', H', Q' are B, H, Q or 1 where nothing depends on the axis. A tile has b batch elements, n key heads
-with g query heads each, m rows and t keys. It is computed folded: heads that share a key head stand below each other,
-[b, n, g * m, D].
+Shapes: B batch, H query heads, H_kv key heads (H_kv divides H), Q queries, KV keys, D head dim (Dv of the values), K key
+intervals per row; B', H', Q' are B, H, Q, or 1 to broadcast. A tile has b batch elements, n key heads with g query heads each,
+m rows and t keys. It is computed folded, with the g heads of a key head stacked: [b, n, g * m, D].
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Cells: TypeAlias = Tensor | CellMod | None
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of some batch elements and heads, and the keys that hold all that they see.
+    """Queries of some batch elements and heads, and key intervals that contain all keys that they attend to.
 
     Args:
         elements: the batch elements.
         key_heads: the key heads.
         group: how many query heads share a key head.
         rows: the queries.
-        runs: the keys, as disjoint intervals [lo, hi) in ascending order.
-        whole: whether every row sees all of these keys.
-        picture: the same number for tiles whose masks are the same.
+        runs: the keys, as disjoint key intervals [lo, hi) in ascending order.
+        all_visible: whether every row attends to all of these keys.
+        mask_id: equal for tiles with equal masks.
     """
 
     elements: range
@@ -42,33 +41,33 @@ class Tile:
     group: int
     rows: range
     runs: Runs
-    whole: bool
-    picture: int
+    all_visible: bool
+    mask_id: int
 
     @property
-    def place(self) -> tuple[slice, slice, slice]:
-        """Where the tile stands in [B, H, Q, ...]."""
+    def slices(self) -> tuple[slice, slice, slice]:
+        """The part of [B, H, Q, ...] that the tile covers."""
         heads = slice(self.key_heads.start * self.group, self.key_heads.stop * self.group)
         return _slice(self.elements), heads, _slice(self.rows)
 
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [b, n, g * m, D]."""
-        part = tensor[self.place]
+        part = tensor[self.slices]
         return part.reshape(len(self.elements), len(self.key_heads), self.group * len(self.rows), part.size(3))
 
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
         return part.reshape(len(self.elements), len(self.key_heads) * self.group, len(self.rows), part.size(3))
 
-    def keys_of(self, tensor: Tensor) -> Tensor:
+    def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [b, n, t, D], a view where the keys are one run."""
         part = tensor[_slice(self.elements), _slice(self.key_heads)]
         runs = [part[:, :, lo:hi] for lo, hi in self.runs]
         return runs[0] if len(runs) == 1 else torch.cat(runs, 2) if runs else part[:, :, :0]
 
-    def cells_of(self, tensor: Tensor) -> Tensor:
+    def gather_cells(self, tensor: Tensor) -> Tensor:
         """[B', H', Q', KV] -> the rows and keys of the tile."""
-        part = self._part(tensor)
+        part = self._select(tensor)
         runs = [part[..., lo:hi] for lo, hi in self.runs]
         return runs[0] if len(runs) == 1 else torch.cat(runs, -1) if runs else part[..., :0]
 
@@ -82,28 +81,28 @@ class Tile:
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The batch, head, query and key indices, each one-dimensional."""
-        b, h, q_idx = (torch.arange(part.start, part.stop, device=device) for part in self.place)
+        b, h, q_idx = (torch.arange(part.start, part.stop, device=device) for part in self.slices)
         return b, h, q_idx, self._kv_idx(device, torch.int64)
 
     def visible(self, bounds: Tensor, cells: Cells = None) -> Tensor | None:
-        """What the rows see of the keys: bool [b or 1, n * g or 1, m, t]; None where that is everything."""
-        if self.whole and cells is None:
+        """Which keys the rows attend to: bool [b or 1, n * g or 1, m, t]; None for all."""
+        if self.all_visible and cells is None:
             return None
         size = len(self.rows), sum(hi - lo for lo, hi in self.runs)
-        within = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool) if self.whole else self._within(bounds)
+        within = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool) if self.all_visible else self._within(bounds)
         seen = within.expand(-1, -1, *size)
         if cells is None:
             return seen
         if isinstance(cells, Tensor):
-            return seen & self.cells_of(cells)
+            return seen & self.gather_cells(cells)
         b, h, q_idx, kv_idx = self.indices(bounds.device)
         return seen & cells(b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
 
     def bias(self, bounds: Tensor, cells: Cells, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """The folded mask as 0 and -inf, None where all is visible, and its rows without a key, None where there are none.
+        """The folded mask as 0 and -inf, None where all is visible, and its fully masked rows, None where there are none.
 
-        Such rows see all keys here, so that no kernel meets an empty row; the caller replaces what they give by 0.
-        Only `cells` make them: the bounds must have none.
+        Fully masked rows are unmasked here, since kernels give NaN for them; the caller sets their output to 0. Only `cells`
+        may make them: the bounds must have none.
         """
         visible = self.visible(bounds, cells)
         if visible is None:
@@ -114,25 +113,25 @@ class Tile:
             else:
                 rows = self.group * len(self.rows)
                 visible = visible.reshape(visible.size(0), len(self.key_heads), rows, visible.size(3))
-        blind = None
+        fully_masked = None
         if cells is not None:
-            blind = ~visible.any(-1, keepdim=True)
-            visible = visible | blind
+            fully_masked = ~visible.any(-1, keepdim=True)
+            visible = visible | fully_masked
         zero, hidden = (torch.tensor(value, dtype=dtype, device=bounds.device) for value in (0.0, -math.inf))
-        return torch.where(visible, zero, hidden), blind
+        return torch.where(visible, zero, hidden), fully_masked
 
     def _within(self, bounds: Tensor) -> Tensor:
         kv_idx = self._kv_idx(bounds.device, bounds.dtype)
         seen = None
-        for lo, hi in (interval.unsqueeze(3).unbind(-1) for interval in self._part(bounds).unbind(3)):
+        for lo, hi in (interval.unsqueeze(3).unbind(-1) for interval in self._select(bounds).unbind(3)):
             inside = (kv_idx >= lo) & (kv_idx < hi)
             seen = inside if seen is None else seen.logical_or_(inside)
-        assert seen is not None, "rows without a slot see nothing, so they are in no tile that is not whole"
+        assert seen is not None, "rows without a slot are fully masked, so they are in no tile that needs a mask"
         return seen
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def _select(self, tensor: Tensor) -> Tensor:
         """[B', H', Q', ...] -> the batch elements, query heads and rows of the tile."""
-        parts = zip(tensor.shape, self.place, strict=False)
+        parts = zip(tensor.shape, self.slices, strict=False)
         return tensor[tuple(slice(None) if size == 1 else part for size, part in parts)]
 
     def _kv_idx(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
-"""Derivatives of attention that can be differentiated and mapped again: the tangent, the second derivative, any `score_mod`.
+"""Derivatives of attention that can be differentiated and mapped again: tangents, second derivatives, any `score_mod`.
 
-They are simple rather than fast, and written with torch's own differentiable operations. Shapes as in `tiles`.
+They are simple rather than fast, and written in operations that torch differentiates. Shapes as in `tile`.
 """
 
 from __future__ import annotations
@@ -14,110 +14,119 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmask._transforms import is_transformed
 from flexmask.backends.tile import Cells, Tile
-from flexmask.backends.tile_weights import Drop, ScoreMod, attend, is_tainted, precise_dtype, weights_of, without_autocast
+from flexmask.backends.tile_weights import (
+    DropoutState,
+    ScoreMod,
+    attend,
+    compute_weights,
+    has_nonfinite,
+    precise_dtype,
+    without_autocast,
+)
 from flexmask.backends.tiling import plan_tiles
 
-__all__ = ["curvature", "modified", "tangent"]
+__all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Change:
-    """A tile whose queries, keys and values change: what both further derivatives start from.
+class _TileTangents:
+    """The parts of a tile from which both further derivatives are computed.
 
     Attributes:
-        q: the queries, folded, times the scale; their change is `to_q`, and so for the others.
+        q: the queries, folded, times the scale; k and v are the keys and values.
+        q_tangent: the tangent of q; k_tangent and v_tangent are those of k and v.
         weights: the weights before dropout.
-        of_scores: the change of the scores, less its mean under the weights of the row.
+        scores_tangent: the tangent of the scores, less its mean under the weights of the row.
         mean: that mean, [b, n, g * m, 1].
-        factors: of dropout, or 1.
+        factors: the factors of dropout, or 1.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    to_q: Tensor
-    to_k: Tensor
-    to_v: Tensor
+    q_tangent: Tensor
+    k_tangent: Tensor
+    v_tangent: Tensor
     weights: Tensor
-    of_scores: Tensor
+    scores_tangent: Tensor
     mean: Tensor
     factors: Tensor | float
 
 
-def _changes(
-    tensors: Sequence[Tensor], tangents: Sequence[Tensor], bounds: Tensor, cells: Cells, scale: float, drop: Drop | None
-) -> Iterator[tuple[Tile, _Change]]:
-    """Each block of rows with its change, computed in float32 at least."""
+def _tile_tangents(
+    tensors: Sequence[Tensor], tangents: Sequence[Tensor], bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
+) -> Iterator[tuple[Tile, _TileTangents]]:
+    """Each block of rows with its tangents, computed in float32 at least."""
     precise = precise_dtype(tensors[0])
-    query, key, value, to_query, to_key, to_value = (tensor.to(precise) for tensor in (*tensors, *tangents))
-    query, to_query = query * scale, to_query * scale
+    query, key, value, query_tangent, key_tangent, value_tangent = (tensor.to(precise) for tensor in (*tensors, *tangents))
+    query, query_tangent = query * scale, query_tangent * scale
     for tile in plan_tiles(bounds, query, key)[0]:
-        q, to_q = tile.fold(query), tile.fold(to_query)
-        k, v, to_k, to_v = (tile.keys_of(tensor) for tensor in (key, value, to_key, to_value))
-        weights = weights_of(tile, q, k, tile.visible(bounds, cells))
-        of_scores = to_q @ k.mT + q @ to_k.mT
-        mean = (weights * of_scores).sum(-1, keepdim=True)
+        q, q_tangent = tile.fold(query), tile.fold(query_tangent)
+        k, v, k_tangent, v_tangent = (tile.gather_keys(tensor) for tensor in (key, value, key_tangent, value_tangent))
+        weights = compute_weights(tile, q, k, tile.visible(bounds, cells))
+        scores_tangent = q_tangent @ k.mT + q @ k_tangent.mT
+        mean = (weights * scores_tangent).sum(-1, keepdim=True)
         factors = 1.0 if drop is None else drop.factors(tile, weights)
-        yield tile, _Change(q, k, v, to_q, to_k, to_v, weights, of_scores - mean, mean, factors)
+        yield tile, _TileTangents(q, k, v, q_tangent, k_tangent, v_tangent, weights, scores_tangent - mean, mean, factors)
 
 
 def tangent(
-    tensors: Sequence[Tensor], tangents: Sequence[Tensor], bounds: Tensor, cells: Cells, scale: float, drop: Drop | None
+    tensors: Sequence[Tensor], tangents: Sequence[Tensor], bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
 ) -> Tensor:
-    """How the output changes with query, key and value: their tangents times the Jacobian, [B, H, Q, Dv]."""
+    """The tangent of the output, [B, H, Q, Dv]: the Jacobian times the tangents of query, key and value."""
     query, _, value = tensors
     parts = []
     with without_autocast(query):
-        for tile, change in _changes(tensors, tangents, bounds, cells, scale, drop):
-            of_weights = change.weights * change.of_scores * change.factors
-            part = of_weights @ change.v + change.weights * change.factors @ change.to_v
+        for tile, change in _tile_tangents(tensors, tangents, bounds, cells, scale, drop):
+            weights_tangent = change.weights * change.scores_tangent * change.factors
+            part = weights_tangent @ change.v + change.weights * change.factors @ change.v_tangent
             parts.append(tile.unfold(part))
     return torch.cat(parts, 2).to(query.dtype) if parts else query.new_zeros(*query.shape[:3], value.size(3))
 
 
-def curvature(
+def hessian_product(
     grad: Tensor,
     tensors: Sequence[Tensor],
     tangents: Sequence[Tensor],
     bounds: Tensor,
     cells: Cells,
     scale: float,
-    drop: Drop | None,
+    drop: DropoutState | None,
 ) -> tuple[Tensor, ...]:
-    """How the gradients of query, key and value change with these: the Hessian of ``(grad * out).sum()`` times the tangents.
+    """The tangents of the gradients of query, key and value: the Hessian of ``(grad * out).sum()`` times the tangents.
 
-    It is the gradient of ``(grad * tangent).sum()``: with P the weights, S the change of the scores, and G and H the gradients
-    of the weights by the values and by their change, ``(grad * tangent).sum() = sum(G * P * (S - sum(P * S)) + H * P)``.
+    It is the gradient of ``(grad * tangent).sum() = sum(G * P * (S - sum(P * S)) + H * P)``, with P the weights, S the tangent of
+    the scores, ``G = grad @ v.mT`` and ``H = grad @ v_tangent.mT``.
     """
     query, key, value = tensors
-    of_query, of_key, of_value, places = [], [], [], []
+    query_parts, key_parts, value_parts, places = [], [], [], []
     grad = grad.to(precise_dtype(query))
     with without_autocast(query):
-        for tile, change in _changes(tensors, tangents, bounds, cells, scale, drop):
+        for tile, change in _tile_tangents(tensors, tangents, bounds, cells, scale, drop):
             weights, g = change.weights, tile.fold(grad)
-            by_value, by_change = g @ change.v.mT * change.factors, g @ change.to_v.mT * change.factors
+            by_value, by_change = g @ change.v.mT * change.factors, g @ change.v_tangent.mT * change.factors
             mean = (weights * by_value).sum(-1, keepdim=True)
             first = weights * (by_value - mean)
-            by_weights = by_value * change.of_scores - mean * (change.of_scores + change.mean) + by_change
+            by_weights = by_value * change.scores_tangent - mean * (change.scores_tangent + change.mean) + by_change
             second = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True))
-            of_query.append(tile.unfold(first @ change.to_k + second @ change.k) * scale)
-            of_key.append(first.mT @ change.to_q + second.mT @ change.q)
-            of_value.append((weights * change.of_scores * change.factors).mT @ g)
+            query_parts.append(tile.unfold(first @ change.k_tangent + second @ change.k) * scale)
+            key_parts.append(first.mT @ change.q_tangent + second.mT @ change.q)
+            value_parts.append((weights * change.scores_tangent * change.factors).mT @ g)
             places.append(tile.indices(query.device)[3])
     if not places:
         return tuple(torch.zeros_like(tensor) for tensor in tensors)
     at = torch.cat(places)
     sums = [
         torch.zeros_like(total, dtype=grad.dtype).index_add(2, at, torch.cat(parts, 2))
-        for total, parts in ((key, of_key), (value, of_value))
+        for total, parts in ((key, key_parts), (value, value_parts))
     ]
-    return tuple(tensor.to(query.dtype) for tensor in (torch.cat(of_query, 2), *sums))
+    return tuple(tensor.to(query.dtype) for tensor in (torch.cat(query_parts, 2), *sums))
 
 
 # ---------------------------------------------------------------- with a score_mod
 
 
-def modified(
+def attend_with_score_mod(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -125,23 +134,25 @@ def modified(
     cells: Cells,
     score_mod: ScoreMod,
     scale: float,
-    drop: Drop | None,
+    drop: DropoutState | None,
 ) -> Tensor:
-    """The output with changed scores, [B, H, Q, Dv], in operations that torch differentiates."""
+    """The output with a score_mod, [B, H, Q, Dv], in operations that torch differentiates."""
     tiles, _ = plan_tiles(bounds, query, key)
     if not tiles:
         anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
         return query.new_zeros(*query.shape[:3], value.size(3)) + anchor
     score_mod = _over_indices(score_mod)
     transformed = is_transformed(query, key, value)
-    careful = not transformed and (is_tainted(key.detach()) or is_tainted(value.detach()))
+    isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         precise = precise_dtype(query)
-        q, k, v = (part.to(precise) for part in (tile.fold(query), tile.keys_of(key), tile.keys_of(value)))
+        q, k, v = (part.to(precise) for part in (tile.fold(query), tile.gather_keys(key), tile.gather_keys(value)))
         visible = tile.visible(bounds, cells)
         with without_autocast(query):
-            return tile.unfold(attend(tile, q * scale, k, v, visible, score_mod, drop, careful=careful)).to(query.dtype)
+            return tile.unfold(attend(tile, q * scale, k, v, visible, score_mod, drop, isolate_nonfinite=isolate_nonfinite)).to(
+                query.dtype
+            )
 
     if transformed:  # transforms cannot differentiate checkpoints
         return torch.cat([compute(tile, query, key, value) for tile in tiles], 2)
@@ -150,7 +161,7 @@ def modified(
 
 
 def _over_indices(score_mod: ScoreMod) -> ScoreMod:
-    """Map a function of scalars over [b, h, q, kv] as FlexAttention does, so that `bias[b][h]` means what it says."""
+    """Maps a function of scalars over [b, h, q, kv] with vmap, as FlexAttention does, so that `bias[b][h]` works."""
     mapped: Callable[..., Tensor] = score_mod
     for axis in (4, 3, 2, 1):
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))

@@ -1,6 +1,6 @@
-"""Exact masked attention in tiles: blocks of queries, each against only the keys that its rows can see.
+"""The backend ``sdpa``: exact attention in tiles, blocks of queries against only the keys that they attend to.
 
-Time follows what is visible and memory is linear in the lengths, forward and backward. Shapes as in `tiles`.
+Time is linear in the visible cells and memory in the lengths, forward and backward. Shapes as in `tile`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.tile import CellMod, Cells
-from flexmask.backends.tile_derivatives import modified
-from flexmask.backends.tile_weights import Drop, ScoreMod
+from flexmask.backends.tile_derivatives import attend_with_score_mod
+from flexmask.backends.tile_weights import DropoutState, ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import q
 from flexmask.expr.linear import Linear
@@ -48,22 +48,22 @@ def block_sdpa(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each query row to the keys in its intervals; a row that sees no key gives 0, and gradient 0.
+    """Attention of each query row to the keys in its key intervals; a fully masked row gives 0, and gradient 0.
 
-    It is one operator, so `torch.compile` keeps one graph whatever the bounds hold; with a callable it is eager only.
+    It is one operator, so one graph of `torch.compile` serves all values of the bounds; with a callable it is eager only.
 
     Args:
         query: [B, H, Q, D], floating point.
         key: [B, H_kv, KV, D], of the query's dtype; query head h uses key head h // (H // H_kv).
         value: [B, H_kv, KV, Dv], of the query's dtype.
-        bounds: int [B', H', Q', K, 2], disjoint intervals [lo, hi) of the keys that a row sees; lo == hi: unused.
-        cells: which keys of its intervals a row sees, where these are an upper bound: bool [B or 1, H or 1, Q, KV], or
+        bounds: int [B', H', Q', K, 2], disjoint key intervals [lo, hi) of each row; lo == hi: unused.
+        cells: which keys of its intervals a row attends to, where these are an upper bound: bool [B or 1, H or 1, Q, KV], or
             ``cells(b, h, q_idx, kv_idx)``, a mask_mod that is called with broadcasting index tensors, tile by tile.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention. Gradients reach the tensors that it
-            captures. Simple rather than fast.
+            captures. This path is simple rather than fast.
         scale: factor of the scores; 1 / sqrt(D) by default.
         dropout_p: probability that a weight is dropped; the others grow by 1 / (1 - dropout_p).
-        seed: int64 without axes, from which the decisions follow (see `dropout`); wanted with dropout_p.
+        seed: int64 without axes, of the decisions of dropout (see `dropout`); needed with dropout_p.
 
     Returns:
         [B, H, Q, Dv], of the query's dtype.
@@ -80,14 +80,16 @@ def block_sdpa(
         scale = _default_scale(query)
     seed = seed if dropout_p else None
     if score_mod is not None:
-        return modified(query, key, value, bounds, cells, score_mod, scale, Drop.of(dropout_p, seed, query, key))
+        return attend_with_score_mod(
+            query, key, value, bounds, cells, score_mod, scale, DropoutState.make(dropout_p, seed, query, key)
+        )
     return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, seed)
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
-    """Attention to all keys, or to those up to the query, in one call of ``scaled_dot_product_attention``.
+    """Attention under no mask or a causal one, in one call of ``scaled_dot_product_attention``.
 
-    Unlike that it has a second derivative. Shapes and dtypes as for `block_sdpa`.
+    Unlike torch's function it has a second derivative. Shapes and dtypes as for `block_sdpa`.
     """
     gqa = bool(query.size(1) != key.size(1))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
@@ -103,7 +105,7 @@ def _default_scale(query: Tensor) -> float:
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """What autocast does to the inputs of scaled_dot_product_attention."""
+    """A tensor in the dtype to which autocast casts the inputs of scaled_dot_product_attention."""
     kind = tensor.device.type
     if tensor.is_meta or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # meta has no autocast
         return tensor
@@ -111,7 +113,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells) -> None:
-    """Raise unless dtypes and shapes fit each other."""
+    """Raises unless dtypes and shapes fit each other."""
     if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
         raise OperandError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one floating-point dtype"
@@ -174,9 +176,9 @@ def _run(call: Call) -> Tensor:
 
 
 def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
-    """The one fused call that a mask is, if it may be plain, or the bounds of its rows and the cells within them.
+    """The fused call that computes a mask, where ``plain`` allows it, or the key intervals of its rows and the cells within them.
 
-    With ``shapes_only`` the mask is checked, and its bounds are ones that no tensor with values can be computed with.
+    With ``shapes_only`` the mask is only checked, and the bounds are placeholders.
     """
     batch, heads, q_len, kv_len, device, plain = setting
     context = bind(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
@@ -193,10 +195,10 @@ def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: 
 
 
 def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
-    """The plan where operations become part of a graph that runs later."""
+    """The plan while a graph is captured, where values cannot be read."""
     try:
         return _plan(mask, setting, q_offset)
-    except RuntimeError as error:  # what torch raises where a value is read
+    except RuntimeError as error:  # torch raises it where a value is read
         raise LoweringError(
             f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
             "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
@@ -204,7 +206,7 @@ def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan
 
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
-    """Whether the mask is what SDPA's ``is_causal`` means: ``kv < q + 1`` with queries that start at 0."""
+    """Whether the mask equals SDPA's ``is_causal``: ``kv < q + 1`` with queries that start at 0."""
     return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())
 
 

@@ -1,4 +1,4 @@
-"""Which tiles hold all that is visible: the plan of attention in tiles, made on the host. Shapes as in `tiles`."""
+"""From key intervals [B', H', Q', K, 2] to the tiles that cover all visible cells, on the host. Shapes as in `tile`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["plan_tiles"]
 BLOCK_ROWS = 128
 # Kernels are up to a fifth faster where a tile's keys are whole vectors.
 ALIGNMENT = 16
-# Attending to this many hidden keys costs about what it takes to gather the keys on both sides of them.
+# Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.
 GAP = 128
 # Neighbours in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
@@ -28,14 +28,14 @@ CALL_WORK = 64
 
 
 def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None) -> tuple[list[Tile], bool]:
-    """Tiles that cover all that is visible, and whether every row sees a key. Reads the bounds on the host once.
+    """The tiles that cover all visible cells, and whether no row is fully masked. Reads the bounds on the host once.
 
     Args:
-        bounds: int [B', H', Q', K, 2], the disjoint intervals of each row.
+        bounds: int [B', H', Q', K, 2], the disjoint key intervals of each row.
         query: [B, H, Q, D].
         key: [B, H_kv, KV, D].
         most_scores: a tile with more scores is cut along batch and heads. None: one tile for each block of rows, even
-            where it sees nothing.
+            where all its rows are fully masked.
 
     Raises:
         LoweringError: an interval outside 0..KV.
@@ -49,24 +49,24 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         return _all_visible(elements, key_heads, group, q_len, key.size(2)), True
     blocks = _Blocks.read(bounds, key.size(2), group)
     tiles: list[Tile] = []
-    pictures: dict[tuple[object, ...], int] = {}
+    mask_ids: dict[tuple[object, ...], int] = {}
     for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
         rows = range(start, min(start + BLOCK_ROWS, q_len))
         if most_scores is None:
-            tiles.append(Tile(elements, key_heads, group, rows, *blocks.runs_of(block, elements, key_heads), block))
+            tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
         for area in _areas(blocks, block, elements, key_heads):
-            runs, whole = blocks.runs_of(block, *area)
+            runs, whole = blocks.key_runs(block, *area)
             if not runs:
                 continue
             for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
-                picture = blocks.picture(block, len(rows), *part, runs)
-                tiles.append(Tile(*part, group, rows, runs, whole, pictures.setdefault(picture, len(pictures))))
+                mask_key = blocks.mask_key(block, len(rows), *part, runs)
+                tiles.append(Tile(*part, group, rows, runs, whole, mask_ids.setdefault(mask_key, len(mask_ids))))
     return tiles, min(blocks.fewest) > 0
 
 
 def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
-    """Tiles for bounds without values, of which nothing but the shape of the output is asked."""
+    """Tiles for bounds without values, for which only the shape of the output matters."""
     if is_captured():
         raise LoweringError(
             "the tiles of this attention follow from values that a graph does not have while it is captured; give the graph a "
@@ -78,7 +78,7 @@ def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_l
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What each block of rows sees, on the host; where Q' is 1, one block stands for all.
+    """The visible keys of each block of rows, on the host. Where Q' is 1 there is one block, for all rows.
 
     Args:
         batch: B'.
@@ -86,10 +86,10 @@ class _Blocks:
         group: how many query heads share a key head.
         kv_len: KV.
         count: the blocks.
-        runs: the keys that hold all that the block's rows see, [B' x H' x blocks].
-        fewest: how many keys the row sees that sees fewest, [B' x H' x blocks].
-        lowest: the first key seen, [blocks].
-        shapes: equal for blocks that see the same, counted from their first keys, [blocks].
+        runs: key intervals that contain all keys that rows of the block attend to, [B' x H' x blocks].
+        fewest: the least number of visible keys of a row, [B' x H' x blocks].
+        lowest: the first visible key, [blocks].
+        shapes: equal for blocks with equal key intervals, relative to their first keys, [blocks].
     """
 
     batch: int
@@ -131,8 +131,8 @@ class _Blocks:
             runs[at].append((run[0], run[1]))
         return cls(batch, heads, group, kv_len, count, [tuple(own) for own in runs], *host[:3])
 
-    def runs_of(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
-        """The keys that these batch elements and heads see together, and whether each row sees all of them."""
+    def key_runs(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
+        """The keys that these batch elements and heads attend to, together, and whether each row attends to all of them."""
         heads = range(key_heads.start * self.group, key_heads.stop * self.group)
         entries = [
             (b * self.heads + h) * self.count + block % self.count
@@ -146,8 +146,8 @@ class _Blocks:
         aligned = [(lo - lo % ALIGNMENT, min(hi + -hi % ALIGNMENT, self.kv_len)) for lo, hi in runs]
         return _close(aligned), False
 
-    def picture(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
-        """Equal for tiles whose masks are the same."""
+    def mask_key(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
+        """Equal for tiles with equal masks."""
         block %= self.count
         lowest = self.lowest[block]
         own = (elements if self.batch > 1 else None, key_heads if self.heads > 1 else None)
@@ -155,7 +155,7 @@ class _Blocks:
 
 
 def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's first key, and a number that is the same for blocks that see the same, counted from there."""
+    """The first visible key of each block, and a number that is equal for blocks with equal key intervals relative to it."""
     lowest = lo.amin((0, 2))
     ends = torch.stack((lo, hi), -1) - lowest[:, None, None]
     ends = ends.where((lo < hi).unsqueeze(-1), 0)
@@ -163,7 +163,7 @@ def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Intervals [blocks, n], kv_len where unused -> the runs (block, lo, hi) that hold them, short gaps closed."""
+    """Intervals [blocks, n], kv_len where unused -> runs (block, lo, hi) that contain them, with short gaps closed."""
     lo, order = lo.sort(-1)
     reach = hi.gather(-1, order).cummax(-1).values
     used = lo < kv_len
@@ -174,20 +174,20 @@ def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _areas(blocks: _Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:
-    """Batch elements and key heads that are better computed together, for one block of rows."""
+    """Batch elements and key heads to compute in one tile, for one block of rows."""
     batches = [elements]
     if blocks.batch > 1:
-        batches = _join([blocks.runs_of(block, (b,), key_heads)[0] for b in elements])
+        batches = _join([blocks.key_runs(block, (b,), key_heads)[0] for b in elements])
     for some in batches:
         if blocks.heads == 1:
             yield some, key_heads
         else:
-            for own in _join([blocks.runs_of(block, some, range(n, n + 1))[0] for n in key_heads]):
+            for own in _join([blocks.key_runs(block, some, range(n, n + 1))[0] for n in key_heads]):
                 yield some, own
 
 
 def _join(choices: list[Runs]) -> list[range]:
-    """Ranges of neighbours whose keys overlap so far that one tile for all of them costs less than one for each."""
+    """Ranges of neighbours whose keys overlap so much that one tile costs less than one for each."""
     ranges: list[range] = []
     joint: Runs = ()
     work = 0
@@ -218,7 +218,7 @@ def _even_parts(whole: range, most: int) -> list[range]:
 
 
 def _union(several: Sequence[Runs]) -> Runs:
-    """Runs that hold all of several, short gaps closed."""
+    """Runs that contain all of several, with short gaps closed."""
     distinct = set(several)
     if len(distinct) == 1:
         return several[0]

@@ -1,4 +1,4 @@
-"""Attention weights: what attention multiplies the values with, written out for looking at."""
+"""Attention weights ``[B, H, q_len, kv_len]``, for inspection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["attention_weights"]
 
-#: The largest table of weights in bytes; a few of that size are held at a time.
+#: The most bytes of the weights. A few tensors of this size exist at a time.
 MAX_BYTES = 4 * 2**30
 
 
@@ -26,21 +26,21 @@ def attention_weights(
     score_mod: ScoreMod | None = None,
     q_offset: int | Tensor = 0,
 ) -> Tensor:
-    """The softmax of the scores over the keys that the mask shows, as :func:`flexmask.attention` has it without dropout.
+    """The softmax weights that :func:`flexmask.attention` computes without dropout.
 
     Args:
         query: ``[B, H, q_len, d_head]``, as ``return_qk`` of :class:`flexmask.MultiheadFlexAttention` gives it.
         key: ``[B, H_kv, kv_len, d_head]``; ``H_kv`` divides ``H``.
-        mask: what each query may see: a mask, its text, or a ``mask_mod``; None for everything.
-        scale: of the scores, by default ``1 / sqrt(d_head)``.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as of FlexAttention; ``q_idx`` counts from 0.
+        mask: a mask, its text, or a ``mask_mod``; None for no mask.
+        scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention; ``q_idx`` counts from 0.
         q_offset: position of the first query.
 
     Returns:
-        ``float[B, H, q_len, kv_len]``, at least float32. Each row sums to 1, or is 0 where it sees no key.
+        ``float[B, H, q_len, kv_len]``, at least float32. Each row sums to 1; a fully masked row is 0.
 
     Raises:
-        OperandError: what is not a tensor or a mask.
+        OperandError: an argument of a wrong type.
         LoweringError: shapes that do not fit, or weights of more than 4 GiB.
     """
     check_options(score_mod, scale)
@@ -69,5 +69,5 @@ def attention_weights(
         mask = as_mask(mask, device=query.device)
         cells = mask.dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)
         scores = scores.masked_fill(~cells, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(blind, 0)
+    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(fully_masked, 0)

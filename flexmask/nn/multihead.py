@@ -366,12 +366,9 @@ class MultiheadFlexAttention(nn.Module):
         parts = [f"d_in={self.d_in}, d_out={self.d_out}, n_heads={self.n_heads}"]
         if self.n_kv_heads != self.n_heads:
             parts.append(f"n_kv_heads={self.n_kv_heads}")
-        if self.d_head * self.n_heads != self.d_out:
-            parts.append(f"d_head={self.d_head}")
-        if self.d_context != self.d_in:
-            parts.append(f"d_context={self.d_context}")
-        if self.dropout:
-            parts.append(f"dropout={self.dropout}")
+        shown = {"d_head": self.d_head * self.n_heads != self.d_out, "d_context": self.d_context != self.d_in}
+        shown["dropout"] = self.dropout != 0
+        parts += [f"{name}={getattr(self, name)}" for name, is_shown in shown.items() if is_shown]
         if self.mask is not None:
             parts.append(f"mask={self.mask.brief()!r}")
         return ", ".join(parts)

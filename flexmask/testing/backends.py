@@ -94,7 +94,7 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
     name = f"{backend.name} {str(dtype).removeprefix('torch.')}"
     fully_masked = out.detach().cpu()[~seen.any(-1)]
     if fully_masked.count_nonzero():
-        yield Finding(f"{name} output", True, f"{fully_masked.abs().max():.3g} for a query that sees no key, not exactly 0")
+        yield Finding(f"{name} output", True, f"{fully_masked.abs().max():.3g} in a fully masked row, not exactly 0")
     else:
         yield _compare(f"{name} output", out, wanted, most)
     if has_gradients:
@@ -106,7 +106,7 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
 
 
 def _softmax(tensors: Inputs, visible: Tensor) -> Tensor:
-    """Masked softmax attention; 0 for a query that sees no key."""
+    """Masked softmax attention; 0 in fully masked rows."""
     query, key, value = tensors
     fully_masked = ~visible.any(-1, keepdim=True)
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5

@@ -224,14 +224,14 @@ def test_gradients_are_derivatives(mask: Mask) -> None:
 def test_rows_without_keys_give_exactly_zero(name: str, score_mod: ScoreMod | None) -> None:
     case = CASES[name]
     query, key, value = tensors = case.inputs(torch.float32)
-    blind = ~case.visible().any(-1)
+    fully_masked = ~case.visible().any(-1)
     unseen = ~case.visible().any(-2)
-    assert blind.any()
+    assert fully_masked.any()
     out = attention(*tensors, case.mask, score_mod=score_mod)
-    assert not out[blind].any()
+    assert not out[fully_masked].any()
     out.sum().backward()
     assert query.grad is not None and key.grad is not None and value.grad is not None  # noqa: PT018
-    assert not query.grad[blind].any()
+    assert not query.grad[fully_masked].any()
     assert not key.grad[unseen].any()
     assert not value.grad[unseen].any()
     assert all(tensor.isfinite().all() for tensor in (out, query.grad, key.grad, value.grad))
@@ -262,9 +262,9 @@ def modified(tensors: Inputs, visible: Tensor, modify: Callable[[Tensor], Tensor
     query, key, value = tensors
     scores = modify(query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5)
     seen = visible & ~scores.isneginf()
-    blind = ~seen.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0), -1)
-    return weights.masked_fill(blind, 0) @ value
+    fully_masked = ~seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).masked_fill(fully_masked, 0), -1)
+    return weights.masked_fill(fully_masked, 0) @ value
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "per head", "diagonals", "several tiles", "no key"])

@@ -27,14 +27,14 @@ def test_hash(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_hash_takes_large_indices() -> None:
-    from flexmask.backends.dropout import kept, key_numbers, row_numbers
+    from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
 
     places = [2**30 - 1, 2**20, 2**30 - 1, 2**30 - 1]
     state = torch.tensor(5)
     found = []
     for i in range(64):
         b, h, row, column = (torch.tensor(n - i, dtype=torch.int32) for n in places)
-        found.append(bool(kept(*row_numbers(state, b, h, row), key_numbers(state, column), 0.5)))
+        found.append(bool(keep_weights(*row_hashes(state, b, h, row), key_hashes(state, column), 0.5)))
     assert found == [is_kept(5, 0.5, *(n - i for n in places)) for i in range(64)]
     assert len(set(found)) == 2
 

@@ -87,10 +87,10 @@ def check_attention(
     for actual, expected in zip(grads, torch.autograd.grad(wanted, tensors, grad.double()), strict=True):
         check_close(actual, expected, query.dtype)
     seen = mask.expand(*query.shape[:3], key.size(2))
-    blind = ~seen.any(-1)
+    fully_masked = ~seen.any(-1)
     unseen = ~seen.unflatten(1, (key.size(1), -1)).any(3).any(2)
-    assert torch.all(out[blind] == 0)
-    assert torch.all(grads[0][blind] == 0)
+    assert torch.all(out[fully_masked] == 0)
+    assert torch.all(grads[0][fully_masked] == 0)
     assert torch.all(grads[1][unseen] == 0)
     assert torch.all(grads[2][unseen] == 0)
 
@@ -430,7 +430,7 @@ class TestCost:
         row = torch.arange(self.LONG)
         start = row // 512 * 512
         tiles = self.plan(rows_between(start, start + 512)[None, None, :, None])
-        assert all(tile.whole for tile in tiles)
+        assert all(tile.all_visible for tile in tiles)
         assert {tile.runs for tile in tiles} == {((i, i + 512),) for i in range(0, self.LONG, 512)}
 
     def test_tiles_of_one_picture(self) -> None:
@@ -439,7 +439,7 @@ class TestCost:
 
         def pictures(*bounds: Tensor, **options: int) -> list[int]:
             tiles = self.plan(torch.stack(bounds)[:, None, :, None], batch=len(bounds), **options)
-            return [tile.picture for tile in tiles]
+            return [tile.mask_id for tile in tiles]
 
         windowed, causal_rows = rows_between((row - 255).clamp(min=0), row + 1), rows_between(row * 0, row + 1)
         assert pictures(windowed) == [0, 1] + [2] * 126
@@ -453,7 +453,7 @@ class TestCost:
         bias = Tile.bias
 
         def noted(tile: Tile, bounds: Tensor, cells: None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-            made.append(tile.picture)
+            made.append(tile.mask_id)
             return bias(tile, bounds, cells, dtype)
 
         monkeypatch.setattr(Tile, "bias", noted)
