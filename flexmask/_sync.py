@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmask._transforms import has_values
+from flexmask._transforms import has_values, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "needs_sync", "resolve_device"]
+__all__ = ["PerDevice", "data_version", "has_data_version", "is_unchanged", "needs_sync", "resolve_device"]
 
 
 def needs_sync(tensor: Tensor) -> bool:
@@ -19,6 +19,25 @@ def needs_sync(tensor: Tensor) -> bool:
     Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
     """
     return tensor.device.type != "cpu" or not has_values(tensor)
+
+
+def has_data_version(tensor: Tensor) -> bool:
+    """Whether changes of a tensor can be detected: see :func:`data_version`."""
+    return not (needs_sync(tensor) and tensor.is_inference()) and not is_wrapped(tensor) and has_values(tensor)
+
+
+def data_version(tensor: Tensor) -> Any:
+    """What :func:`is_unchanged` compares: a copy of the values on the CPU, elsewhere the memory and torch's version counter."""
+    if not needs_sync(tensor):
+        return tensor.detach().clone()
+    return tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def is_unchanged(tensor: Tensor, version: Any) -> bool:
+    """Whether a tensor holds the values of an earlier :func:`data_version`."""
+    if isinstance(version, Tensor):
+        return version.device == tensor.device and version.dtype == tensor.dtype and torch.equal(version, tensor.detach())
+    return bool(data_version(tensor) == version)
 
 
 def resolve_device(device: object) -> torch.device:

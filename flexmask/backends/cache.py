@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._checks import checked_int, unfit
-from flexmask._transforms import has_values, is_wrapped
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.opaque import CapturedTensor
@@ -29,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A result, the tensors that it was built from, and their stamps. Keeping the tensors keeps their ids and memory in use."""
+    """A result, the tensors that it was built from, and their versions. Keeping the tensors keeps their ids and memory in use."""
 
     mask: Mask
     tensors: list[Tensor]
-    stamps: list[Any]
+    versions: list[Any]
     result: Any
 
 
@@ -103,7 +102,7 @@ class MaskCache:
         elif reason := unfit(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = _data_tensors(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
-        if not all(_has_stamp(tensor) for tensor in tensors):
+        if not all(_sync.has_data_version(tensor) for tensor in tensors):
             result = build()
             with self._lock:
                 self.builds += 1
@@ -113,11 +112,11 @@ class MaskCache:
         key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
         with self._lock:
             entry = self._entries.pop(key, None)
-            if entry is not None and all(map(_is_unchanged, tensors, entry.stamps)):
+            if entry is not None and all(map(_sync.is_unchanged, tensors, entry.versions)):
                 self.hits += 1
             else:
-                stamps = [_stamp(tensor) for tensor in tensors]
-                entry = _Entry(mask, tensors, stamps, build())
+                versions = [_sync.data_version(tensor) for tensor in tensors]
+                entry = _Entry(mask, tensors, versions, build())
                 self.builds += 1
             self._entries[key] = entry
             while len(self._entries) > self.size:
@@ -143,20 +142,3 @@ def _data_tensors(mask: Mask) -> list[Tensor]:
         nodes = [node for node in mask.expand().walk() if isinstance(node, TensorTable | CapturedTensor)]
         mask.memo["tensors"] = list({id(node.tensor): node.tensor for node in sorted(nodes, key=lambda n: id(n.tensor))}.values())
     return cast("list[Tensor]", mask.memo["tensors"])
-
-
-def _has_stamp(tensor: Tensor) -> bool:
-    return not (_sync.needs_sync(tensor) and tensor.is_inference()) and not is_wrapped(tensor) and has_values(tensor)
-
-
-def _stamp(tensor: Tensor) -> Any:
-    """What tells whether a tensor has changed: a copy on the CPU, elsewhere its place and torch's count of changes."""
-    if not _sync.needs_sync(tensor):
-        return tensor.detach().clone()
-    return tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _is_unchanged(tensor: Tensor, stamp: Any) -> bool:
-    if isinstance(stamp, Tensor):
-        return stamp.device == tensor.device and stamp.dtype == tensor.dtype and torch.equal(stamp, tensor.detach())
-    return bool(_stamp(tensor) == stamp)

@@ -281,26 +281,26 @@ class _Analysis:
 
     def runs_of(self, column: Index) -> ValueRuns:
         """The runs of equal values of a column, cached until its data changes."""
-        stamp = self.data_version(column) if can_keep_tensors() else None
-        known, found = column.memo.get("runs", (None, None))
-        if stamp is not None and found is not None and _is_same(known, stamp):
-            return cast(ValueRuns, found)
-        made = ValueRuns.of(self.keys.tensor(column), self.context.kv_len)
-        if stamp is not None:
-            column.memo["runs"] = (stamp.clone() if isinstance(stamp, Tensor) else stamp), made
-        return made
+        data = self.column_data(column) if can_keep_tensors() else None
+        context = self.context
+        key = context.kv_len, context.batch, context.heads, context.device
+        known, versions, runs = column.memo.get("runs", (None, [], None))
+        if data is not None and known == key and all(map(_sync.is_unchanged, data, versions)):
+            return cast(ValueRuns, runs)
+        runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
+        if data is not None:
+            column.memo["runs"] = key, [_sync.data_version(tensor) for tensor in data], runs
+        return runs
 
-    def data_version(self, column: Index) -> Any:
-        """A version of the data of a column, equal only where its runs are; None where no cheap one exists."""
+    def column_data(self, column: Index) -> list[Tensor] | None:
+        """The tensors whose versions tell whether a column changed; None where comparing them costs as much as its runs."""
         table = _table_of(column)
         if isinstance(table, Table) and table.constant:
-            return self.context.kv_len, self.context.batch, self.context.heads, self.context.device
+            return []
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
-            return values if self.context.q_len < DECODING else None
-        if isinstance(table, TensorTable) and not table.tensor.is_inference():
-            return table.tensor.data_ptr(), table.tensor._version, self.context.kv_len, self.context.batch, self.context.heads
-        return None
+            return [values] if self.context.q_len < DECODING else None
+        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_data_version(table.tensor) else None
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device
@@ -314,12 +314,6 @@ def _size(values: Any) -> int:
 def _clamped(end: Any, kv_len: int) -> Any:
     """An end of spans as a 32-bit position, or as a number where all have the same."""
     return end.clamp(0, kv_len).to(torch.int32) if isinstance(end, Tensor) else min(max(end, 0), kv_len)
-
-
-def _is_same(known: Any, stamp: Any) -> bool:
-    if isinstance(stamp, Tensor) and isinstance(known, Tensor):
-        return torch.equal(known, stamp)
-    return isinstance(stamp, tuple) and isinstance(known, tuple) and known == stamp
 
 
 def _has_same_sides(mask: Compare) -> bool:
