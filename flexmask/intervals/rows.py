@@ -153,7 +153,7 @@ class Rows:
         lo, hi = shared.lo.flatten(), shared.hi.flatten()
         first = torch.searchsorted(hi, self.lo.contiguous(), right=True)
         end = torch.searchsorted(lo, self.hi.contiguous())
-        number = (end - first).clamp(min=0).where(self.lo < self.hi, 0)
+        number = end - first  # not above 0 where nothing is left, as for an empty interval
         step = torch.arange(max(1, int(number.max())), device=lo.device)
         at = (first.unsqueeze(-1) + step).clamp(max=shared.slots - 1)
         start, stop = torch.maximum(lo[at], self.lo.unsqueeze(-1)), torch.minimum(hi[at], self.hi.unsqueeze(-1))
@@ -164,7 +164,7 @@ class Rows:
         """Joins intervals that overlap or touch, given intervals in any order."""
         if self.slots == 2:
             return self._merge_two()
-        lo, order = self.lo.sort(dim=-1, stable=True)
+        lo, order = self.lo.sort()
         last = self.hi.gather(-1, order).cummax(-1).values
         opens = torch.ones_like(lo, dtype=torch.bool)
         opens[..., 1:] = lo[..., 1:] > last[..., :-1]

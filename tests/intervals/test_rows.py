@@ -19,6 +19,8 @@ from tests.support.strategies import Shape
 
 KV_LEN = 40
 SHAPES = [(1, 1, 1), (1, 1, 5), (2, 1, 5), (1, 3, 1), (2, 3, 5)]
+#: In which an axis has the size of two slots.
+TWO = 1, 2, 2
 #: How many intervals the rows of a table have, of which each row has any number up to it.
 INTERVALS = [0, 1, 2, 3, 12]
 
@@ -71,7 +73,8 @@ OPERATORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, int], int]]
 @pytest.mark.parametrize(("left", "right"), list(product(INTERVALS, INTERVALS)))
 def test_operators(left: int, right: int, name: str, on_cpu: bool) -> None:
     operator, slots = OPERATORS[name]
-    for first, second in product(tables(left), tables(right)):
+    pairs = [*product(tables(left), tables(right)), *zip(tables(left, [TWO]), tables(right, [TWO]), strict=True)]
+    for first, second in pairs:
         a, b = rows_of(first), rows_of(second.flip(-1))
         with on_path(on_cpu):
             found = a - b if name == "minus" else operator(a, b)
@@ -139,6 +142,14 @@ def test_empty_intervals_between_others(most: int, on_cpu: bool) -> None:
         kept = Rows(torch.where(emptied, 0, full.lo), torch.where(emptied, 0, full.hi), KV_LEN)
         with on_path(on_cpu):
             check(kept.compact(), own_cells_of(rows), on_cpu=on_cpu, slots=rows.slots)
+
+
+@pytest.mark.parametrize("slots", [2, FEW, FEW + 1])
+def test_unused_slots_are_kept_where_counting_them_forces_a_host_sync(slots: int) -> None:
+    rows = rows_of(next(tables(1)), room=slots - 1)
+    assert rows.compact().slots == 1
+    with on_path(False):
+        assert rows.compact().slots == (slots if slots <= FEW else 1)
 
 
 @each_path
