@@ -1,15 +1,15 @@
 """The errors that flexmask raises. Each is also the builtin error that a caller would expect.
 
 FlexmaskError
-├── ExpressionError (ValueError)      an expression that has no meaning, or data that does not fit it
-│   ├── DuplicateNameError            two packages that define a mask of one name
-│   └── TextError                     text that is not a mask: shows the text and a caret under the column
+├── ExpressionError (ValueError)      an expression without a meaning, or data that does not fit it
+│   ├── DuplicateNameError            two packages define a mask of the same name
+│   └── TextError                     a text that is not a mask; the message has a caret under the column
 ├── OperandError (TypeError)          an operand or argument of the wrong type
-├── LoweringError (ValueError)        a mask that cannot be lowered at the lengths, sizes or device asked for
-├── TraceError (ValueError)           a function that cannot be traced as asked
+├── LoweringError (ValueError)        a mask that cannot be lowered at the given lengths, sizes or device
+├── TraceError (ValueError)           a function that cannot be traced with ``strict=True``
 └── RenderError (ValueError)          a picture that cannot be drawn or written
 
-PluginWarning (UserWarning)           an installed plugin that cannot be used; everything else works
+PluginWarning (UserWarning)           a plugin that cannot be imported or registers no mask; everything else works
 """
 
 __all__ = [
@@ -30,7 +30,7 @@ class FlexmaskError(Exception):
 
 
 class ExpressionError(FlexmaskError, ValueError):
-    """An expression that has no meaning, or data that does not fit it."""
+    """An expression without a meaning, or data that does not fit it."""
 
 
 class OperandError(FlexmaskError, TypeError):
@@ -38,11 +38,11 @@ class OperandError(FlexmaskError, TypeError):
 
 
 class LoweringError(FlexmaskError, ValueError):
-    """A mask that cannot be lowered at the lengths, sizes or device asked for."""
+    """A mask that cannot be lowered at the given lengths, sizes or device."""
 
 
 class TraceError(FlexmaskError, ValueError):
-    """A function that cannot be traced as asked: with ``strict``, by an operation that no expression has."""
+    """A function that cannot be traced with ``strict=True``: it has an operation without an expression."""
 
 
 class RenderError(FlexmaskError, ValueError):
@@ -53,7 +53,7 @@ class TextError(ExpressionError):
     """Text that is not a mask.
 
     Args:
-        reason: what is wrong, and what was wanted.
+        reason: what is wrong, and what is expected.
         text: the whole text.
         column: where in the text, counted from 0; None where the whole text is meant.
     """
@@ -70,12 +70,12 @@ class TextError(ExpressionError):
 
 
 class DuplicateNameError(ExpressionError):
-    """Two packages that define a mask of one name.
+    """Two packages define a mask of the same name.
 
     Args:
         name: the name.
-        packages: the package that had the name, and the one that wants it as well. They are the same where one package
-            defines two masks of one name; ``__main__`` is the running script.
+        packages: the package that registered the name first, and the other one; the same package twice if it defines two
+            masks of one name. ``__main__`` is the running script.
     """
 
     def __init__(self, name: str, *packages: str) -> None:

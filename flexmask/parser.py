@@ -1,4 +1,4 @@
-"""The text form of masks: an expression in a subset of Python's grammar, read with ``ast`` and never evaluated."""
+"""The text form of masks: a subset of Python's expressions, parsed with ``ast`` and never evaluated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cached_mask", "parse"]
 
-#: The longest text, in characters, and the deepest nesting that is read: that of an expression, and of what data adds to it.
+#: The longest text in characters, and the deepest nesting: that of an expression, and of lists of data in it.
 MAX_LENGTH = 1_000_000
 MAX_NESTING = MAX_DEPTH + 10
 
@@ -64,7 +64,7 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-#: What people write, and what a mask's text has instead.
+#: Python syntax that is not part of a mask's text, and what to write instead.
 INSTEAD: dict[type[ast.AST], str] = {
     ast.And: "write a & b for `a and b`",
     ast.Or: "write a | b for `a or b`",
@@ -79,22 +79,22 @@ INSTEAD: dict[type[ast.AST], str] = {
 
 
 def parse(text: str, /, **values: object) -> Mask:
-    """Reads a mask from text, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
+    """Parses a mask, e.g. ``"causal & key_padding(lengths=[3, 5, 4])"``.
 
     The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
     expressions, the symbols ``b h q kv q_len kv_len``, the named masks (without parentheses where they have no arguments),
     ``abs minimum maximum where table document_ids document_starts``, numbers, lists, strings, ``None``, ``True`` and
-    ``False``. Any other name is a parameter, to be bound with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``.
-    Plugins are loaded when a name stands there that flexmask itself does not have.
+    ``False``. Any other name is a parameter to bind with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``. A name that
+    flexmask does not define loads the plugins.
 
     Args:
         text: the mask.
-        values: of its parameters, by name: numbers, or data. Those that shape a mask, such as a canvas, can only be given here.
+        values: values of parameters by name: numbers or data. Sizes that shape a mask, such as a canvas, must be given here.
 
     Raises:
         ExpressionError: a value for a parameter that the text does not have.
         DuplicateNameError: two packages define a mask of one name.
-        TextError: text that is not a mask; shows the column and the nearest known name.
+        TextError: the text is not a mask; the message shows the column and the closest known name.
         OperandError: ``text`` is not a string.
     """
     if not isinstance(text, str):
@@ -122,18 +122,18 @@ def parse(text: str, /, **values: object) -> Mask:
 
 
 def cached_mask(text: str, device: torch.device | None = None) -> Mask:
-    """The mask of a text, which is read once and kept for the next time.
+    """The mask of a text; each text is parsed once.
 
     Args:
         text: the mask.
-        device: where the mask is lowered. Tensors that the data in a text becomes there are kept with the text on the CPU only;
-            elsewhere, and where no device is said, they last as long as the mask that is returned.
+        device: where the mask is lowered. On the CPU the tensors made from lists in the text are cached with it. On other
+            devices, and without a device, they live as long as the returned mask.
 
     Raises:
-        TextError: text that is not a mask.
+        TextError: the text is not a mask.
     """
     kept = _cached(text)
-    return kept if device is not None and device.type == "cpu" else _with_own_data(kept)
+    return kept if device is not None and device.type == "cpu" else _copy_data(kept)
 
 
 @lru_cache(maxsize=256)
@@ -141,13 +141,13 @@ def _cached(text: str) -> Mask:
     return parse(text)
 
 
-def _with_own_data(kept: Mask) -> Mask:
-    """The same mask with literal data of its own, so that the tensors which it becomes do not outlast the caller's mask."""
-    if "literal" not in kept.memo:
-        kept.memo["literal"] = any(isinstance(node, Literal) for node in kept.walk())
-    if not kept.memo["literal"]:
-        return kept
-    return cast(Mask, kept.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
+def _copy_data(mask: Mask) -> Mask:
+    """A copy with its own literal data, so that tensors made from it do not outlive the caller's mask."""
+    if "literal" not in mask.memo:
+        mask.memo["literal"] = any(isinstance(node, Literal) for node in mask.walk())
+    if not mask.memo["literal"]:
+        return mask
+    return cast(Mask, mask.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
 
 
 def _check_nesting(line: str) -> None:
@@ -232,7 +232,7 @@ class _Reader:
         self.fail(node, f"{_kind(value)} cannot be an operand; data is looked up by index: table([...])[b, q]")
 
     def chain(self, node: ast.BinOp) -> Any:
-        """Reads ``a & b & c``, which the tree holds as ``(a & b) & c``, from the left, so that length is no depth."""
+        """Reads ``a & b & c``, in the tree ``(a & b) & c``, from the left in a loop, so that long chains need no deep stack."""
         links = [node]
         while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in BINARY:
             links.append(links[-1].left)

@@ -1,13 +1,12 @@
 """Plugins: installed packages that register masks under the entry-point group ``flexmask.masks``.
 
-An entry point names a module; importing it runs its functions under :func:`named`, which register themselves. The
-families of flexmask are registered in the same way. Nothing is imported before a name is asked for that is not known.
+An entry point names a module. Importing the module registers its functions under :func:`named`. flexmask registers its own
+families in the same way. Plugins are imported when a name is looked up that is not known yet.
 
-- A plugin whose import fails is reported with a warning and contributes no mask, also none that it had registered before it
-  failed. Everything else goes on.
-- Two packages with one name are an error, raised whenever a name is asked for that is not known, until one of them is gone.
-  What either of them registered while plugins were loaded is withdrawn, so that no order of loading decides.
-- Threads wait for the one that loads. A plugin that reads text while it is imported knows the masks that are there by then.
+- A plugin whose import fails causes a warning. The masks that it registered before are removed; everything else works.
+- Two packages with one name are an error at each lookup of an unknown name, until one of them is uninstalled. All masks that
+  either of them registered are removed, so the order of loading does not matter.
+- One thread loads, the others wait. A plugin that parses text during its import knows the masks that are registered by then.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Origin:
     """Where a named mask comes from.
 
     Attributes:
-        package: the installed package, or the top package of the module where no plugin says more; ``__main__`` for a script.
-        version: the package's version, or None where it is not known.
+        package: the installed package; without an entry point the top package of the module, ``__main__`` for a script.
+        version: the package's version, or None if unknown.
         family: the entry point that names the module, else the module's own name.
     """
 
@@ -60,13 +59,13 @@ class Origin:
 
 @dataclass(slots=True)
 class _Loader:
-    """What is known about loading.
+    """The state of loading.
 
     Attributes:
         lock: held while plugins are loaded.
         state: ``"waiting"``, ``"loading"`` or ``"loaded"``.
-        during: the package that was being loaded when a name was registered.
-        clash: the name and the two packages of the first name that two packages have.
+        during: for each name that was registered during loading, the package that was loaded then.
+        clash: the first name that two packages have, and these packages.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -79,14 +78,14 @@ _loader = _Loader()
 
 
 def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
-    """Makes a function that returns a mask a named mask.
+    """Registers a function that returns a mask as a named mask.
 
-    The result prints as the function's name with the arguments that differ from their defaults, can be called in text, and
-    is defined anew when one of its parameters is bound. Arguments that hold data arrive as tables, lists of masks as tuples.
+    The mask prints as the function's name with the arguments that differ from their defaults, can be called in text, and
+    calls the function again when a parameter is bound. Data arrives as tables, lists of masks as tuples.
 
     Raises:
-        DuplicateNameError: there is a mask of that name.
-        ExpressionError: the name means something else in text, or cannot stand there.
+        DuplicateNameError: a mask of that name exists.
+        ExpressionError: the name has another meaning in text, or is not an identifier.
     """
     if not inspect.isroutine(define):
         raise OperandError(f"@named is for a function that returns a mask, got {kind_of(define)}")
@@ -118,20 +117,20 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
 
 
 def withdraw(names: Iterable[str]) -> None:
-    """Takes names back, so that text no longer knows them."""
+    """Removes named masks."""
     for name in list(names):
         NAMES.pop(name, None)
         RESERVED.discard(name)
 
 
 def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why arguments do not fit a function, and how they are written.
+    """The message for arguments that do not fit a function: the reason, and how to write the call.
 
     Args:
-        function: what is called.
-        error: what binding the arguments raised.
-        args: the arguments that are given by position.
-        kwargs: those that are given by name.
+        function: the function.
+        error: the error that binding the arguments raised.
+        args: the arguments given by position.
+        kwargs: the arguments given by name.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters
     by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
@@ -150,10 +149,10 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
 
 
 def find(name: str) -> Callable[..., Mask] | None:
-    """The named mask of that name, for which plugins are loaded where it is not known; None where there is none.
+    """The named mask of that name, or None. An unknown name loads the plugins.
 
     Raises:
-        DuplicateNameError: the name is not known, and two packages have one name.
+        DuplicateNameError: the name is unknown, and two packages have one name.
     """
     if name not in NAMES:
         try:
@@ -165,7 +164,7 @@ def find(name: str) -> Callable[..., Mask] | None:
 
 
 def names() -> list[str]:
-    """The names of all masks, those of plugins with them, in alphabetical order.
+    """The names of all masks, including those of plugins, sorted.
 
     Raises:
         DuplicateNameError: two packages have one name.
@@ -175,7 +174,7 @@ def names() -> list[str]:
 
 
 def load() -> None:
-    """Imports every plugin, once in a process.
+    """Imports every plugin, once per process.
 
     Raises:
         DuplicateNameError: two packages have one name.
@@ -185,7 +184,7 @@ def load() -> None:
     """
     problems: list[str] = []
     with _loader.lock:
-        if _loader.state == "loading":  # a plugin that asks for a name while it is imported
+        if _loader.state == "loading":  # a plugin that looks up a name during its import
             return
         if _loader.state == "waiting":
             _loader.state = "loading"
@@ -193,7 +192,7 @@ def load() -> None:
                 problems = _load_all()
                 _loader.state = "loaded"
             finally:
-                if _loader.state == "loading":  # interrupted; the next use begins anew
+                if _loader.state == "loading":  # interrupted; the next lookup starts again
                     _loader.state = "waiting"
     for problem in problems:
         warnings.warn(problem, PluginWarning, stacklevel=3)
@@ -202,17 +201,17 @@ def load() -> None:
 
 
 def origin(name: str) -> Origin:
-    """Where a known mask comes from. Asks the installed packages, and imports none."""
+    """Where a registered mask comes from, from the metadata of installed packages; imports nothing."""
     module = NAMES[name].__module__
     entry = _entry_of(module)
     if entry is None:
         return Origin(_loader.during.get(name, package_of(module)), None, module.rpartition(".")[2])
     family = entry.name if _module(entry) == module else module.rpartition(".")[2]
-    return Origin(_package(entry), _described(entry.dist)[1], family)
+    return Origin(_package(entry), _name_and_version(entry.dist)[1], family)
 
 
 def package_of(module: str) -> str:
-    """The installed package whose entry points name a module, or one beside it; else the module's top package."""
+    """The installed package whose entry points name a module, or a module next to it; else the module's top package."""
     entry = _entry_of(module)
     return module.split(".")[0] if entry is None else _package(entry)
 
@@ -223,7 +222,7 @@ def _entry_of(module: str) -> EntryPoint | None:
 
 
 def _load_all() -> list[str]:
-    """Imports every plugin and says what went wrong."""
+    """Imports every plugin; returns the messages of those that fail."""
     problems = []
     clashing: set[str] = set()
     failed: set[str] = set()
@@ -232,7 +231,7 @@ def _load_all() -> list[str]:
         error: BaseException | None = None
         try:
             entry.load()
-        except BaseException as raised:  # a plugin may do anything; nothing of it may stop the others
+        except BaseException as raised:  # a plugin may raise anything; the others load anyway
             error = raised
         new = set(NAMES) - before
         _loader.during |= dict.fromkeys(new, package)
@@ -248,8 +247,8 @@ def _load_all() -> list[str]:
             raise error
         problems.append(_broken(entry, error))
     withdraw(name for name in list(_loader.during) if name in NAMES and origin(name).package in clashing - {OWN})
-    speaking = {origin(name).package for name in NAMES} | set(_loader.during.values())
-    silent = {_package(entry): entry for entry in _entries() if _package(entry) not in speaking | failed}
+    registered = {origin(name).package for name in NAMES} | set(_loader.during.values())
+    silent = {_package(entry): entry for entry in _entries() if _package(entry) not in registered | failed}
     return problems + [_silent(entry) for entry in silent.values()]
 
 
@@ -272,18 +271,18 @@ def _silent(entry: EntryPoint) -> str:
 @cache
 def _entries() -> tuple[EntryPoint, ...]:
     """The entry points of all installed packages: flexmask's own, then the others by name."""
-    from importlib.metadata import entry_points  # takes longer to import than all of the expressions
+    from importlib.metadata import entry_points  # slow to import
 
     return tuple(sorted(entry_points(group=GROUP), key=lambda entry: (_package(entry) != OWN, _package(entry), entry.name)))
 
 
 def _package(entry: EntryPoint) -> str:
-    return _described(entry.dist)[0] or _module(entry).split(".")[0]
+    return _name_and_version(entry.dist)[0] or _module(entry).split(".")[0]
 
 
 @cache
-def _described(package: Distribution | None) -> tuple[str | None, str | None]:
-    """The name and version of an installed package, for each of which its whole description is parsed."""
+def _name_and_version(package: Distribution | None) -> tuple[str | None, str | None]:
+    """The name and version of an installed package; cached, since reading either parses its whole metadata."""
     return getattr(package, "name", None), getattr(package, "version", None)
 
 
@@ -292,7 +291,7 @@ def _module(entry: EntryPoint) -> str:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many leading parts two module names share."""
+    """The number of leading parts that two module names share."""
     count = 0
     for left, right in zip(one.split("."), other.split("."), strict=False):
         if left != right:

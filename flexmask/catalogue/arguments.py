@@ -1,4 +1,4 @@
-"""Checks of what named masks are given: numbers, sizes of axes, masks, and tables with several possible axes."""
+"""Checks of the arguments of named masks: numbers, sizes of axes, masks, and tables with several possible axes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "p
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:
-    """An integer from ``least`` up, or an index expression, which is not checked."""
+    """An integer of at least ``least``, or an index expression, which is not checked."""
     return value if isinstance(value, Index) else fixed_int(value, what, least)
 
 
 def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """An integer from ``least`` to ``most`` that shapes the mask itself, so that it cannot be left open."""
+    """An integer from ``least`` to ``most`` that shapes the mask, so it cannot be a parameter."""
     if isinstance(value, Index):
         raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
     if isinstance(value, Table):
@@ -33,7 +33,7 @@ def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) ->
 
 
 def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
-    """A list of integers from ``least`` up, as long as one of ``axes``, that shapes the mask itself."""
+    """A list of integers of at least ``least`` that shapes the mask; its length is one of ``axes``."""
     if isinstance(values, Index):
         raise ExpressionError(f"{what} shapes the mask and must be a list from the start, got {values}: put the numbers there")
     if not isinstance(values, Literal) or values.truth or len(values.size) != 1:
@@ -47,12 +47,12 @@ def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> l
 
 
 def per_sequence(value: Data, what: str) -> Index | int:
-    """One integer from 0 up for all sequences, or one for each."""
+    """A non-negative integer for all sequences, or one for each."""
     return fixed_int(value, what) if isinstance(value, int) else per_batch(value, what, None)
 
 
 def check_mask(value: object, name: str) -> Mask:
-    """The mask that a mask is made of."""
+    """Checks a mask that is an argument of a named mask."""
     if not isinstance(value, Mask):
         raise OperandError(f"{name}: wanted a mask first, got {describe_non_mask(value)}")
     return value
@@ -61,14 +61,14 @@ def check_mask(value: object, name: str) -> Mask:
 def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], truth: bool = False) -> Lookup:
     """Data at the first of ``places`` that has as many indices as the data has axes.
 
-    An axis of size 1 that ``b`` or ``h`` would index stands for all. A parameter is looked up at the first place.
+    An axis of size 1 that ``b`` or ``h`` indexes is broadcast. A parameter is looked up at the first place.
 
     Args:
         data: the data.
         what: its name, for messages.
         axes: the axes that it may have, for messages.
         places: indices, fewest first.
-        truth: whether the data must be boolean; otherwise it must not.
+        truth: whether the data must be boolean, or must not be.
 
     Raises:
         OperandError: integers for truth values, or the other way round.
@@ -85,10 +85,10 @@ def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], t
     indices = next((place for place in places if len(place) == len(table.shape)), None)
     if indices is None:
         raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(table.shape)}")
-    return table[tuple(0 if _stands_for_all(index, size) else index for index, size in zip(indices, table.shape, strict=True))]
+    return table[tuple(0 if _is_broadcast(index, size) else index for index, size in zip(indices, table.shape, strict=True))]
 
 
-def _stands_for_all(index: Index | int, size: int | None) -> bool:
+def _is_broadcast(index: Index | int, size: int | None) -> bool:
     return size == 1 and isinstance(index, Symbol) and index.name in "bh"
 
 

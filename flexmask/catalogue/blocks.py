@@ -18,7 +18,7 @@ __all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_ch
 
 @named
 def chunked(size: Index | int, *, start: Data = 0) -> Mask:
-    """Queries see the keys of their own chunk only. Most use it with :func:`flexmask.causal`.
+    """Queries attend to the keys of their own chunk only. Usually combined with :func:`flexmask.causal`.
 
     Predicate: ``(q - start[b]) // size == (kv - start[b]) // size``
 
@@ -51,7 +51,7 @@ def chunked(size: Index | int, *, start: Data = 0) -> Mask:
 
 @named
 def per_chunk(mask: Mask, size: Index | int) -> Mask:
-    """A mask within each chunk, whose positions restart at 0 there.
+    """A mask applied within each chunk, with positions that start at 0 in each.
 
     Predicate: ``(q // size == kv // size) & mask(b, h, q % size, kv % size)``
 
@@ -65,7 +65,7 @@ def per_chunk(mask: Mask, size: Index | int) -> Mask:
         ⬚ ⬚ ⬚ ■ ■ ■
 
     Args:
-        mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``.
         size: tokens in a chunk.
 
     Raises:
@@ -80,7 +80,7 @@ def per_chunk(mask: Mask, size: Index | int) -> Mask:
 
 @named
 def block_causal(size: Index | int) -> Mask:
-    """Queries see their own block whole, and all blocks before it.
+    """Queries attend to all of their own block, and to all blocks before it.
 
     Predicate: ``kv // size <= q // size``
 
@@ -105,7 +105,7 @@ def block_causal(size: Index | int) -> Mask:
 
 @named
 def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
-    """Queries see their own chunk whole, and a number of chunks before it: streaming.
+    """Queries attend to all of their own chunk, and to a number of chunks before it: streaming.
 
     Predicate: ``(kv // size <= q // size) & (kv // size >= q // size - left)``
 
@@ -120,7 +120,7 @@ def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
 
     Args:
         size: tokens in a chunk.
-        left: chunks to the left that a query sees besides its own.
+        left: chunks to the left of the query's own chunk.
 
     Raises:
         ExpressionError: a size below 1, or a negative number of chunks.
@@ -135,12 +135,12 @@ def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
 def block_diffusion(length: Index | int, size: Index | int) -> Mask:
     """Training of block diffusion, on the noised sequence followed by the clean one.
 
-    Noised tokens see their own noised block and the clean blocks before it, clean tokens the clean blocks up to their own.
+    Noised tokens attend to their own noised block and the clean blocks before it, clean tokens to clean blocks up to their own.
 
     Predicate: ``(q < length) & (kv < length) & (block(kv) == block(q))``, or
     ``(q < length) & (kv >= length) & (block(kv) < block(q))``, or
-    ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``; no key is seen behind
-    the two halves
+    ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``; keys after
+    the two halves are masked out
 
     ``block_diffusion(length=4, size=2)`` at 8 x 8 and 4 x 8::
 

@@ -1,4 +1,4 @@
-"""Masks made of other masks, and of whole tables."""
+"""Masks composed of other masks, and masks from dense tables."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def from_dense(table: Data) -> Mask:
         ⬚ ■
 
     Args:
-        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible; B or H
-            of 1 stands for all.
+        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible; an
+            axis B or H of size 1 is broadcast.
 
     Raises:
         OperandError: the table is not boolean.
@@ -49,7 +49,7 @@ def from_dense(table: Data) -> Mask:
 
 @named
 def per_head(masks: Sequence[Mask]) -> Mask:
-    """Another mask for each head; as many heads as masks.
+    """One mask per head.
 
     Predicate: ``masks[h](b, h, q, kv)``
 
@@ -91,7 +91,7 @@ def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
     Args:
         mask: the mask to move. Where it looks up a table, the moved indices must stay inside.
         q: rows, an integer or an index expression.
-        kv: columns, likewise.
+        kv: columns, an integer or an index expression.
     """
     return check_mask(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
 
@@ -117,7 +117,7 @@ def transpose(mask: Mask) -> Mask:
 
 @named
 def coarse(mask: Mask, size: Index | int) -> Mask:
-    """A mask on blocks of tokens: all tokens of a block see what the mask lets the block see.
+    """A mask on blocks of tokens: a cell is visible where its pair of blocks is.
 
     Predicate: ``mask(b, h, q // size, kv // size)``
 
@@ -144,7 +144,7 @@ def coarse(mask: Mask, size: Index | int) -> Mask:
 
 @named
 def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mask:
-    """A mask for tokens that stand in another order than the positions that the mask is about.
+    """A mask for permuted tokens: the mask is given on the original positions.
 
     Predicate: ``mask(b, h, positions[b, q], positions[b, kv])`` for ``reorder(mask, q=positions, kv=positions)``
 
@@ -164,9 +164,9 @@ def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mas
 
     Args:
         mask: the mask on the original positions.
-        q: the original position of each query, ``[S]`` or ``[B, S]``; None where the queries stand in order.
-        kv: the original position of each key, likewise. Keys in order keep rows of few intervals: a rank of context
-            parallelism, for one, has all keys in order and some of the queries.
+        q: the original position of each query, ``[S]`` or ``[B, S]``; None if the queries are in order.
+        kv: the original position of each key, ``[S]`` or ``[B, S]``. Rows have few key intervals if the keys are in order, as
+            on a rank of context parallelism, which has all keys in order and some of the queries.
 
     Raises:
         ExpressionError: neither ``q`` nor ``kv``.
@@ -186,7 +186,7 @@ def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mas
 
 @named
 def paged(mask: Mask, pages: Data, *, page_size: Index | int) -> Mask:
-    """A mask for keys that lie in the pages of a cache.
+    """A mask for keys in the pages of a cache.
 
     Predicate: ``(pages[b, kv // page_size] >= 0) & mask(b, h, q, pages[b, kv // page_size] * page_size + kv % page_size)``
 
@@ -198,20 +198,20 @@ def paged(mask: Mask, pages: Data, *, page_size: Index | int) -> Mask:
         ■ ■ ⬚ ⬚ ■ ■
 
     Args:
-        mask: the mask on the positions of the sequence; it may not look at ``kv_len``, which is the size of the cache.
+        mask: the mask on the positions of the sequence; it must not use ``kv_len``, which is the size of the cache.
         pages: the part of the sequence that each page of the cache holds, ``[n]`` or ``[B, n]``, counted in pages; below 0
             for a page of another sequence. (It is the inverse of a block table, which has the page of each part.)
         page_size: tokens in a page.
 
     Raises:
         ExpressionError: a page size below 1.
-        OperandError: a mask that looks at ``kv_len``.
+        OperandError: the mask uses ``kv_len``.
 
     Source: PagedAttention, https://arxiv.org/abs/2309.06180; ``convert_logical_block_mask`` of attention-gym.
     """
     n = int_or_index(page_size, "paged: page_size", 1)
     if "kv_len" in check_mask(mask, "paged").symbols:
-        raise OperandError(f"paged: {mask} looks at kv_len, which is the size of the cache and not of the sequence")
+        raise OperandError(f"paged: {mask} uses kv_len, which is the size of the cache and not of the sequence")
     page = lookup(pages, "paged: pages", "[n] or [B, n]", (kv // n,), (b, kv // n))
     return (page >= 0) & mask.substitute(kv=maximum(page, 0) * n + kv % n)
 

@@ -31,7 +31,7 @@ def document(
     position_ids: Data | None = None,
     padding: bool = False,
 ) -> Mask:
-    """Queries see the keys of their own document only.
+    """Queries attend to the keys of their own document only.
 
     Predicate: ``(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)``
 
@@ -56,18 +56,17 @@ def document(
         ⬚ ■ ■ ■ ⬚
 
     Args:
-        ids: the document of each position, ``[S]`` or ``[B, S]``; below 0 for padding, which sees and is seen by nothing.
-        kv_ids: the documents of the keys where they are another sequence; by default the same as ``ids``.
-        lengths: instead of ids, the documents' lengths in tokens, ``[n]`` or ``[B, n]``. They cover all tokens, unless
-            ``padding`` says otherwise.
+        ids: the document of each position, ``[S]`` or ``[B, S]``; below 0 for padding, which is masked out as query and as key.
+        kv_ids: the documents of the keys if they are another sequence; by default ``ids``.
+        lengths: instead of ids, the documents' lengths in tokens, ``[n]`` or ``[B, n]``. They must cover all tokens, unless
+            ``padding`` is True.
         cu_seqlens: instead of ids, cumulative lengths that start with 0, ``[n + 1]`` or ``[B, n + 1]``.
-        position_ids: instead of ids, positions; a document starts wherever one is not the previous one plus 1.
-        padding: whether tokens behind the last of the lengths are padding, which sees and is seen by nothing. Without it,
-            tokens that belong to no document are an error (on another device than the CPU, where lengths are not read, they
-            are padding).
+        position_ids: instead of ids, positions; a document starts where a position is not the previous one plus 1.
+        padding: whether tokens after the last document are padding, which is masked out. Otherwise tokens that belong to no
+            document are an error on the CPU. On other devices lengths are not read, and such tokens are padding.
 
     Raises:
-        ExpressionError: no source or several, or values that contradict themselves.
+        ExpressionError: none or several of ids, lengths, cu_seqlens and position_ids, or inconsistent values.
         LoweringError: lengths that leave tokens out, without ``padding=True``.
 
     Source: packing as in ``torch.nn.attention.varlen`` and the segment ids of JAX.
@@ -88,7 +87,7 @@ def per_document(
     position_ids: Data | None = None,
     padding: bool = False,
 ) -> Mask:
-    """A mask within each document, whose positions restart at 0 there.
+    """A mask applied within each document, with positions that start at 0 in each.
 
     Predicate: ``document(ids) & mask(q - start[b, q], kv - start[b, kv])`` with the first position of each document
 
@@ -102,7 +101,7 @@ def per_document(
         ⬚ ⬚ ⬚ ■ ■ ■
 
     Args:
-        mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``.
         ids: the document of each position; each document is one run of equal ids. The other sources are those of
             :func:`document`.
         lengths: see :func:`document`.
@@ -130,7 +129,7 @@ def cross_document(
     align: Literal["upper_left", "lower_right"] | None = None,
     padding: bool = False,
 ) -> Mask:
-    """Packed documents whose queries and keys have other lengths: queries see the keys of their own document.
+    """Packed documents with different numbers of queries and keys: queries attend to the keys of their own document.
 
     Predicate: ``(q_ids[b, q] == kv_ids[b, kv]) & (q_ids[b, q] >= 0)``, and ``mask`` at the positions within the document
 
@@ -147,15 +146,15 @@ def cross_document(
         ⬚ ⬚ ⬚ ■ ⬚
 
     Args:
-        mask: the mask within each document, which may not look at the lengths; by default everything.
+        mask: the mask within each document, which must not use ``q_len`` and ``kv_len``; by default all cells.
         q_lengths: queries of each document, ``[n]`` or ``[B, n]``.
-        kv_lengths: keys of each document, likewise.
-        q_cu_seqlens: instead of lengths, cumulative lengths that start with 0, ``[n + 1]`` or ``[B, n + 1]``. With tensors
-            these give rows of few intervals, where lengths need each cell evaluated.
-        kv_cu_seqlens: likewise for the keys.
-        align: where the queries of a document stand, to be said wherever there is a mask. ``"upper_left"``: the first at
-            the first key. ``"lower_right"``: the last at the last key.
-        padding: whether queries and keys behind the last of the lengths are padding: see :func:`document`.
+        kv_lengths: keys of each document, ``[n]`` or ``[B, n]``.
+        q_cu_seqlens: instead of lengths, cumulative lengths that start with 0, ``[n + 1]`` or ``[B, n + 1]``. As tensors
+            these give few key intervals per row, whereas lengths are evaluated cell by cell.
+        kv_cu_seqlens: the cumulative lengths of the keys.
+        align: how the queries of a document are aligned with its keys; required with a mask. ``"upper_left"``: the first
+            query has the position of the first key. ``"lower_right"``: the last query has the position of the last key.
+        padding: whether queries and keys after the last document are padding: see :func:`document`.
 
     Raises:
         ExpressionError: not one source for the queries and one for the keys, another ``align``, or none with a mask.
@@ -179,13 +178,13 @@ def cross_document(
 
 
 class _Packed:
-    """The documents on one side of a packed rectangle.
+    """The documents of the queries, or of the keys.
 
     Attributes:
         ids: the document of each position.
         starts: the first position of the document of each position.
-        lengths: the length of each document, or None where its ends are given.
-        ends: cumulative lengths, or None where they are known only when a mask is lowered.
+        lengths: the length of each document, or None if cumulative lengths are given.
+        ends: cumulative lengths, or None if they are computed when the mask is lowered.
     """
 
     def __init__(self, side: str, lengths: Data | None, cu_seqlens: Data | None, padding: bool) -> None:
@@ -199,7 +198,7 @@ class _Packed:
 
     @property
     def count(self) -> int | None:
-        """How many documents there are, as far as the data's shape says it."""
+        """The number of documents, or None if the data's shape is unknown."""
         data = self.ends if self.lengths is None else self.lengths
         size = None if data is None or isinstance(data, Param) else data.shape[-1]
         return size - 1 if size is not None and self.lengths is None else size

@@ -1,4 +1,4 @@
-"""Local positions: a mask within parts of a sequence, where its positions count from the start of each part."""
+"""Local positions: applies a mask within parts of a sequence, with positions that start at 0 in each part."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["with_local_positions"]
 
 
 def with_local_positions(name: str, mask: Mask, queries: Index, near: Index, keys: Index) -> Mask:
-    """``mask`` at positions that count from the start of a part; it holds where query and key are in one part.
+    """``mask`` at positions relative to the start of a part, valid where query and key are in the same part.
 
     Args:
-        name: the mask that asks, for messages.
-        mask: the mask to apply; it may not look at the lengths.
-        queries: where the queries' positions count from, by the query.
-        near: where the keys' positions count from, by the query.
-        keys: the same by the key.
+        name: the named mask, for messages.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``.
+        queries: the start of the queries' positions, as an expression of ``q``.
+        near: the start of the keys' positions, as an expression of ``q``.
+        keys: the start of the keys' positions, as an expression of ``kv``.
     """
     if mask.symbols & {"q_len", "kv_len"}:
-        raise OperandError(f"{name}: {mask} looks at q_len or kv_len, which are not those of a part of the sequence")
+        raise OperandError(f"{name}: {mask} uses q_len or kv_len, which are not those of a part of the sequence")
 
     def moved(node: Node) -> Node | None:
         if not isinstance(node, Compare):
             return None
-        # Both starts of the keys are the same within a part. The query's lets differences of positions cancel; the key's
-        # keeps the indices of tables inside them, and what depends on the key alone so.
+        # Within a part both starts of the keys are equal. With ``near`` differences of positions cancel. With ``keys`` indices
+        # stay inside their tables, and conditions on the key alone stay so.
         start = keys if any(_is_of_key(below) for below in node.walk()) else near
         return node.substitute(q=q - queries, kv=kv - start)
 

@@ -1,4 +1,4 @@
-"""Masks that hide padding: keys, queries, or both."""
+"""Masks that mask out padding: keys, queries, or both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key_padding(
     start: Data | None = None,
     side: Literal["right", "left"] = "right",
 ) -> Mask:
-    """Hides the keys that are padding. Queries that are padding still see the real keys: see :func:`query_padding`.
+    """Masks out the keys that are padding. Queries that are padding still attend to real keys: see :func:`query_padding`.
 
     Predicate: ``kv < lengths[b]``; ``kv >= start[b]``; ``kv >= kv_len - lengths[b]`` for ``side="left"``; ``keep[b, kv]`` for a
     keep-mask, ``~hide[b, kv]`` for its opposite
@@ -61,16 +61,16 @@ def key_padding(
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
-        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token; also of 0 and 1, as the
+        keep: instead of lengths, ``bool[kv_len]`` or ``bool[B, kv_len]`` with True for a real token; or 0 and 1, as the
             ``attention_mask`` of a tokenizer.
-        hide: likewise with True for padding, as the ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
+        hide: the same with True for padding, as the ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
         start: instead of lengths, the position of the first real token, an int or ``int[B]``: the number of padding tokens on
-            the left. It does not depend on ``kv_len``, so a :class:`flexmask.KVCache` takes it while the sequence grows.
-        side: where the padding of ``lengths`` is. ``"left"`` counts from ``kv_len``, so it moves where ``kv_len`` changes.
+            the left. It does not depend on ``kv_len``, so a :class:`flexmask.KVCache` supports it.
+        side: the side of the padding, with ``lengths``. ``"left"`` counts from ``kv_len``, so it moves if ``kv_len`` changes.
 
     Raises:
         ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
-        OperandError: a keep-mask or hide-mask of other values than truth values, or 0 and 1.
+        OperandError: ``keep`` or ``hide`` has values other than truth values, 0 and 1.
     """
     return _padding("key_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, kv, kv_len)
 
@@ -84,7 +84,7 @@ def query_padding(
     start: Data | None = None,
     side: Literal["right", "left"] = "right",
 ) -> Mask:
-    """Hides every key from the queries that are padding, so that attention gives 0 there.
+    """Fully masks the rows of queries that are padding. Their output of attention is 0.
 
     Predicate: ``q < lengths[b]``; ``q >= start[b]``; ``q >= q_len - lengths[b]`` for ``side="left"``; ``keep[b, q]`` for a
     keep-mask, ``~hide[b, q]`` for its opposite
@@ -112,14 +112,14 @@ def query_padding(
 
     Args:
         lengths: real tokens of each sequence, an int or ``int[B]``, between 0 and ``q_len``.
-        keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token; also of 0 and 1.
-        hide: likewise with True for padding.
+        keep: instead of lengths, ``bool[q_len]`` or ``bool[B, q_len]`` with True for a real token; or 0 and 1.
+        hide: the same with True for padding.
         start: instead of lengths, the position of the first real token, an int or ``int[B]``; see :func:`key_padding`.
-        side: where the padding of ``lengths`` is. ``"left"`` counts from ``q_len``.
+        side: the side of the padding, with ``lengths``. ``"left"`` counts from ``q_len``.
 
     Raises:
         ExpressionError: not exactly one of ``lengths``, ``start``, ``keep`` and ``hide``, or values out of range.
-        OperandError: a keep-mask or hide-mask of other values than truth values, or 0 and 1.
+        OperandError: ``keep`` or ``hide`` has values other than truth values, 0 and 1.
     """
     return _padding("query_padding", {"lengths": lengths, "start": start, "keep": keep, "hide": hide}, side, q, q_len)
 
@@ -146,7 +146,7 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
 
     Args:
         kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
-        q_lengths: real queries of each sequence; None to let the padding among the queries see the real keys.
+        q_lengths: real queries of each sequence; None if padded queries attend to real keys too.
     """
     mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len, is_length=True)
     if q_lengths is None:

@@ -1,4 +1,4 @@
-"""Masks with a part of the sequence that others see whole: prefixes, shared prompts, demonstrations, spans, items."""
+"""Masks with a part of the sequence that others attend to in full: prefixes, shared prompts, demonstrations, spans, items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["bidirectional_spans", "in_context", "multi_item", "prefix_lm", "shar
 
 @named
 def prefix_lm(prefix_lengths: Data) -> Mask:
-    """Causal, with a prefix that every query sees: prefix language modelling.
+    """Causal, with a prefix that every query attends to: prefix language modelling.
 
     Predicate: ``(kv < prefix_lengths[b]) | (kv <= q)``
 
@@ -41,7 +41,7 @@ def prefix_lm(prefix_lengths: Data) -> Mask:
 
 @named
 def bidirectional_spans(ids: Data) -> Mask:
-    """Causal, with spans whose tokens all see each other, e.g. the images in a text.
+    """Causal, with spans whose tokens all attend to each other, e.g. the images in a text.
 
     Predicate: ``(kv <= q) | ((ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0))``
 
@@ -55,7 +55,7 @@ def bidirectional_spans(ids: Data) -> Mask:
         ■ ■ ■ ■ ■ ■
 
     Args:
-        ids: the span of each position, ``[S]`` or ``[B, S]``; below 0 for a token of none.
+        ids: the span of each position, ``[S]`` or ``[B, S]``; below 0 for a token outside of spans.
 
     Source: PaliGemma, https://arxiv.org/abs/2407.07726; the image blocks of ``transformers.masking_utils``.
     """
@@ -74,7 +74,7 @@ def shared_prefix(
     padding: bool = False,
     prefix_of: Data,
 ) -> Mask:
-    """Causal within each document, and the whole of the document that is its prefix: one question with several answers.
+    """Causal within each document, plus all of the document that is its prefix: one question with several answers.
 
     Predicate: ``(own >= 0) & (((own == ids[b, kv]) & (kv <= q)) | ((prefix == ids[b, kv]) & (prefix != own)))`` with
     ``own = ids[b, q]`` and ``prefix = prefix_of[b, own]``
@@ -115,7 +115,7 @@ def shared_prefix(
 
 
 def _check_documents(prefix_of: Table) -> None:
-    """A list says itself how many documents there are."""
+    """Checks the values of a list, whose length is the number of documents."""
     if not isinstance(prefix_of, Literal) or prefix_of.truth or len(prefix_of.size) not in (1, 2):
         return
     rows = prefix_of.tolist() if len(prefix_of.size) > 1 else [prefix_of.tolist()]
@@ -137,7 +137,7 @@ def in_context(
     padding: bool = False,
     test_start: Data,
 ) -> Mask:
-    """Causal within each demonstration, while the test example at the end sees them all: in-context learning.
+    """Causal within each demonstration; the test example at the end attends to all of them: in-context learning.
 
     Predicate: ``(kv <= q) & (ids[b, q] >= 0) & (ids[b, kv] >= 0) & ((ids[b, q] == ids[b, kv]) | (q >= test_start[b]))``
 
@@ -167,7 +167,7 @@ def in_context(
 
 @named
 def multi_item(prefix_length: Data, positions: Data) -> Mask:
-    """Causal over a prefix, then items that see the prefix and themselves but no other item: multi-item scoring.
+    """Causal over a prefix, then items that attend to the prefix and to themselves, not to other items: multi-item scoring.
 
     Predicate: ``(kv <= q) & ((q < prefix_length[b]) | (kv < prefix_length[b]) | (kv > q - positions[b, q - prefix_length]))``
 
@@ -183,8 +183,8 @@ def multi_item(prefix_length: Data, positions: Data) -> Mask:
 
     Args:
         prefix_length: tokens before the first item, an int or ``int[B]``.
-        positions: the position of each later token within its item, ``[n]`` or ``[B, n]``. A delimiter has 0, which sees the
-            prefix alone; the tokens of an item count from 1.
+        positions: the position of each later token within its item, ``[n]`` or ``[B, n]``. A delimiter has 0 and
+            attends to the prefix only; the tokens of an item count from 1.
 
     Source: ``prefix_len_ptr`` and ``token_pos_in_items_ptr`` of FlashInfer.
     """

@@ -1,4 +1,4 @@
-"""Masks of sparse attention that data or chance decide: dropped and evicted keys, random cells."""
+"""Masks of sparse attention that depend on data or chance: dropped and evicted keys, random cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["eviction", "qk_sparse", "random_cells"]
 
 @named
 def eviction(steps: Data) -> Mask:
-    """Hides each key from the query on at which it is evicted from the cache. Most use it with :func:`flexmask.causal`.
+    """Masks out each key from the query on at which it is evicted from the cache. Usually combined with :func:`flexmask.causal`.
 
     Predicate: ``q < steps[b, h, kv]``
 
@@ -31,8 +31,8 @@ def eviction(steps: Data) -> Mask:
         ■ ⬚ ■ ⬚
 
     Args:
-        steps: the first query that does not see each key, ``int[kv_len]``, ``int[B, kv_len]`` or ``int[B, H, kv_len]``; B or
-            H of 1 stands for all.
+        steps: for each key the first query that does not attend to it, ``int[kv_len]``, ``int[B, kv_len]`` or
+            ``int[B, H, kv_len]``; an axis B or H of size 1 is broadcast.
 
     Raises:
         ExpressionError: another number of axes.
@@ -45,7 +45,7 @@ def eviction(steps: Data) -> Mask:
 
 @named
 def qk_sparse(starts: Data, lengths: Data) -> Mask:
-    """Hides ranges of keys from the queries up to the end of each range. Most use it with :func:`flexmask.causal`.
+    """Masks out ranges of keys for the queries up to the end of each range. Usually combined with :func:`flexmask.causal`.
 
     Predicate: ``(kv < starts[b, i]) | (kv >= end) | (q >= end)`` with ``end = starts[b, i] + lengths[b, i]``, for every ``i``
 
@@ -58,7 +58,7 @@ def qk_sparse(starts: Data, lengths: Data) -> Mask:
 
     Args:
         starts: the first key of each range, ``[n]`` or ``[B, n]``.
-        lengths: the keys in each range, likewise.
+        lengths: the number of keys in each range, ``[n]`` or ``[B, n]``.
 
     Raises:
         ExpressionError: parameters, or tables of other shapes: the number of ranges shapes the mask.
@@ -93,7 +93,7 @@ MIX = (1_517_746_329, 1_865_811_235, 1_183_186_591, 2_034_287_659, 1_640_531_527
 
 @named
 def random_cells(p: float, *, seed: Index | int = 0) -> Mask:
-    """Each cell is visible by chance, and the same for the same seed on every device.
+    """Each cell is visible by chance. The same seed gives the same cells on every device.
 
     Predicate: ``hash(seed, q, kv) < p * (2**31 - 1)``
 
@@ -106,7 +106,7 @@ def random_cells(p: float, *, seed: Index | int = 0) -> Mask:
 
     Args:
         p: the share of visible cells, from 0 to 1.
-        seed: an integer from 0 up. An index expression gives each sequence or head cells of its own, e.g. ``seed=8 * b + h``.
+        seed: an integer from 0 up. An index expression gives each sequence or head different cells, e.g. ``seed=8 * b + h``.
 
     Raises:
         ExpressionError: a share outside 0 to 1, or a negative seed.

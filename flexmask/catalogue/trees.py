@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
 
-#: Each step of a training is a condition of its own.
+#: Each training step adds a condition.
 MAX_STEPS = 1024
 
 
 @named
 def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: Data = 0) -> Mask:
-    """The nodes of a tree of drafts see the prefix, their ancestors and themselves.
+    """The nodes of a tree of drafts attend to the prefix, their ancestors and themselves.
 
     Predicate: ``(kv < prefix[b]) | ancestors[b, q, kv - prefix[b]]``
 
@@ -42,11 +42,11 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
         ancestors: ``bool[N, N]`` or ``bool[B, N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself. The
             queries are the ``N`` nodes; the keys are the prefix and then the nodes.
         parents: instead of ancestors, the parent of each node as a list ``[N]`` or ``[B, N]``, below 0 for a root. A parent
-            stands before its children.
+            comes before its children.
         prefix: tokens before the tree, an int or ``int[B]``.
 
     Raises:
-        ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent that does not stand before its child.
+        ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent after its child.
         OperandError: ``parents`` is no list, or ``ancestors`` is not boolean.
 
     Source: SpecInfer, https://arxiv.org/abs/2305.09781; ``generate_jetspec_tree_causal_mask_mod`` of attention-gym.
@@ -134,7 +134,7 @@ def draft_blocks(prefix: Data, size: Index | int) -> Mask:
 
 @named
 def draft_anchors(anchors: Data, size: Index | int, *, context: Index | int) -> Mask:
-    """Training of block drafts: each block sees the context before its anchor, and itself whole.
+    """Training of block drafts: each block attends to the context before its anchor, and to all of itself.
 
     Predicate: ``(anchor >= 0) & (((kv < context) & (kv < anchor)) | ((kv - context) // size == q // size))`` with
     ``anchor = anchors[b, q // size]``
@@ -148,7 +148,7 @@ def draft_anchors(anchors: Data, size: Index | int, *, context: Index | int) -> 
 
     Args:
         anchors: the position in the context that each block continues, ``[n]`` or ``[B, n]``; below 0 for a block that is not
-            used, which sees nothing.
+            used, which is fully masked.
         size: tokens in a block.
         context: tokens of the context among the keys, before the blocks. The queries are the blocks alone.
 
@@ -176,7 +176,7 @@ def training_time_test(length: Index | int, steps: int) -> Mask:
 
     Args:
         length: tokens of the sequence.
-        steps: steps after the first, each of which adds ``length`` keys behind those before.
+        steps: steps after the first, each of which appends ``length`` keys.
 
     Raises:
         ExpressionError: a length below 1, a negative number of steps, or more than 1,024 of them.

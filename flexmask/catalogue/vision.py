@@ -20,7 +20,7 @@ __all__ = ["image_cross", "neighborhood", "sliding_tile", "svg_spatial", "svg_te
 
 @named
 def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mask:
-    """Each pixel sees the window around it, moved inwards at the edges so that it always has as many keys.
+    """Each pixel attends to the window around it. At the edges the window is moved inwards and keeps its size.
 
     Predicate: ``(y >= start) & (y < start + kernel)`` along each axis, with the coordinates ``x`` of the query and ``y`` of the
     key and ``start = minimum(maximum(x - kernel // 2, 0), canvas - kernel)``
@@ -50,8 +50,8 @@ def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mas
     Args:
         canvas: the size of the canvas along 1, 2 or 3 axes, outermost first, e.g. ``[height, width]``. Positions are
             row-major: the last axis runs fastest.
-        kernel: the size of the window along each axis, at most that of the canvas. Every query sees ``prod(kernel)`` keys.
-        tile: where positions run through tiles of this size, one tile after another; it must divide the canvas.
+        kernel: the size of the window along each axis, at most that of the canvas. Every query attends to ``prod(kernel)`` keys.
+        tile: the size of tiles if positions run through one tile after another; it must divide the canvas.
 
     Raises:
         ExpressionError: sizes that do not fit each other.
@@ -65,7 +65,7 @@ def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mas
     tiles = fixed_ints(tile, "neighborhood: tile", [len(sizes)])
     grid = _divided("neighborhood", "canvas", sizes, tiles)
     queries, keys = _tiled(q, grid, tiles), _tiled(kv, grid, tiles)
-    around: list[Mask] = []  # follows from the rest: whole tiles are ruled out before pixels are looked at
+    around: list[Mask] = []  # implied by the rest; it rules out whole tiles before single pixels are compared
     for x, y, n, k, t in zip(queries, _coordinates(kv // prod(tiles), grid), sizes, window, tiles, strict=True):
         start = _start(x, n, k)
         around += [(y >= start // t) & (y <= (start + (k - 1)) // t)]
@@ -74,7 +74,7 @@ def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mas
 
 @named
 def sliding_tile(canvas: Data, kernel: Data, tile: Data, *, text: int = 0) -> Mask:
-    """Each tile of a canvas sees the window of tiles around it; the text behind the canvas sees and is seen by everything.
+    """Each tile of a canvas attends to the tiles around it. The text after the canvas attends to all, and all attend to it.
 
     Predicate: ``(kv < pixels + text) & ((q >= pixels) | (kv >= pixels) | near)`` with ``pixels = prod(canvas)`` and
     ``near`` the :func:`neighborhood` of ``canvas // tile`` and ``kernel // tile`` at the tiles of ``q`` and ``kv``
@@ -94,7 +94,7 @@ def sliding_tile(canvas: Data, kernel: Data, tile: Data, *, text: int = 0) -> Ma
             through the tiles, one after another.
         kernel: the size of the window along each axis, in pixels.
         tile: the size of a tile along each axis; it must divide canvas and kernel.
-        text: tokens of text behind the canvas; what lies behind them is padding.
+        text: tokens of text after the canvas; later positions are padding.
 
     Raises:
         ExpressionError: sizes that do not fit each other.
@@ -112,7 +112,7 @@ def sliding_tile(canvas: Data, kernel: Data, tile: Data, *, text: int = 0) -> Ma
 
 @named
 def svg_spatial(frame_length: int, *, width: float, prompt: Index | int = 0, sinks: Index | int = 0, round_to: int = 1) -> Mask:
-    """Each token of a video sees the frames around it; the prompt sees and is seen by everything: a spatial head.
+    """Each token of a video attends to the frames around it; the prompt attends to all, and all attend to it: a spatial head.
 
     Predicate: ``(abs(q - kv) < reach) | (q < prompt) | (kv < prompt + sinks * frame_length)`` with
     ``reach = width * frame_length // round_to * round_to``
@@ -131,8 +131,8 @@ def svg_spatial(frame_length: int, *, width: float, prompt: Index | int = 0, sin
         frame_length: tokens in a frame.
         width: frames to either side; a part of a frame too, e.g. 1.5.
         prompt: tokens of the prompt, before the video.
-        sinks: frames at the start of the video that every token sees.
-        round_to: what the reach in tokens is rounded down to a multiple of; the published code has 128.
+        sinks: frames at the start of the video that every token attends to.
+        round_to: the reach in tokens is rounded down to a multiple of this; the published code has 128.
 
     Raises:
         ExpressionError: a number out of range, or a reach of no token.
@@ -151,10 +151,10 @@ def svg_spatial(frame_length: int, *, width: float, prompt: Index | int = 0, sin
 
 @named
 def svg_temporal(frame_length: int, *, frames: int, width: int, prompt: Index | int = 0) -> Mask:
-    """Each token of a video sees those near its own place in every frame; the prompt as in a spatial head: a temporal head.
+    """Each token of a video attends to those near its own place in every frame; the prompt as in a spatial head: a temporal head.
 
     Predicate: ``(abs((q - prompt) % frame_length - (kv - prompt) % frame_length) < width * frame_length // frames)``, or
-    ``q < prompt``, or ``kv < prompt``; no key is seen behind the last frame, but by the prompt
+    ``q < prompt``, or ``kv < prompt``; keys after the last frame are masked out, except for the prompt
 
     ``svg_temporal(frame_length=3, frames=3, width=1)`` at 9 x 9::
 
@@ -190,7 +190,7 @@ def svg_temporal(frame_length: int, *, frames: int, width: int, prompt: Index | 
 
 @named
 def image_cross(spans: Data, image_length: Index | int) -> Mask:
-    """Text looks at images: the queries of each image's span see all its tokens.
+    """Cross-attention from text to images: the queries in an image's span attend to all tokens of the image.
 
     Predicate: ``(q >= spans[b, i, 0]) & (q < spans[b, i, 1])`` with the image ``i = kv // image_length``
 
@@ -203,7 +203,7 @@ def image_cross(spans: Data, image_length: Index | int) -> Mask:
         ⬚ ⬚ ⬚ ⬚ ■ ■
 
     Args:
-        spans: the first query that sees each image and the one behind the last, ``int[n, 2]`` or ``int[B, n, 2]``.
+        spans: for each image the first query that attends to it and the end of these queries, ``int[n, 2]`` or ``int[B, n, 2]``.
         image_length: tokens of each image.
 
     Raises:
@@ -220,7 +220,7 @@ def image_cross(spans: Data, image_length: Index | int) -> Mask:
 
 @named
 def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Mask:
-    """Each tile of queries sees the tiles of keys that were chosen for it.
+    """Each tile of queries attends to the tiles of keys chosen for it.
 
     Predicate: ``kv // size`` is one of ``topk[b, h, q // size, :]``, and ``kv % size < sizes[b, kv // size]``
 
@@ -243,8 +243,8 @@ def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Ma
         ⬚ ⬚ ⬚ ⬚ ■ ■
 
     Args:
-        topk: the tiles chosen for each tile of queries, ``int[tiles, K]``, ``int[B, tiles, K]`` or ``int[B, H, tiles, K]``; B
-            or H of 1 stands for all, an entry below 0 for no tile.
+        topk: the tiles chosen for each tile of queries, ``int[tiles, K]``, ``int[B, tiles, K]`` or ``int[B, H, tiles, K]``; an
+            axis B or H of size 1 is broadcast, an entry below 0 is no tile.
         size: tokens in a tile.
         sizes: the real tokens of each tile where the others are padding, ``int[tiles]`` or ``int[B, tiles]``.
 
@@ -286,7 +286,7 @@ def _divided(name: str, what: str, sizes: list[int], tiles: list[int]) -> list[i
 
 def _reach(name: str, reach: int, what: str) -> int:
     if reach < 1:
-        raise ExpressionError(f"{name}: {what} are {reach} tokens, so that no token would see itself; give a larger width")
+        raise ExpressionError(f"{name}: {what} are {reach} tokens, so no token would attend to itself; give a larger width")
     return reach
 
 

@@ -19,7 +19,7 @@ __all__ = ["causal", "dilated_window", "empty", "full", "global_window", "sink_w
 
 
 class _Unset(Enum):
-    """Marks a distance that was not given; None is a value of its own there: no limit."""
+    """Marks a distance that was not given; None means no limit."""
 
     UNSET = "unset"
 
@@ -32,7 +32,7 @@ _UNSET = _Unset.UNSET
 
 @named
 def full() -> Mask:
-    """Every query sees every key.
+    """Every query attends to every key.
 
     Predicate: ``True``
 
@@ -48,7 +48,7 @@ def full() -> Mask:
 
 @named
 def empty() -> Mask:
-    """No query sees any key. Attention then gives 0.
+    """No query attends to any key. The output of attention is 0.
 
     Predicate: ``False``
 
@@ -64,7 +64,7 @@ def empty() -> Mask:
 
 @named
 def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset: Index | int = 0) -> Mask:
-    """Each query sees the keys up to its own position.
+    """Each query attends to the keys up to its own position.
 
     Predicate: ``kv <= q + offset``, and ``kv <= q + kv_len - q_len + offset`` for ``align="lower_right"``
 
@@ -83,10 +83,10 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
         ■ ■ ■ ■
 
     Args:
-        align: which corner of a rectangle the diagonal starts from. ``"upper_left"``: query 0 stands at key 0, as SDPA's
-            ``is_causal``. ``"lower_right"``: the last query stands at the last key, as in decoding with a cache. On a
-            square both are the same.
-        offset: tokens by which every query sees further; negative for fewer.
+        align: how queries and keys are aligned if their lengths differ. ``"upper_left"``: query 0 has the position of key 0, as
+            in SDPA's ``is_causal``. ``"lower_right"``: the last query has the position of the last key, as in decoding with a
+            cache. On a square both are the same.
+        offset: shifts the diagonal by this many keys to the right; negative to the left.
 
     Raises:
         ExpressionError: another ``align``.
@@ -104,7 +104,7 @@ def causal(align: Literal["upper_left", "lower_right"] = "upper_left", *, offset
 def sliding_window(
     *, left: Index | int | _Unset | None = _UNSET, right: Index | int | _Unset | None = _UNSET, size: Index | int | None = None
 ) -> Mask:
-    """Each query sees the keys within a distance to its left and right. All arguments are given by name.
+    """Each query attends to the keys within a distance to its left and right. All arguments are keyword-only.
 
     Predicate: ``(kv >= q - left) & (kv <= q + right)``
 
@@ -123,9 +123,9 @@ def sliding_window(
         ⬚ ⬚ ■ ■
 
     Args:
-        left: tokens to the left that a query sees besides its own position; None for no limit.
-        right: tokens to the right, likewise.
-        size: the other convention, keys in the window with the query's own: ``size=w`` is ``left=w - 1, right=0``.
+        left: tokens to the left of the query's own position; None for no limit.
+        right: tokens to the right of it; None for no limit.
+        size: the other convention, keys in the window including the query's own: ``size=w`` is ``left=w - 1, right=0``.
 
     Raises:
         ExpressionError: not exactly one of the two conventions, or a negative distance.
@@ -137,7 +137,7 @@ def sliding_window(
 
 @named
 def dilated_window(*, left: Index | int | None, right: Index | int | None, dilation: Index | int) -> Mask:
-    """Each query sees every ``dilation``-th key of a window, counted from its own.
+    """Each query attends to every ``dilation``-th key of a window, counted from its own position.
 
     Predicate: ``(kv >= q - left) & (kv <= q + right) & ((q - kv) % dilation == 0)``
 
@@ -151,8 +151,8 @@ def dilated_window(*, left: Index | int | None, right: Index | int | None, dilat
         ⬚ ■ ⬚ ■ ⬚ ■
 
     Args:
-        left: tokens to the left that the window reaches; None for no limit.
-        right: tokens to the right, likewise.
+        left: tokens to the left of the query's own position; None for no limit.
+        right: tokens to the right of it; None for no limit.
         dilation: the distance from one visible key to the next, at least 1.
 
     Raises:
@@ -166,7 +166,7 @@ def dilated_window(*, left: Index | int | None, right: Index | int | None, dilat
 
 @named
 def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSET, size: Index | int | None = None) -> Mask:
-    """A causal window, and the first tokens of the sequence besides: attention sinks.
+    """A causal window and the first tokens of the sequence: attention sinks.
 
     Predicate: ``(kv <= q) & ((kv >= q - left) | (kv < sinks))``
 
@@ -179,9 +179,9 @@ def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSE
         ■ ⬚ ⬚ ■ ■
 
     Args:
-        sinks: tokens at the start of the sequence that every later query sees.
-        left: tokens to the left that a query sees besides its own position.
-        size: the other convention, keys in the window with the query's own: ``size=w`` is ``left=w - 1``.
+        sinks: tokens at the start of the sequence that every later query attends to.
+        left: tokens to the left of the query's own position.
+        size: the other convention, keys in the window including the query's own: ``size=w`` is ``left=w - 1``.
 
     Raises:
         ExpressionError: not exactly one of ``left`` and ``size``, or a negative number of tokens.
@@ -194,7 +194,7 @@ def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSE
 
 @named
 def global_window(is_global: Data, *, left: Index | int | None, right: Index | int | None) -> Mask:
-    """A window, and global tokens that see everything and are seen by everything.
+    """A window, and global tokens: they attend to all tokens, and all tokens attend to them.
 
     Predicate: ``is_global[b, q] | is_global[b, kv] | ((kv >= q - left) & (kv <= q + right))``
 
@@ -208,8 +208,8 @@ def global_window(is_global: Data, *, left: Index | int | None, right: Index | i
 
     Args:
         is_global: ``bool[S]`` or ``bool[B, S]``, True for a global token.
-        left: tokens to the left that the others see besides their own position; None for no limit.
-        right: tokens to the right, likewise.
+        left: tokens to the left of the query's own position; None for no limit.
+        right: tokens to the right of it; None for no limit.
 
     Raises:
         ExpressionError: a negative distance.
@@ -224,7 +224,7 @@ def global_window(is_global: Data, *, left: Index | int | None, right: Index | i
 
 
 def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _Unset | None, size: Index | int | None) -> Mask:
-    """The window of a mask from its distances or its size, checked."""
+    """The window with these distances or this size, after checking them."""
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
             raise ExpressionError(f"{name}: give either size or left and right, got size={size} with the others")
@@ -233,8 +233,8 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):
         raise ExpressionError(
-            f"{name}: a bare number could mean two windows. Give left= and right= (tokens besides the query's own, "
-            "None for no limit), or size= (keys with the query's own)"
+            f"{name}: a bare number could mean two windows. Give left= and right= (tokens next to the query's own, "
+            "None for no limit), or size= (keys including the query's own)"
         )
     for side, distance in (("left", left), ("right", right)):
         if isinstance(distance, bool) or not isinstance(distance, int | Index | None):
@@ -250,7 +250,7 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
 
 
 def _up_to(position: Index, distance: Index | int) -> Mask:
-    """``kv <= position + distance``, so written that the largest integer, which means no limit, does not overflow."""
+    """``kv <= position + distance``, written so that the largest integer (no limit) does not overflow."""
     if isinstance(distance, int) and distance < 2**60:
         return kv <= position + distance
     return kv - distance <= position

@@ -1,7 +1,7 @@
 """The command line: one module for each command, which imports torch and matplotlib only when it runs.
 
-Exit codes: 0 where all is well, 1 where ``flexmask check`` or ``flexmask diff`` finds a difference, 2 for bad input, 3 where
-there is no answer since a command failed or its output could not be written.
+Exit codes: 0 for success, 1 if ``flexmask check`` or ``flexmask diff`` finds a difference, 2 for bad input, 3 if a command fails
+or its output cannot be written.
 """
 
 from flexmask.cli.check import check

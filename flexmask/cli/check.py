@@ -1,4 +1,4 @@
-"""``flexmask check``: whether all that a mask lowers to agrees, with each other or with another mask."""
+"""``flexmask check``: compares the lowerings of a mask with each other, or with another mask."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _BackendName(click.ParamType):  # type: ignore[type-arg]  # generic only i
     "--against",
     metavar="EXPR|MODULE:NAME",
     shell_complete=complete_expression,
-    help="What the mask should be: another mask, or a mask_mod function, which is called.",
+    help="The expected mask: another mask, or a mask_mod function.",
 )
 @lowering_options
 @block_size_option("8")
@@ -67,13 +67,13 @@ def check(
     backends: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Check that all that the mask EXPR lowers to agrees. EXPR may be MODULE:NAME of a mask or mask_mod function.
+    """Check that all lowerings of the mask EXPR agree. EXPR may be MODULE:NAME of a mask or mask_mod function.
 
-    Its dense form, rows, mask_mod, BlockMask and figures are held against each other, and attention with its gradients
-    against dense masked softmax in float64. With --against they are held against another mask, or against a function
-    (b, h, q_idx, kv_idx) in a module. Parameters count for both. `flexmask diff` compares two masks at any length.
+    Compares the dense form, rows, mask_mod, BlockMask and statistics with each other, and attention with its gradients
+    with dense masked softmax in float64. With --against, compares them with another mask, or with a function
+    (b, h, q_idx, kv_idx) in a module. Parameters apply to both. `flexmask diff` compares two masks at any length.
 
-    Exits with 0 where all agree, with 1 where something differs, and with 2 for bad input.
+    Exits with 0 if all agree, with 1 if something differs, and with 2 for bad input.
 
     \b
     Examples:
@@ -99,7 +99,7 @@ def check(
 def _findings(
     expression: str, against: str | None, options: LoweringOptions, block_size: tuple[int, int], backends: tuple[str, ...]
 ) -> Iterator[Finding]:
-    """What the checks find, one after another."""
+    """The findings of the checks, one by one."""
     from flexmask.testing.equivalence import agreement
     from flexmask.testing.settings import make_setting
 
@@ -118,7 +118,7 @@ def _findings(
 
 
 def _report(findings: list[Finding]) -> None:
-    """Prints a table of findings, and where the first that is wrong is."""
+    """Prints a table of findings, and a picture of the first one that is wrong."""
     rows = [
         (finding.name, Cell("differs", "red", bold=True) if finding.wrong else Cell("ok", "green"), finding.text)
         for finding in findings

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["complete_expression", "complete_name"]
 
-#: The name that an expression ends with, and what stands before it; no name stands behind a dot, a digit or a quote.
+#: The name at the end of an expression, and the text before it. A name does not follow a dot, a digit or a quote.
 LAST = re.compile(r"(?:(.*)(?<![\w.'\":]))?([A-Za-z_]\w*)", re.DOTALL)
 
 
 def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The named masks that begin so."""
+    """The named masks that start with ``incomplete``."""
     return [CompletionItem(name, help=signature_of(NAMES[name])) for name in _names() if name.startswith(incomplete)]
 
 
 def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The expression with its last name completed; every name where it ends with an operator, nothing for ``module:name``."""
+    """The expression with its last name completed; every name after an operator; nothing for ``module:name``."""
     found = LAST.fullmatch(incomplete)
     if found is not None:
         before, begun = found[1] or "", found[2]
@@ -40,7 +40,7 @@ def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: 
 
 
 def _names() -> list[str]:
-    """The names that there are; what is wrong with plugins is said elsewhere."""
+    """The registered names, without warnings about plugins."""
     with warnings.catch_warnings(), to_stderr():
         warnings.simplefilter("ignore")
         try:

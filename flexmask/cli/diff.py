@@ -31,11 +31,11 @@ __all__ = ["diff"]
 def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: Path | None, as_json: bool) -> None:
     """Show where the masks A and B differ.
 
-    Shown is how many cells only one of them shows, and the first of these. Each is an expression, or MODULE:NAME of a
-    mask or mask_mod function. They are compared at the same lengths, however they are written, and parameters count for
-    both. Queries count from 0 with --q-offset too.
+    Prints the number of cells that are visible in only one of them, and the first of these. Each mask is an expression,
+    or MODULE:NAME of a mask or mask_mod function. Both have the same lengths, and parameters apply to both. Queries are
+    counted from 0, also with --q-offset.
 
-    Exits with 0 where they show the same, with 1 where they differ, and with 2 for bad input.
+    Exits with 0 if the cells are the same, with 1 if they differ, and with 2 for bad input.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: P
 
 
 def _place(found: Difference, lowering: Lowering) -> dict[str, Any]:
-    """What is drawn: the sequence and head of the first cell that differs, or the first ones."""
+    """The lengths, and the sequence and head of the first cell that differs, to be drawn."""
     cell = found.first_self or found.first_other
     where = (cell.b, cell.h) if cell else (0, 0)
     lengths = {name: lowering[name] for name in ("q_len", "kv_len", "q_offset")}

@@ -1,4 +1,4 @@
-"""What the commands that draw share: which sequences and heads, the labels of the axes, and the file that is written."""
+"""Options of the commands that draw: sequences and heads, labels of the axes, and the output file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class IndexList(click.ParamType):  # type: ignore[type-arg]  # generic only in t
         return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
 
 
-class TokenText(click.ParamType):  # type: ignore[type-arg]  # likewise
+class TokenText(click.ParamType):  # type: ignore[type-arg]  # as above
     """A text of which each word is a token, a JSON list of tokens, or ``@FILE`` with either of them in it."""
 
     name = "text"
@@ -46,7 +46,7 @@ class TokenText(click.ParamType):  # type: ignore[type-arg]  # likewise
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
         text = read_text(str(value), lambda reason: self.fail(reason, param, ctx))
         if not text.strip():
-            self.fail("there is no token in it", param, ctx)
+            self.fail("it has no token", param, ctx)
         if not text.lstrip().startswith("["):
             return text.split()
         try:
@@ -65,8 +65,8 @@ def label_options(command: Command) -> Command:
             metavar="TEXT",
             help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
         ),
-        click.option("--kv-tokens", type=TokenText(), metavar="TEXT", help="Labels of the keys, where they are others."),
-        click.option("--no-bands", is_flag=True, help="Leave out the documents and the padding along the edges."),
+        click.option("--kv-tokens", type=TokenText(), metavar="TEXT", help="Labels of the keys, if they differ."),
+        click.option("--no-bands", is_flag=True, help="Do not draw documents and padding along the edges."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -74,7 +74,7 @@ def label_options(command: Command) -> Command:
 
 
 def output_option(instead: str) -> Callable[[Command], Command]:
-    """Adds ``-o``, with what happens without it."""
+    """Adds ``-o``; ``instead`` completes its help text."""
     return click.option(
         "-o",
         "--output",
@@ -86,7 +86,7 @@ def output_option(instead: str) -> Callable[[Command], Command]:
 
 
 def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuses a file that cannot be written before any work is done."""
+    """Checks the output file before any work is done."""
     if value is None:
         return None
     picture_suffix(value)
@@ -97,7 +97,7 @@ def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> P
 
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """Says that a file was written, or why it cannot be."""
+    """Reports that a file was written, or why it cannot be."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""How the command line ends: the one place where errors become messages and exit codes.
+"""The exit codes of the command line: the one place where errors become messages and exit codes.
 
-0 and 1 are answers, so that nothing else may end in them: neither an exception nor an answer that nobody could read.
+0 and 1 are answers. A crash, or an answer that cannot be written, must have another exit code.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from flexmask.errors import FlexmaskError
 
 __all__ = ["ProgramExit", "exit_code"]
 
-#: No answer for bad input, for a crash and for an answer that could not be written, and what a shell reports of a program that
-#: SIGINT or SIGPIPE ended.
+#: Bad input; a crash, or an answer that cannot be written; and the codes that shells report for SIGINT and SIGPIPE.
 REFUSED, FAILED, INTERRUPTED, UNREAD = 2, 3, 130, 141
 NO_MEMORY = "Error: there is not enough memory for lengths and blocks of this size"
 
 
-class ProgramExit(Exception):  # noqa: N818 - it is no error of its own
-    """Something within a command ended the program by itself, as ``sys.exit()`` does."""
+class ProgramExit(Exception):  # noqa: N818 - it wraps another error
+    """Something inside a command raised SystemExit or another exception that click turns into an exit code."""
 
 
 class _Closed(io.RawIOBase):
-    """Stands for an output that was closed before the program started."""
+    """An output that was closed before the program started; writing to it fails."""
 
     def writable(self) -> bool:
         return True
@@ -43,28 +42,28 @@ class _Closed(io.RawIOBase):
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """The exit code of a run, whose errors are reported on stderr.
+    """Runs a command, reports its errors on stderr, and returns the exit code.
 
     Args:
-        run: does all, and gives the exit code of an answer, or None for 0.
+        run: the command; returns the exit code of its answer, or None for 0.
     """
     with _streams():
         try:
             found = run()
             sys.stdout.flush()
-        except BaseException as error:  # whatever it is, it is no answer
+        except BaseException as error:  # no exception is an answer
             code = _reported(error)
         else:
             code = found if isinstance(found, int) else 0
-        _settle(sys.stdout)
-        _settle(sys.stderr)
+        _drop_unwritten(sys.stdout)
+        _drop_unwritten(sys.stderr)
     return code
 
 
 def _reported(error: BaseException) -> int:
-    """Says on stderr, where that can be written, why there is no answer; gives the exit code."""
+    """Reports an error on stderr, if that can be written; returns the exit code."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else FAILED  # of click, which completes in a shell
+        return error.code if isinstance(error.code, int) else FAILED  # click's completion in a shell
     if isinstance(error, ProgramExit):
         error = error.__cause__ or error
     code, text = _ending(error)
@@ -79,14 +78,14 @@ def _reported(error: BaseException) -> int:
 
 
 def _ending(error: BaseException) -> tuple[int, str]:
-    """The exit code of an error, and what is said about it."""
+    """The exit code of an error, and its message."""
     match error:
         case KeyboardInterrupt():
             return INTERRUPTED, "\nstopped"
-        case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # nobody reads; rich and click exit at once
+        case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # the reader is gone; rich and click exit at once
             return UNREAD, ""
         case SystemExit():
-            return FAILED, f"Error: something that the command called ended it with sys.exit({error.code!r})"
+            return FAILED, f"Error: something that the command called exited with sys.exit({error.code!r})"
         case click.ClickException():
             return REFUSED, ""
         case FlexmaskError():
@@ -97,30 +96,30 @@ def _ending(error: BaseException) -> tuple[int, str]:
             return REFUSED, NO_MEMORY
         case OSError():
             return FAILED, f"Error: cannot read or write: {error}"
-    return FAILED, f"Error: the command failed with {type(error).__name__}; the lines above say where, and please report it"
+    return FAILED, f"Error: the command failed with {type(error).__name__}; please report it, with the lines above"
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's allocator has no more, on a device or, where the error has no name of its own, on the CPU."""
+    """Whether torch's allocator is out of memory, on a device or on the CPU, whose error is a plain RuntimeError."""
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Streams that can be written to, where some were closed before the program started."""
+    """Replaces streams that were closed before the program started."""
     before = sys.stdout, sys.stderr
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(_Closed())
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it is open until the program ends
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the program ends
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def _settle(stream: IO[str]) -> None:
-    """Drops what cannot be written, since Python would try again when it ends, and end with another exit code."""
+def _drop_unwritten(stream: IO[str]) -> None:
+    """Drops output that cannot be written: Python would retry at exit, and change the exit code."""
     try:
         stream.flush()
     except (OSError, ValueError):

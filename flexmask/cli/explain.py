@@ -1,4 +1,4 @@
-"""``flexmask explain``: what a mask means, how it is lowered, and what it costs."""
+"""``flexmask explain``: the meaning, the lowering and the cost of a mask."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ __all__ = ["explain"]
 @expression_argument("expression", "EXPR")
 @lowering_options
 @block_size_option("128")
-@json_option("what flexmask.explain() found, with all figures under stats")
+@json_option("the attributes of flexmask.explain(), with all figures under stats")
 def explain(expression: str, options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
-    """Explain what the mask EXPR means and comes down to.
+    """Explain the meaning, the lowering and the cost of the mask EXPR.
 
-    EXPR may be MODULE:NAME of a mask or mask_mod function. Shown are the mask under the names that it has, its
-    definition, the conditions it comes down to and whether they are separable in query and key, the intervals of its
-    rows, its blocks, its memory, and what attention costs with it. `flexmask stats` has the figures alone, of several
-    masks side by side.
+    EXPR may be MODULE:NAME of a mask or mask_mod function. Prints the mask with its named masks, its definition, its
+    conditions and whether they are separable in q and kv, the key intervals of its rows, its blocks, its memory, and the
+    cost of attention. `flexmask stats` has the figures alone, for several masks side by side.
 
     \b
     Examples:

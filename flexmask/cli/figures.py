@@ -1,4 +1,4 @@
-"""The figures of a mask as a program or a person reads them."""
+"""The statistics of a mask, for JSON and for tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["figure_rows", "figures"]
 
 def figures(stats: Stats) -> dict[str, object]:
     """Every figure by its name."""
-    worked_out = ("visible_fraction", "empty_blocks", "block_sparsity", "partial_fill", "cost")
-    return asdict(stats) | {name: getattr(stats, name) for name in worked_out}
+    derived = ("visible_fraction", "empty_blocks", "block_sparsity", "partial_fill", "cost")
+    return asdict(stats) | {name: getattr(stats, name) for name in derived}
 
 
 def figure_rows(stats: Stats) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""``flexmask gallery``: many masks as pictures, with a README and a page to search in."""
+"""``flexmask gallery``: many masks as pictures, with a README and a searchable page."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = ["gallery"]
     "--source",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="A TOML file of entries of your own. [default: flexmask's own gallery]",
+    help="A TOML file of your own entries. [default: flexmask's gallery]",
 )
 def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
     """Draw the gallery of masks: pictures, README.md and index.html, a page that needs no other file.
 
-    With --only, README.md and index.html hold the chosen entries alone. FILE has a [[mask]] for each entry, with title,
-    family, text (the expression), q_len, tags, caption and source, and as wished kv_len, q_offset, block_size, batch and
-    head (an index or "all"), why, q_tokens, kv_tokens, and params with data for the free names of the text.
+    With --only, README.md and index.html have the selected entries only. FILE has a [[mask]] for each entry, with title,
+    family, text (the expression), q_len, tags, caption and source, and optionally kv_len, q_offset, block_size, batch and
+    head (an index or "all"), why, q_tokens, kv_tokens, and params with the values of parameters.
 
     \b
     Examples:
@@ -63,11 +63,11 @@ def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
 
 @contextmanager
 def _bar(count: int) -> Iterator[Callable[[Entry], None]]:
-    """Shows how many of some entries are drawn, on stderr where that is a terminal; gives what is called for each."""
+    """A progress bar on stderr, if that is a terminal; yields a function to call after each entry."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("working out the masks", total=count)
+        task = progress.add_task("preparing", total=count)
         yield lambda entry: progress.update(task, advance=1, description=entry.title)

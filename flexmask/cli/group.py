@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 
 class Commands(click.Group):
-    """A group that ends with the exit codes of its help, and whose commands report warnings about plugins in a line."""
+    """A group with the exit codes of its help, whose commands report warnings about plugins in one line."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         run = partial(super().main, *args, **{**options, "standalone_mode": False})
@@ -29,7 +29,7 @@ class Commands(click.Group):
         sys.exit(exit_code(run))
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
-        with _kept_from_click():  # the help is printed here
+        with _kept_from_click():  # prints the help
             return super().make_context(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -41,7 +41,7 @@ class Commands(click.Group):
 
 @contextmanager
 def _kept_from_click() -> Iterator[None]:
-    """What click makes exit code 1 of, which is an answer here, and what may be one by the code that a user's function gives."""
+    """Wraps exceptions that click turns into exit code 1, which is an answer here, and exits of a user's functions."""
     try:
         yield
     except (BrokenPipeError, EOFError, KeyboardInterrupt, SystemExit) as error:
@@ -50,7 +50,7 @@ def _kept_from_click() -> Iterator[None]:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Modules of the current folder can be imported, as with ``python -m``."""
+    """Makes modules of the current folder importable, as with ``python -m``."""
     before = list(sys.path)
     sys.path.insert(0, "")
     try:
@@ -80,20 +80,20 @@ def main() -> None:
       causal & key_padding(lengths=[3, 5, 4])
       sliding_window(left=128, right=0) & document(ids)
 
-    with the named masks, & | ^ - ~, and comparisons of b, h, q and kv (batch, head, query and key index). Quote it for
-    your shell. Any other name, like ids, is a parameter: give its value with -p ids=...
+    of named masks, & | ^ - ~, and comparisons of b, h, q and kv (batch, head, query and key index). Quote it for your
+    shell. Any other name, like ids, is a parameter: give its value with -p ids=...
 
-    `flexmask list` shows the named masks, those of plugins too, and `flexmask COMMAND -h` all that a command takes.
+    `flexmask list` lists the named masks, including those of plugins. `flexmask COMMAND -h` explains a command.
 
     \b
     Exit codes:
-      0  all is well
-      1  the masks differ (diff), or something does not agree (check)
-      2  bad input, also a function that fails; the message is on stderr
-      3  no answer: the command failed, or its output could not be written
+      0  success
+      1  the masks differ (diff), or a lowering is wrong (check)
+      2  bad input, or a function that fails; the message is on stderr
+      3  the command failed, or its output could not be written
 
     \b
-    Completion of commands, options and names of masks in the shell, for its start-up file:
+    Completion of commands, options and masks in the shell, for its start-up file:
       bash  eval "$(_FLEXMASK_COMPLETE=bash_source flexmask)"
       zsh   eval "$(_FLEXMASK_COMPLETE=zsh_source flexmask)"
       fish  _FLEXMASK_COMPLETE=fish_source flexmask | source

@@ -1,4 +1,4 @@
-"""What the commands share: the mask's text, its parameters, and the lengths and sizes it is lowered with."""
+"""Options that the commands share: the mask's text, its parameters, and the lengths and sizes of the lowering."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
 Command = TypeVar("Command", bound=Callable[..., Any])
 Parameters = tuple[tuple[str, object], ...]
 
-#: The most queries, over all sequences and heads, whose rows are worked out: they take about 6 GB.
+#: The most queries over all sequences and heads: their rows take about 6 GB.
 MAX_QUERIES = 2**27
-#: The greatest position of the first query, beyond all lengths.
+#: The greatest position of the first query.
 MAX_OFFSET = 2**30
 
 
@@ -58,7 +58,7 @@ class Lowering(TypedDict):
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """How masks are to be read and lowered, as the options of :func:`lowering_options` say."""
+    """The values of the options of :func:`lowering_options`."""
 
     seq_len: int | None
     q_len: int | None
@@ -70,18 +70,18 @@ class LoweringOptions:
     device: str
 
     def masks(self, *texts: str) -> list[Mask]:
-        """The masks of some texts, as for :func:`read_masks`, their data on the device."""
+        """The masks of texts, as for :func:`read_masks`, with their data on the device."""
         from flexmask import _sync
 
         where = _sync.resolve_device(self.device)
         return [mask.to(where) for mask in read_masks(texts, self.parameters)]
 
     def lowering(self, *masks: Mask) -> Lowering:
-        """The arguments for lowering masks alike.
+        """The arguments of lowerings that the masks share.
 
         Raises:
-            UsageError: lengths that exclude each other.
-            Refused: more rows than fit into memory.
+            UsageError: contradicting options of lengths.
+            UserError: more rows than fit into memory.
         """
         q_len, kv_len = lengths_of(masks, self.seq_len, self.q_len, self.kv_len)
         symbols = {symbol for mask in masks for symbol in mask.expand().symbols}
@@ -105,7 +105,7 @@ def block_size_option(default: str) -> Callable[[Command], Command]:
 
 
 def json_option(what: str) -> Callable[[Command], Command]:
-    """Adds ``--json``, of which the help says what is in the document."""
+    """Adds ``--json``; ``what`` describes the document in its help text."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON document instead: {what}.")
 
 
@@ -115,13 +115,18 @@ def mask_options(command: Command) -> Command:
 
 
 def lowering_options(command: Command) -> Command:
-    """Adds the parameters of masks and all that they are lowered with, which the command takes as ``options``."""
+    """Adds parameters and the arguments of lowerings, which the command takes as ``options``."""
     options = [
         click.option(
-            "--batch", type=click.IntRange(min=1), metavar="N", help="How many sequences there are, where no data says it."
+            "--batch",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Number of sequences, if the mask's data does not determine it.",
         ),
-        click.option("--heads", type=click.IntRange(min=1), metavar="N", help="How many heads there are, where no data says it."),
-        click.option("--device", default="cpu", metavar="DEVICE", help="Where all is worked out. [default: cpu]"),
+        click.option(
+            "--heads", type=click.IntRange(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."
+        ),
+        click.option("--device", default="cpu", metavar="DEVICE", help="The device of the lowering. [default: cpu]"),
     ]
 
     @wraps(command)
@@ -137,7 +142,7 @@ def lowering_options(command: Command) -> Command:
 def _length_options(command: Command) -> Command:
     length = click.IntRange(min=1)
     options = [
-        click.option("--seq-len", type=length, metavar="N", help="Number of queries and of keys. [default: as the data says]"),
+        click.option("--seq-len", type=length, metavar="N", help="Number of queries and of keys. [default: from the data]"),
         click.option("--q-len", type=length, metavar="N", help="Number of queries."),
         click.option("--kv-len", type=length, metavar="N", help="Number of keys."),
         click.option(
@@ -154,7 +159,7 @@ def _length_options(command: Command) -> Command:
             type=Parameter(),
             multiple=True,
             metavar="NAME=VALUE",
-            help="Value of a parameter: a number, a list such as [0,0,1,1], or @FILE that holds one. Repeatable.",
+            help="Value of a parameter: a number, a list such as [0,0,1,1], or @FILE with one of these. Repeatable.",
         ),
     ]
     for option in reversed(options):
@@ -163,18 +168,18 @@ def _length_options(command: Command) -> Command:
 
 
 def read_mask(expression: str, parameters: Parameters) -> Mask:
-    """The mask of one text: see :func:`read_masks`. What a module of the user prints is no part of the answer."""
+    """The mask of one text: see :func:`read_masks`. Output of user modules goes to stderr."""
     with to_stderr():
         return read_masks([expression], parameters)[0]
 
 
 def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
-    """The masks of texts, or of functions in modules, each with those parameters bound that it has.
+    """The masks of texts, or of functions in modules, with their parameters bound.
 
     Raises:
-        FlexmaskError: text that is not a mask, a function that cannot be traced, a value that does not fit, or one for a
+        FlexmaskError: text that is not a mask, a function that cannot be traced, a value that does not fit, or a value for a
             parameter that no mask has.
-        Refused: a parameter without a value or with two, or a function that is not there.
+        UserError: a parameter without a value or with two, or a function that does not exist.
     """
     names = [name for name, _ in parameters]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -185,7 +190,7 @@ def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
         set(re.findall(r"[^\W\d]\w*", text)) if mask is None else set(mask.params)
         for text, mask in zip(texts, masks, strict=True)
     ]
-    # What none of them has goes to the first, which refuses it.
+    # A parameter that no mask has goes to the first mask, which raises.
     known[0] |= set(names).difference(*known)
     return [
         _bound(text, mask, {name: value for name, value in parameters if name in own})
@@ -211,17 +216,17 @@ def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
         plural = "values for the parameters" if len(bound.params) > 1 else "a value for the parameter"
         raise UserError(
             f"the mask needs {plural} {', '.join(bound.params)}: add {missing} with a number, a list such as [0,0,1,1], "
-            "or @FILE that holds one"
+            "or @FILE with one of these"
         )
     return bound
 
 
 def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, else as one of the masks says, else the other one, else 16.
+    """The numbers of queries and keys: as given, else from the data of a mask, else equal to the other one, else 16.
 
     Raises:
-        UsageError: ``seq_len`` besides another length.
-        Refused: lengths for which rows would not fit into memory.
+        UsageError: ``seq_len`` together with another length.
+        UserError: lengths whose rows do not fit into memory.
     """
     if seq_len is not None:
         if q_len is not None or kv_len is not None:

@@ -1,4 +1,4 @@
-"""``flexmask list``: every named mask, or one of them with its whole description."""
+"""``flexmask list``: all named masks, or the documentation of one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
 def list_masks(name: str | None, as_json: bool) -> None:
     """List the named masks, or describe the one called NAME.
 
-    Each is shown with its parameters and with its predicate: which key `kv` a query `q` sees. They are grouped by family,
-    beside the package that brings the family. NAME shows the whole description with a picture.
+    Prints each with its parameters and its predicate: query `q` attends to key `kv` where it is true. Masks are grouped by
+    family and package. With NAME, prints the whole documentation with a picture.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def list_masks(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json([_entry(each) for each in names])
         else:
-            print_table(_rows(names), heading("mask", "a query sees a key where"))
+            print_table(_rows(names), heading("mask", "q attends to kv where"))
         return
     if define is None:
         raise UserError(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
@@ -57,7 +57,7 @@ def list_masks(name: str | None, as_json: bool) -> None:
 
 
 def _entry(name: str) -> dict[str, str | None]:
-    """What a program wants to know about a mask."""
+    """The JSON document of a mask."""
     define, origin = NAMES[name], registry.origin(name)
     return {
         "name": name,
@@ -84,7 +84,7 @@ def _rows(names: Iterable[str]) -> list[Row]:
 
 
 def _predicate(define: Callable[..., Any]) -> str:
-    """The ``Predicate:`` line of a mask's docstring, which may go on below; else its first line."""
+    """The ``Predicate:`` paragraph of a mask's docstring, else its first paragraph."""
     document = inspect.getdoc(define) or ""
     found = re.search(r"^Predicate:\s*(.+?)(?:\n\s*\n|\Z)", document, re.DOTALL | re.MULTILINE)
     text = found[1] if found else document.split("\n\n")[0]

@@ -1,4 +1,4 @@
-"""What a user reads instead of a traceback."""
+"""Messages for users, in place of tracebacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flexmask.plotting.caption import shortened
 
 __all__ = ["UserError", "brief", "message_of"]
 
-#: Characters of a long text that are shown around the place where it is wrong.
+#: Characters of a long text to show around an error.
 EXCERPT = 76
 #: Values of a list that a message shows at most.
 MAX_VALUES = 8
 
 
 class UserError(click.ClickException):
-    """Bad input: its message is printed instead of a traceback."""
+    """Bad input: the command line prints the message without a traceback."""
 
     exit_code = 2
 
@@ -28,12 +28,12 @@ class UserError(click.ClickException):
 
 
 def brief(text: object) -> str:
-    """A text with only the first values of long lists, for an answer."""
+    """A text with only the first values of long lists."""
     return shortened(str(text), 12)
 
 
 def message_of(error: Exception) -> str:
-    """The message of an error, with long lists and long texts cut short."""
+    """The message of an error, with long lists and texts shortened."""
     if isinstance(error, TextError) and error.column is not None:
         return f"{shortened(error.reason, MAX_VALUES)}\n{_excerpt(error.text, error.column)}"
     return shortened(str(error), MAX_VALUES)

@@ -1,6 +1,6 @@
-"""What the commands print: text for any encoding, tables for any width, and JSON.
+"""Output of the commands: text for any encoding, tables for any width, and JSON.
 
-Tables are set here and not by rich, as loading that takes half the time that ``flexmask list`` may take to answer.
+Tables are formatted here and not by rich, whose import takes half of the time of ``flexmask list``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import click
 
 __all__ = ["Cell", "Row", "echo", "heading", "print_json", "print_table", "printable", "to_stderr"]
 
-#: What stands for a sign that the output cannot show.
+#: ASCII replacements of signs that an encoding lacks.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
 #: Blanks between two columns.
 GAP = 2
-#: The last column is not made narrower than this; rather the cells of a row stand below each other.
+#: The least width of the last column; a narrower table has the cells of a row below each other.
 LEAST = 24
 
 
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
     bold: bool = False
 
     def styled(self, text: str) -> str:
-        """A part of its text in its style."""
+        """A part of the text in the cell's style."""
         return click.style(text, fg=self.colour, bold=self.bold or None) if self.colour or self.bold else text
 
 
@@ -48,21 +48,21 @@ def heading(*texts: str) -> list[Cell]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Prints a text, or with ``err`` writes it to stderr; in colours only on a terminal, and never where NO_COLOR is set."""
+    """Prints a text to stdout or stderr, with colours only on a terminal and without NO_COLOR."""
     colour = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
     click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=colour)
 
 
 @contextmanager
 def to_stderr() -> Iterator[None]:
-    """What is printed meanwhile, such as by a module of the user, goes to stderr and so is no part of an answer."""
-    with _descriptor_aside(), redirect_stdout(sys.stderr):
+    """Redirects output to stderr, such as that of user modules, so that it is not part of the answer."""
+    with _descriptor_to_stderr(), redirect_stdout(sys.stderr):
         yield
 
 
 @contextmanager
-def _descriptor_aside() -> Iterator[None]:
-    """The same for what another process or a library prints, where the output is a file or terminal."""
+def _descriptor_to_stderr() -> Iterator[None]:
+    """Redirects the file descriptor, for output of libraries and other processes."""
     stream = sys.stdout
     try:
         stream.flush()
@@ -81,7 +81,7 @@ def _descriptor_aside() -> Iterator[None]:
 
 
 def printable(text: str, encoding: str | None) -> str:
-    """A text with only the signs that an encoding has."""
+    """A text with signs that the encoding lacks replaced."""
     encoding = encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -91,24 +91,26 @@ def printable(text: str, encoding: str | None) -> str:
 
 
 def print_json(answer: object) -> None:
-    """Prints the one JSON document that is a command's answer."""
+    """Prints a command's answer as one JSON document."""
     click.echo(json.dumps(answer, indent=2))
 
 
 def print_table(rows: Iterable[Row], header: Row = ()) -> None:
-    """Prints rows of cells, as wide as the terminal at most: columns, or where it is too narrow for these, lines.
+    """Prints rows of cells within the width of the terminal: in columns, or in lines if it is too narrow.
 
-    Texts are wrapped and never cut, and their leading blanks are kept.
+    Texts are wrapped, never cut, and keep their leading blanks.
     """
     table = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in ([header] if header else []) + list(rows)]
     width = shutil.get_terminal_size().columns
     limits = _limits(table, width)
-    lines = _stacked(table, width, bool(header)) if limits is None else (line for row in table for line in _beside(row, limits))
+    lines = (
+        _stacked(table, width, bool(header)) if limits is None else (line for row in table for line in _side_by_side(row, limits))
+    )
     echo("\n".join(lines))
 
 
 def _limits(table: list[list[Cell]], width: int) -> list[int] | None:
-    """The widths of the columns, or None where they do not fit."""
+    """The widths of the columns, or None if they do not fit."""
     natural = [max((len(cell.text) for cell in column if cell), default=0) for column in zip_longest(*table)]
     if sum(natural) + GAP * (len(natural) - 1) <= width:
         return natural
@@ -118,8 +120,8 @@ def _limits(table: list[list[Cell]], width: int) -> list[int] | None:
     return [*limits, rest] if rest >= min(LEAST, natural[-1]) else None
 
 
-def _beside(row: list[Cell], limits: list[int]) -> Iterator[str]:
-    """The lines of a row whose cells stand beside each other."""
+def _side_by_side(row: list[Cell], limits: list[int]) -> Iterator[str]:
+    """The lines of a row with its cells side by side."""
     wrapped = [_wrapped(cell.text, limit) for cell, limit in zip(row, limits, strict=False)]
     for parts in zip_longest(*wrapped, fillvalue=""):
         last = max((place for place, part in enumerate(parts) if part), default=-1)
@@ -131,7 +133,7 @@ def _beside(row: list[Cell], limits: list[int]) -> Iterator[str]:
 
 
 def _stacked(table: list[list[Cell]], width: int, headed: bool) -> Iterator[str]:
-    """The lines of a table whose cells stand below each other, each after the first behind the heading of its column."""
+    """The lines of a table with the cells of a row below each other, after the headings of their columns."""
     heads = [cell.text for cell in table[0]] if headed else []
     for first, *others in table[headed:]:
         yield from (first.styled(line) for line in _wrapped(first.text, width))

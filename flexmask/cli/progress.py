@@ -1,4 +1,4 @@
-"""A sign of life on stderr for what takes longer than a moment."""
+"""Progress on stderr for commands that take longer than a moment."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DELAY = 0.7
 
 @contextmanager
 def spinner(doing: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done while it lasts, if it lasts; gives a function that changes the text.
+    """Shows a text with a spinner after a short delay; yields a function that changes the text.
 
-    Nothing is shown where stderr is no terminal. What is printed has to wait until it is over: what prints meanwhile is a
-    function or module of the user, which :func:`flexmask.cli.output.aside` keeps out of the answer.
+    Nothing is shown if stderr is not a terminal. Output of user functions goes to stderr meanwhile, see
+    :func:`flexmask.cli.output.to_stderr`; print the answer afterwards.
     """
     sign = _Sign(doing)
     timer = Timer(DELAY, sign.show)
@@ -33,24 +33,24 @@ def spinner(doing: str) -> Iterator[Callable[[str], None]]:
         timer.start()
     with to_stderr():
         try:
-            yield sign.say
+            yield sign.update
         finally:
             timer.cancel()
-            sign.remove()  # rich puts the output back that it has found
+            sign.remove()  # rich restores the stream that it found
 
 
 @contextmanager
 def block_progress(doing: str) -> Iterator[None]:
-    """As :func:`working`, with the share of the blocks that are done where cells have to be counted."""
-    with spinner(doing) as say:
+    """As :func:`spinner`, with the share of the open blocks that are evaluated."""
+    with spinner(doing) as update:
         from flexmask.blocks.survey import watched
 
-        with watched(lambda share: say(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):
+        with watched(lambda share: update(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):
             yield
 
 
 class _Sign:
-    """A text that is shown from some time on."""
+    """A text that is shown after a delay."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -66,7 +66,7 @@ class _Sign:
                 self._status = Console(stderr=True).status(self._text)
                 self._status.start()
 
-    def say(self, text: str) -> None:
+    def update(self, text: str) -> None:
         with self._lock:
             self._text = text
             if self._status is not None:

@@ -14,11 +14,11 @@ __all__ = ["resolve_mask", "resolve_reference"]
 
 
 def resolve_mask(reference: str) -> Mask:
-    """The mask that ``module:name`` refers to, or that the text or ``mask_mod`` of that name is.
+    """The mask of ``module:name``, which is a mask, its text or a ``mask_mod``.
 
     Raises:
-        Refused: there is no such module or name, the module fails, or the function does.
-        FlexmaskError: it is neither a mask, a text nor a ``mask_mod``.
+        UserError: there is no such module or name, or the module or function raises.
+        FlexmaskError: it is not a mask, a text or a ``mask_mod``.
     """
     found = resolve_reference(reference)
     from flexmask.tracing.as_mask import as_mask
@@ -27,20 +27,20 @@ def resolve_mask(reference: str) -> Mask:
         return as_mask(found, reference)
     except FlexmaskError:
         raise
-    except Exception as error:  # whatever a user's function raises is theirs to correct
+    except Exception as error:  # a user's function may raise anything
         raise UserError(f"{reference} fails: {type(error).__name__}: {error}") from error
 
 
 def resolve_reference(reference: str) -> Any:
-    """What ``module:name`` refers to, as it is.
+    """The object that ``module:name`` refers to.
 
     Raises:
-        Refused: there is no such module or name, or the module fails.
+        UserError: there is no such module or name, or the module raises.
     """
     module_name, _, names = reference.partition(":")
     try:
         found: Any = import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever a user's module raises is theirs to correct
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UserError(f"cannot import {module_name}: {reason}") from error
     for name in names.split("."):

@@ -22,8 +22,8 @@ __all__ = ["render"]
 
 @click.command()
 @mask_options
-@click.option("--why", is_flag=True, help="Colour each hidden cell by the term of the mask that hides it.")
-@click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with what each hides.")
+@click.option("--why", is_flag=True, help="Colour each hidden cell by the term of the mask that masks it out.")
+@click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with the cells that each masks out.")
 @click.option("--batch", type=IndexList(), metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
 @click.option("--head", type=IndexList(), metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
 @click.option(
@@ -53,9 +53,9 @@ def render(
 ) -> None:
     """Draw the mask EXPR, or MODULE:NAME of a mask or mask_mod function: queries down, keys across.
 
-    Lengths that are not given come from the tokens or the mask's own data (document ids, keep-masks, tables, lengths of
-    documents and of padded sequences), else one is as long as the other, else they are 16. Where the output is no
-    terminal, the picture is plain text. An .html file can be searched cell by cell: which term hides it, in which block.
+    Lengths that are not given come from the tokens or the mask's data (document ids, keep-masks, tables, lengths of
+    documents and of padded sequences); else both are equal; else they are 16. The picture is plain text if the output is
+    not a terminal. An .html file is interactive: it shows for each cell the term that masks it out, and its block.
 
     \b
     Examples:

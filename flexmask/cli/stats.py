@@ -1,4 +1,4 @@
-"""``flexmask stats``: how much masks show and what they cost, side by side."""
+"""``flexmask stats``: visible cells, blocks and cost of masks, side by side."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["stats"]
 @expression_argument("expressions", "EXPR...", nargs=-1, required=True)
 @lowering_options
 @block_size_option("128")
-@json_option("an object of all figures, for several masks a list of them")
+@json_option("an object of all figures, or a list of them for several masks")
 def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
     """Show the figures of one mask EXPR, or of several.
 
-    EXPR may be MODULE:NAME of a mask or mask_mod function. The figures are the cells it shows, the queries that see no
-    key, its blocks (full: computed without a test, partial: computed and masked, empty: skipped), the share of empty
-    blocks, how far partial blocks are visible, the memory of the BlockMask, and the work of attention in hundredths of
-    that of dense attention. All masks have the same lengths, and parameters count for all.
+    EXPR may be MODULE:NAME of a mask or mask_mod function. The figures are the visible cells, the fully masked rows, the
+    blocks (full: computed without a test, partial: computed and masked, empty: skipped), the share of empty blocks, the
+    visible share of partial blocks, the memory of the BlockMask, and the work of attention in percent of dense
+    attention. All masks have the same lengths, and parameters apply to all.
 
     \b
     Examples:

@@ -30,7 +30,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg]  # generic only in t
         return name, found
 
 
-class BlockSize(click.ParamType):  # type: ignore[type-arg]  # likewise
+class BlockSize(click.ParamType):  # type: ignore[type-arg]  # as above
     """``N`` or ``Q,KV``: tokens in a block."""
 
     name = "n|q,kv"
@@ -45,7 +45,7 @@ class BlockSize(click.ParamType):  # type: ignore[type-arg]  # likewise
 
 
 def read_text(text: str, fail: Callable[[str], NoReturn]) -> str:
-    """A text as it stands, or what is in the file of ``@FILE``; ``fail`` is told why that cannot be read."""
+    """The text, or for ``@FILE`` the content of the file; calls ``fail`` with the reason if it cannot be read."""
     if not text.startswith("@"):
         return text
     path = Path(text[1:])
@@ -56,7 +56,7 @@ def read_text(text: str, fail: Callable[[str], NoReturn]) -> str:
 
 
 def _value(text: str) -> object:
-    """What a text says: JSON, which is fast for long lists, or a Python literal."""
+    """The value of a text: JSON, which is fast for long lists, or a Python literal."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The table of named masks, and how their functions are called."""
+"""The table of named masks, and the signatures of their functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "call_hint", "describe_non_mask", "signature_of"]
 
-#: Every named mask by its name, as far as its module is imported. :mod:`flexmask.registry` adds those of plugins.
+#: Named masks by name. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
 
 

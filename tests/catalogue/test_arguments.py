@@ -62,7 +62,7 @@ REFUSED: list[tuple[str, str]] = [
     ("global_window([[[True]]], left=1, right=1)", r"is_global must have the axes \[S\] or \[B, S\], got shape \[1, 1, 1\]"),
     ("chunked(0)", r"chunked: size must be at least 1, got 0"),
     ("chunked(4, start=-1)", r"chunked: start must be at least 0, got -1"),
-    ("per_chunk(causal('lower_right'), 4)", r"per_chunk: .* looks at q_len or kv_len"),
+    ("per_chunk(causal('lower_right'), 4)", r"per_chunk: .* uses q_len or kv_len"),
     ("per_chunk(4, 4)", r"per_chunk: wanted a mask first, got int 4"),
     ("block_causal(0)", r"block_causal: size must be at least 1"),
     ("chunk_window(4, left=-1)", r"chunk_window: left must be at least 0, got -1"),
@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, str]] = [
     ("random_cells(0.5, seed=-1)", r"random_cells: seed must be at least 0"),
     ("coarse(causal, 0)", r"coarse: size must be at least 1"),
     ("reorder(causal)", r"reorder: give the original positions of the queries as q=, of the keys as kv=, or both"),
-    ("paged(causal('lower_right'), [0], page_size=4)", r"looks at kv_len, which is the size of the cache"),
+    ("paged(causal('lower_right'), [0], page_size=4)", r"uses kv_len, which is the size of the cache"),
     ("paged(causal, [[[0]]], page_size=4)", r"pages must have the axes \[n\] or \[B, n\]"),
 ]
 

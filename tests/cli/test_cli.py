@@ -18,7 +18,7 @@ from tests.support.cli import PLAIN, run
 
 
 def render(*arguments: str) -> str:
-    """What ``flexmask render`` prints when all is well."""
+    """What ``flexmask render`` prints on success."""
     result = run("render", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout

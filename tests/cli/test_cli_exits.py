@@ -108,9 +108,9 @@ REFERENCES: list[tuple[str, int, str]] = [
     ("that_is_lazy:mask", 2, "cannot read mask of that_is_lazy:mask: ValueError: lazy mask"),
     ("that_leaves:mask", 2, "cannot import that_leaves: SystemExit: 1"),
     ("of_a_user:asks", 2, "EOFError"),
-    ("of_a_user:leaves", 3, "something that the command called ended it with sys.exit(1)"),
+    ("of_a_user:leaves", 3, "something that the command called exited with sys.exit(1)"),
     ("of_a_user:stops", 130, "stopped"),
-    ("of_a_user:broken", 3, "the command failed with ZeroDivisionError; the lines above say where"),
+    ("of_a_user:broken", 3, "the command failed with ZeroDivisionError; please report it, with the lines above"),
 ]
 
 
@@ -183,5 +183,5 @@ def test_nobody_reads(arguments: str) -> None:
 
 def test_help_says_every_exit_code() -> None:
     text = " ".join(run("--help").stdout.split())
-    for line in ("0 all is well", "1 the masks differ", "2 bad input", "3 no answer"):
+    for line in ("0 success", "1 the masks differ", "2 bad input", "3 the command failed"):
         assert line in text

@@ -65,7 +65,7 @@ def test_nothing_is_lost_in_a_narrow_terminal(arguments: list[str], columns: int
         if sign in missing:
             missing.remove(sign)
     # The headings of columns stand only once in a row, or before each cell.
-    assert len(missing) <= len("mask a query sees a key where check result") - 8, missing
+    assert len(missing) <= len("mask q attends to kv where check result") - 8, missing
     assert "…" not in narrow.replace("…]", "")
 
 
@@ -174,9 +174,7 @@ def test_too_little_memory(raised: Exception, message: str | None) -> None:
     if message is None:
         assert (result.exit_code, result.stdout) == (3, "")
         assert "RuntimeError: something is broken" in result.stderr
-        assert result.stderr.endswith(
-            "Error: the command failed with RuntimeError; the lines above say where, and please report it\n"
-        )
+        assert result.stderr.endswith("Error: the command failed with RuntimeError; please report it, with the lines above\n")
     else:
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(message)

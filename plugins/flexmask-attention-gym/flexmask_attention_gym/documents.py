@@ -32,7 +32,7 @@ def gym_document(mask: Mask, *, lengths: Data | None = None, cu_seqlens: Data | 
         ⬚ ⬚ ■ ■ ■
 
     Args:
-        mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``. attention-gym's ``mask_mod``.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``. attention-gym's ``mask_mod``.
         lengths: the documents' lengths in tokens, ``[n]``; the same for all sequences, which are as long as their sum.
         cu_seqlens: instead of lengths, cumulative lengths that start with 0, ``[n + 1]``. attention-gym's ``offsets``.
 
@@ -122,7 +122,7 @@ def gym_batchify(mask: Mask, size: Index | int) -> MaskMod:
         ⬚ ⬚ ■ ■
 
     Args:
-        mask: the mask to apply; it may not look at the lengths ``q_len`` and ``kv_len``. attention-gym's ``mask_mod``.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``. attention-gym's ``mask_mod``.
         size: tokens in a group. attention-gym's ``batchify_size``.
 
     Source: ``batchify_mask_mod`` of attention-gym.

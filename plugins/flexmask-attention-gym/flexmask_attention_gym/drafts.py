@@ -37,7 +37,7 @@ def gym_jetspec_tree(ancestors: Data | None = None, *, parents: Data | None = No
         prefix: tokens before the tree. attention-gym's ``prefix_length``.
 
     Raises:
-        ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent that does not stand before its child.
+        ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent after its child.
 
     Source: ``generate_jetspec_tree_causal_mask_mod`` of attention-gym, after JetSpec, https://arxiv.org/abs/2606.18394
     """

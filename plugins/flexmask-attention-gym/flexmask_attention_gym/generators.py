@@ -105,5 +105,5 @@ def inner(mask: object, name: str, length: int) -> MaskMod:
     if not isinstance(mask, Mask):
         raise OperandError(f"{name}: wanted a mask first, got {type(mask).__name__} {mask!r}")
     if mask.symbols & {"q_len", "kv_len"}:
-        raise OperandError(f"{name}: {mask} looks at q_len or kv_len, which a mask_mod inside of another does not know")
+        raise OperandError(f"{name}: {mask} uses q_len or kv_len, which a mask_mod inside of another does not know")
     return mask.mask_mod(length, form="expression")

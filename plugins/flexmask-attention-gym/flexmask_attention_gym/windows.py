@@ -51,7 +51,7 @@ def gym_sliding_window(*, left: Index | int | None = None, size: Index | int | N
         ⬚ ⬚ ■ ■
 
     Args:
-        left: tokens to the left that a query sees besides its own position. This is attention-gym's ``window_size``, which
+        left: tokens to the left of the query's own position. This is attention-gym's ``window_size``, which
             does not count the query's own key.
         size: instead of left, keys in the window with the query's own: ``size=w`` is ``left=w - 1``.
 
@@ -84,7 +84,7 @@ def gym_dilated_window(*, left: Index | int, right: Index | int, dilation: Index
         ⬚ ■ ⬚ ■
 
     Args:
-        left: tokens to the left besides the query's own, also where ``dilation`` leaves them out. This is attention-gym's
+        left: tokens to the left of the query's own position, also where ``dilation`` leaves them out. This is attention-gym's
             ``window_size``.
         right: tokens to the right; as many, since attention-gym has one number for both.
         dilation: tokens from one visible key to the next.
@@ -118,7 +118,7 @@ def gym_global_window(is_global: Data, *, left: Index | int, right: Index | int)
 
     Args:
         is_global: ``bool[S]``, True for a global token; the same for all sequences.
-        left: tokens to the left besides the query's own. This is attention-gym's ``window_size``.
+        left: tokens to the left of the query's own position. This is attention-gym's ``window_size``.
         right: tokens to the right; as many, since attention-gym has one number for both.
 
     Raises:

@@ -218,7 +218,7 @@ REFUSED = [
     ("gym_document(causal, lengths=[[2], [3]])", r"gym_document: lengths must have the axes \[documents\], got shape \[2, 1\]"),
     ("gym_document(causal, cu_seqlens=[1, 2])", "cu_seqlens must start with 0 and not fall"),
     ("gym_document(causal, lengths=[3, -1])", "lengths must not be negative"),
-    ("gym_document(causal('lower_right'), lengths=[3])", "looks at q_len or kv_len"),
+    ("gym_document(causal('lower_right'), lengths=[3])", "uses q_len or kv_len"),
     ("gym_document(3, lengths=[3])", "gym_document: wanted a mask first, got int 3"),
     ("gym_shared_prefix(prefix_of=[0], lengths=[3, 4])", "prefix_of must have one entry for 2 documents"),
     ("gym_jetspec_tree()", "exactly one of ancestors and parents"),
