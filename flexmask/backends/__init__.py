@@ -1,7 +1,7 @@
 """Attention under a mask, and the backends that run it.
 
-Takes ``query [B, H, q_len, D]``, ``key`` and ``value [B, H_kv, kv_len, D]`` and a mask; gives ``[B, H, q_len, D_v]`` from
-compiled FlexAttention, from torch's SDPA, or from exact attention in tiles with gradients on every device.
+Takes ``query [B, H, q_len, D]``, ``key [B, H_kv, kv_len, D]``, ``value [B, H_kv, kv_len, D_v]`` and a mask; gives
+``[B, H, q_len, D_v]``. A backend is a :class:`Backend`: ``flex`` is compiled FlexAttention, ``sdpa`` is exact attention in tiles.
 """
 
 from flexmask.backends.api import attention, choose_backend

@@ -1,6 +1,6 @@
 """Modules: multi-head attention under a mask, and the cache of keys and values for decoding.
 
-Takes ``[B, q_len, embed_dim]`` and a mask; gives the same shape. Parameters are those of ``torch.nn.MultiheadAttention``.
+Takes ``[B, q_len, d_in]`` and a mask; gives ``[B, q_len, d_out]``. Weights convert from and to ``torch.nn.MultiheadAttention``.
 """
 
 from flexmask.nn.kv_cache import KVCache

@@ -39,7 +39,7 @@ def sizes_from_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
 
     Raises:
         OperandError: not a ``torch.nn.MultiheadAttention``.
-        LoweringError: what has no counterpart: keys and values of two widths, ``add_bias_kv``, ``add_zero_attn``.
+        LoweringError: it has no counterpart: keys and values of two widths, ``add_bias_kv``, ``add_zero_attn``.
     """
     if not isinstance(module, nn.MultiheadAttention):
         raise OperandError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
@@ -88,7 +88,7 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         batch_first: as in torch's module.
 
     Raises:
-        LoweringError: the module has what torch's module has not.
+        LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
     """
     width, state, weight = module.d_out, module.state_dict(), module.out_proj.weight
     differs = {

@@ -259,7 +259,7 @@ class MultiheadFlexAttention(nn.Module):
             batch_first: the order of the axes of its inputs.
 
         Raises:
-            LoweringError: what it cannot do: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
+            LoweringError: it has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
         """
         return to_torch(self, batch_first).train(self.training)
 

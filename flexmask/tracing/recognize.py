@@ -190,7 +190,7 @@ def _same(pattern: Mask, mask: Mask, known: Binding) -> Iterator[Binding]:
 
 
 def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Binding]:
-    """Matches term by term; what is left over is the value of a parameter that stands alone."""
+    """The bindings that match two linear forms term by term. A parameter that is a term of its own matches the remainder."""
     if not pattern.terms:
         if not form.terms and pattern.constant == form.constant:
             yield known

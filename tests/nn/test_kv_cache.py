@@ -166,8 +166,8 @@ def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tens
     if module.score_mod is not None:
         axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
         scores = module.score_mod(scores, *axes)
-    blind = ~visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    fully_masked = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(fully_masked, 0).softmax(-1).masked_fill(fully_masked, 0)
     out: Tensor = module.out_proj((weights @ value).transpose(1, 2).flatten(2))
     return out
 
