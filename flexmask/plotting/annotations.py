@@ -1,7 +1,7 @@
-"""Bands along the edges of a picture: which document a position belongs to, and which positions are padding.
+"""Bands along the edges of a picture: the document of each position, and padding.
 
-They are read off the mask: documents are what the same data says of query and key (``ids[b, q] == ids[b, kv]``), padding is
-what ``key_padding``, ``query_padding`` and ``cross_length`` hide.
+They come from the mask: documents from comparisons of the same data at query and key (``ids[b, q] == ids[b, kv]``), padding from
+``key_padding``, ``query_padding`` and ``cross_length``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["Band", "PADDING", "bands_of"]
 
 Axis: TypeAlias = Literal["q", "kv"]
 
-#: The named masks that hide padding.
+#: The named masks that mask out padding.
 PADDED = {"key_padding", "query_padding", "cross_length"}
 PADDING = "padding"
 #: The id that marks padding.
 PADDED_ID = -2
-#: Stretches of a band at most; more could not be distinguished.
+#: The most stretches of a band; more could not be distinguished.
 MAX_STRETCHES = 256
 
 
 @dataclass(frozen=True)
 class Band:
-    """What positions along one axis belong to.
+    """The documents and the padding of the positions along one axis.
 
     Attributes:
         axis: along the queries or the keys.
-        label: what the values are, ``"document"`` or the name of the mask that has them.
+        label: the kind of values, ``"document"`` or the name of their mask.
         starts: the first position of each stretch, counted from 0; the first is 0, each ends where the next begins.
-        values: what each stretch is: an id, ``"padding"``, or ``""`` for nothing.
+        values: the value of each stretch: an id, ``"padding"``, or ``""`` for nothing.
     """
 
     axis: Axis
@@ -58,11 +58,11 @@ class _Source(NamedTuple):
 
 
 def bands_of(mask: Mask, context: Context, batch: int, head: int) -> tuple[Band, ...]:
-    """The bands of one sequence and head. Padding is drawn into the first band of ids along its axis.
+    """The bands of one sequence and head. Padding is part of the first band of ids along its axis.
 
     Args:
-        mask: the mask as it was written, with its names.
-        context: where it is lowered.
+        mask: the mask with its named masks.
+        context: its lowering context.
         batch: index of the sequence in the context.
         head: index of the head.
     """
@@ -90,7 +90,7 @@ def _along(axis: Axis, mask: Mask, context: Context, batch: int, head: int) -> I
 
 
 def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> Iterator[_Source]:
-    """The sources in a mask with a name; ``padding`` says whether what it hides is hidden by the whole."""
+    """The sources in a mask named ``name``; ``padding`` is False where the whole mask may show what this part masks out."""
     match mask:
         case Named():
             yield from _sources(mask.body, axis, head, mask.name, padding=padding)
@@ -110,7 +110,7 @@ def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> 
 
 
 def _axis(node: Node) -> str | None:
-    """The one axis that a node depends on, if it is one."""
+    """The axis that a node depends on, or None if there are two or none."""
     axes = node.symbols & {"q", "kv"}
     return next(iter(axes)) if len(axes) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The words of a picture: the mask's text made short, and what the picture shows of it."""
+"""The text of a picture: the mask's text, shortened, and notes on lengths, blocks and visible cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check_title", "join_lines", "notes", "numbered", "selection_notes", "shortened", "title_lines", "visible_text"]
 
-#: How many values of a list are written at most.
+#: The most values of a list to write.
 MAX_VALUES = 32
 
 
 def check_title(title: object) -> None:
-    """Raises an OperandError unless a title is a text, or None."""
+    """Raises an OperandError unless a title is a string or None."""
     if title is not None and not isinstance(title, str):
         raise OperandError(f"title must be a text or None, got {kind_of(title)}")
 
@@ -34,7 +34,7 @@ def shortened(text: str, most: int = MAX_VALUES) -> str:
 def title_lines(text: str, width: int) -> list[str]:
     """Each line of a text in at most three lines of ``width`` characters, never broken inside a list.
 
-    Of lists only as many values are written as fit without another line; what still does not fit is left out.
+    Lists are shortened to avoid further lines; text that still does not fit is cut.
     """
     return [part for line in text.split("\n") for part in _fitted(line, max(width, 8))]
 
@@ -67,7 +67,7 @@ def join_lines(parts: list[str], width: float, between: str) -> list[str]:
 
 
 def numbered(length: int, most: float, block: int | None = None) -> range:
-    """The indices that get a number: all if at most ``most``, else some at round distances or at the edges of blocks."""
+    """The indices to label: all if at most ``most``, else some at round distances or at the edges of blocks."""
     if length <= most:
         return range(length)
     if block is None and length % 64:
@@ -78,35 +78,38 @@ def numbered(length: int, most: float, block: int | None = None) -> range:
 
 
 def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[str]:
-    """Which part of the mask is drawn, and how much of it is visible; what a pixel is unless there are none.
+    """Notes below a picture: sequence, head, lengths, visible share, blocks and the size of a pixel.
 
-    In a sheet of several pictures, only the notes that hold for all of them.
+    Args:
+        picture: the picture.
+        pixels: whether to add notes about pixels.
+        alone: False for a sheet of several pictures, whose notes apply to all.
     """
-    said = selection_notes(picture) if alone else []
-    said.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
+    parts = selection_notes(picture) if alone else []
+    parts.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
     if picture.scores is not None and picture.scores.averaged is not None:
-        said.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
+        parts.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
     if alone and picture.categories[0].role == "visible" and (picture.scores is None or picture.pairs[1][1]):
-        said.append(visible_text(picture))
+        parts.append(visible_text(picture))
     if picture.blocks is not None and picture.block_size:
-        said.append("blocks of {:,} × {:,}".format(*picture.block_size))
+        parts.append("blocks of {:,} × {:,}".format(*picture.block_size))
     if pixels and picture.step != (1, 1):
-        said.append(f"a pixel is {picture.step[0]:,} × {picture.step[1]:,} cells")
+        parts.append(f"a pixel is {picture.step[0]:,} × {picture.step[1]:,} cells")
     if pixels and picture.estimated is not None:
-        said.append("shades estimated from samples")
+        parts.append("shades estimated from samples")
     if picture.block_size and picture.blocks is None:
-        said.append("blocks of {:,} × {:,} are too small to draw".format(*picture.block_size))
-    return said
+        parts.append("blocks of {:,} × {:,} are too small to draw".format(*picture.block_size))
+    return parts
 
 
 def selection_notes(picture: Picture) -> list[str]:
-    """Which sequence and head are drawn, where there are several."""
+    """The sequence and the head of a picture, if there are several."""
     places = (("sequence", picture.batch, picture.batches), ("head", picture.head, picture.heads))
     return [f"{name} {index}" if size is None else f"{name} {index} of {size}" for name, index, size in places if size != 1]
 
 
 def visible_text(picture: Picture) -> str:
-    """How much is visible, in percent."""
+    """The visible share in percent."""
     least, most = (100 * pairs / (picture.q_len * picture.kv_len) for pairs in picture.pairs[0])
     return f"{least:.3g} % visible" if least == most else f"{least:.3g} to {most:.3g} % visible"
 

@@ -1,4 +1,4 @@
-"""The categories of cells in a picture: visible and hidden, hidden by which term, or in which of two masks."""
+"""The categories of cells in a picture: visible and hidden, hidden by a term, or visible in one of two masks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flexmask.plotting.terms import terms
 
 __all__ = ["Category", "MAX_TERMS", "Role", "count_text", "difference", "is_detailed", "reasons", "visibility"]
 
-#: What cells of a category are: in a picture of one mask the first two, in one of two masks the others.
+#: The kinds of categories: the first two in a picture of one mask, the others in a comparison of two masks.
 Role: TypeAlias = Literal["visible", "hidden", "both", "only_a", "only_b", "neither"]
 
-#: Terms that have a colour of their own; what later ones hide is shown together.
+#: Terms with a colour each; later terms share one.
 MAX_TERMS = 6
-#: Values of a list in a label at most.
+#: The most values of a list in a label.
 MAX_VALUES = 6
 
 
@@ -28,10 +28,10 @@ class Category:
     """One category of cells. The categories of a picture together hold each cell once.
 
     Attributes:
-        role: what its cells are.
-        label: the same in words; of what a term hides, the term.
-        cells: the mask that shows these cells, or None for all that the other categories leave.
-        hides: of what a term hides, all cells that it hides, others' too; else None.
+        role: the kind of category.
+        label: its name; for cells that a term masks out, the term.
+        cells: a mask that is True on its cells, or None for all cells of no other category.
+        hides: a mask that is True on all cells that the term masks out, including those of other terms; None without a term.
     """
 
     role: Role
@@ -41,17 +41,17 @@ class Category:
 
     @property
     def words(self) -> str:
-        """What its cells are, in a legend."""
+        """The text in a legend."""
         return self.label if self.hides is None else f"hidden by {self.label}"
 
 
 def visibility(mask: Mask) -> tuple[Category, ...]:
-    """What the mask shows, and what it hides."""
+    """The visible and the hidden cells of a mask."""
     return Category("visible", "visible", mask), Category("hidden", "hidden")
 
 
 def reasons(mask: Mask, head: int | None) -> tuple[Category, ...]:
-    """What the mask shows, and of what it hides what each term hides first, in reading order: see :func:`terms`."""
+    """The visible cells, and the hidden cells by the first term in reading order that masks them out: see :func:`terms`."""
     found = terms(mask, head)
     labelled = [(shortened(str(term), MAX_VALUES), ~term) for term in found]
     if len(found) > MAX_TERMS:
@@ -66,7 +66,7 @@ def reasons(mask: Mask, head: int | None) -> tuple[Category, ...]:
 
 
 def difference(mask: Mask, other: Mask) -> tuple[Category, ...]:
-    """In which of two masks cells are visible."""
+    """The cells that are visible in both masks, in one, or in neither."""
     return (
         Category("both", "in both", mask & other),
         Category("only_a", "only in A", mask - other),
@@ -81,6 +81,6 @@ def is_detailed(categories: Sequence[Category]) -> bool:
 
 
 def count_text(pairs: tuple[int, int]) -> str:
-    """How many cells there are, at least and at most."""
+    """A number of cells as text: exact, or its lower and upper bound."""
     least, most = pairs
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -1,8 +1,7 @@
-"""Visible cells by area: how many (query, key) pairs each rectangle of a regular grid over a mask shows.
+"""Counts of visible cells in each rectangle of a regular grid over a mask, ``int64[rows, columns]``.
 
-Counted from the rows: each end of an interval adds a ramp to its row of the grid, so the work is that of the intervals plus
-that of the grid, never q_len x kv_len. Where rows are only bounds, the cells between them are evaluated as long as there
-are not too many.
+Counts come from the key intervals: each end of an interval adds a ramp to its row of the grid. The work is linear in the
+intervals and in the grid, not in q_len x kv_len. If the bounds differ, the cells between them are evaluated, up to a limit.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ __all__ = ["Counts", "MaskSlice", "SAMPLES", "count_intervals"]
 
 Counts = NDArray[np.int64]
 
-#: Intervals, and cells, that are worked on at a time, which bounds the memory.
+#: Intervals, and cells, per chunk, which bounds the memory.
 CHUNK_INTERVALS = 2**18
 CHUNK_CELLS = 2**21
-#: Queries of a range in which the cells between the bounds are looked for together.
+#: Queries per tile of cells between the bounds.
 TILE_HEIGHT = 256
-#: Cells along each side of a rectangle that are looked at where there are more.
+#: Sampled cells along each side of a larger rectangle.
 SAMPLES = 8
-#: Cells between the bounds that are evaluated at most: a second or two of work.
+#: The most cells between the bounds to evaluate: a second or two of work.
 MAX_CELLS = 2**28
 
 
 @dataclass(frozen=True, eq=False)
 class MaskSlice:
-    """One sequence and one head of a mask, to be counted.
+    """One sequence and one head of a mask, whose visible cells are counted.
 
     Attributes:
-        context: where the mask is lowered.
-        bounds: its rows there.
+        context: the mask's lowering context.
+        bounds: its key intervals.
         batch: index of the sequence.
         head: index of the head.
     """
@@ -54,7 +53,7 @@ class MaskSlice:
     head: int
 
     def counts(self, step: tuple[int, int]) -> tuple[Counts, Counts]:
-        """Visible pairs for certain and at most, in rectangles of ``step`` queries and keys; equal where that is known."""
+        """Lower and upper bounds of the visible cells in rectangles of ``step`` queries and keys; equal where exact."""
         least = self._count(self.bounds.lower, step)
         if self.bounds.exact:
             return least, least
@@ -90,7 +89,7 @@ class MaskSlice:
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
         """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ, 0 in the others.
 
-        The cells are drawn at random, so that no pattern of the mask falls in with them, but the same each time.
+        The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
         """
         fraction = np.zeros(least.shape)
         draw = np.random.default_rng(0)
@@ -120,7 +119,7 @@ class MaskSlice:
         return count_intervals(own.lo[0, 0].cpu().numpy(), own.hi[0, 0].cpu().numpy(), self.context.kv_len, step)
 
     def _undecided(self, least: Counts, most: Counts, step: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Ranges of rows and columns that together hold every rectangle whose counts differ."""
+        """Ranges of rows and columns that cover every rectangle whose counts differ."""
         tiles = []
         many = max(1, TILE_HEIGHT // step[0])
         for top in range(0, least.shape[0], many):
@@ -150,7 +149,7 @@ def count_intervals(lo: NDArray[np.int32], hi: NDArray[np.int32], kv_len: int, s
 
 
 def _behind(ends: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Counts:
-    """For each rectangle the pairs of an end and a key at or after it."""
+    """For each rectangle the number of pairs of an end and a key at or after it."""
     height, width = -(-ends.shape[0] // step[0]), -(-kv_len // step[1])
     column = ends // step[1]  # an end at kv_len may fall into one column more than there are
     edges = np.minimum(np.arange(1, width + 2) * step[1], kv_len)

@@ -25,12 +25,12 @@ __all__ = [
     "query_labels",
 ]
 
-#: Labels: a list of them, or a text whose words they are.
+#: Labels: a list, or a text whose words are the labels.
 Tokens: TypeAlias = str | Sequence[str]
 
 
 class LabelOptions(TypedDict, total=False):
-    """The labels around a picture; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+    """Options of labels; each is an argument of :func:`flexmask.plotting.raster.rasterize`."""
 
     q_offset: int | Tensor
     tokens: Tokens | None
@@ -39,7 +39,7 @@ class LabelOptions(TypedDict, total=False):
 
 
 class ContentOptions(LabelOptions, total=False):
-    """What a picture shows of whichever sequence and head; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+    """Options of any number of pictures; each is an argument of :func:`flexmask.plotting.raster.rasterize`."""
 
     block_size: int | tuple[int, int] | None
     why: bool
@@ -49,7 +49,7 @@ class ContentOptions(LabelOptions, total=False):
 
 
 class PictureOptions(ContentOptions, total=False):
-    """What a picture shows; each as an argument of :func:`flexmask.plotting.raster.rasterize`."""
+    """Options of one picture; each is an argument of :func:`flexmask.plotting.raster.rasterize`."""
 
     batch: int
     head: int
@@ -93,14 +93,14 @@ def query_labels(tokens: Tokens, q_len: int, kv_len: int, offset: int) -> tuple[
 
 
 def key_labels(kv_len: int, tokens: Tokens | None, kv_tokens: Tokens | None) -> tuple[str, ...] | None:
-    """The labels of the keys: their own, else those of all positions."""
+    """The labels of the keys: ``kv_tokens``, else ``tokens``."""
     if kv_tokens is not None:
         return _labels(kv_tokens, kv_len, "kv_tokens")
     return None if tokens is None else _labels(tokens, kv_len, "tokens")
 
 
 def picture_lengths(mask: Mask, q_len: int | None, kv_len: int | None, options: LabelOptions) -> tuple[int, int]:
-    """The lengths as given, ``kv_len`` being ``q_len`` as in every lowering; else as the tokens say, or as the mask does."""
+    """The lengths: as given, with ``kv_len=q_len`` by default; else from the tokens; else from the mask's data."""
     tokens, kv_tokens, offset = options.get("tokens"), options.get("kv_tokens"), options.get("q_offset", 0)
     keys = tokens if kv_tokens is None else kv_tokens
     if kv_len is None and keys is not None:

@@ -1,4 +1,4 @@
-"""The colours of pictures, after Okabe and Ito: distinguishable with any common colour blindness, and by patterns in print."""
+"""The colours of pictures, after Okabe and Ito: distinguishable with colour blindness, and with patterns in print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN = "#EFEFEF"
 UNDECIDED = "#F2D5E4"
 INK = "#333333"
 FAINT = "#666666"
-#: Stretches of a band by turns.
+#: Alternating colours of the stretches of a band.
 STRETCHES = ("#D3E3EE", "#B4CDDF")
 
 
@@ -29,7 +29,7 @@ class Look:
         color: their colour.
         hatch: a pattern over it, as matplotlib names it; empty for none.
         ink: the colour of the pattern.
-        prominent: whether a few such cells in a pixel must not be too faint to be seen.
+        prominent: whether a few such cells in a pixel must stay clearly visible.
     """
 
     color: str
@@ -48,7 +48,7 @@ LOOKS = {
     "only_b": Look("#D55E00", "////", "#FFFFFF", prominent=True),
     "neither": Look(HIDDEN),
 }
-#: What terms hide, in the order of the terms.
+#: The looks of cells that terms mask out, in the order of the terms.
 TERMS = (
     Look("#F8E3BA", "", "#E69F00"),
     Look("#B5E0D0", "////", "#009E73"),

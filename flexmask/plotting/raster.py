@@ -1,4 +1,4 @@
-"""What a picture of a mask shows, as arrays: every renderer draws from these."""
+"""Pictures of masks as arrays ``[categories, rows, columns]``, which every renderer draws."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "rasterize"]
 
-#: The states of blocks: nothing visible, something visible, all of a whole block visible, or (with a mask whose rows are
-#: only bounds, at lengths where its cells are too many to evaluate) not known.
+#: The states of blocks. UNKNOWN: the bounds of a long mask differ there, and its cells are too many to evaluate.
 EMPTY, PARTIAL, FULL, UNKNOWN = range(4)
 
 
@@ -35,9 +34,9 @@ class Scores:
     """Attention weights in the pixels of a picture.
 
     Attributes:
-        values: the weights, of several cells their mean, ``float32[rows, columns]``.
-        most: the weight that has the darkest colour.
-        averaged: of how many heads they are the mean; None of a single head.
+        values: the mean weight of each pixel, ``float32[rows, columns]``.
+        most: the weight with the darkest colour.
+        averaged: the number of heads that are averaged; None for a single head.
     """
 
     values: NDArray[np.float32]
@@ -50,28 +49,28 @@ class Picture:
     """One sequence and one head of a mask, or a comparison of two masks, ready to be drawn.
 
     Attributes:
-        text: the mask's text; of two masks a line for each.
+        text: the mask's text; one line for each of two masks.
         q_len: number of queries.
         kv_len: number of keys.
         q_offset: position of the first query.
         batch: index of the sequence.
-        batches: sequences of the mask, 1 where it does not depend on them; None where nothing says how many.
+        batches: number of sequences, 1 if the mask does not depend on them; None if unknown.
         head: index of the head.
-        heads: heads of the mask, in the same way.
+        heads: number of heads, in the same way.
         step: queries and keys in one pixel; ``(1, 1)`` where every cell is drawn.
         categories: the categories of the cells.
-        pairs: (query, key) pairs of each category, at least and at most; the two are equal where everything is exact.
+        pairs: lower and upper bound of the number of cells of each category; equal where everything is exact.
         shares: the share of each category in each pixel, ``float32[categories, rows, columns]``; pixels at the lower and right
-            edge cover the cells that exist.
+            edge cover fewer cells.
         estimated: the pixels whose shares are estimates, ``bool[rows, columns]``; None where everything is exact.
-        hidden_by: for each cell the categories whose terms hide it, bit ``i`` for category ``i``, ``uint32[rows, columns]``; None
-            where cells have no pixels of their own, or categories no terms.
-        block_size: queries and keys in a block, or None where no blocks were asked for.
-        blocks: the state of each block, ``int8[q_blocks, kv_blocks]``; None also if there are too many blocks to draw.
+        hidden_by: for each cell the categories whose terms mask it out, bit ``i`` for category ``i``, ``uint32[rows, columns]``;
+            None if a pixel covers several cells, or without terms.
+        block_size: queries and keys in a block, or None without blocks.
+        blocks: the state of each block, ``int8[q_blocks, kv_blocks]``; None if there are too many to draw.
         bands: documents and padding along the edges.
         q_tokens: labels of the queries; None for their numbers.
         kv_tokens: labels of the keys, in the same way.
-        scores: attention weights, which are drawn where the mask shows cells; None for the mask alone.
+        scores: attention weights of the visible cells; None for the mask alone.
     """
 
     text: str
@@ -97,12 +96,12 @@ class Picture:
 
     @property
     def every_cell(self) -> bool:
-        """Whether each pixel is one cell and known, so that each is of one category."""
+        """Whether each pixel is one cell with a known category."""
         return self.step == (1, 1) and self.estimated is None
 
     @property
     def cells(self) -> NDArray[np.uint8]:
-        """The category of each cell, ``uint8[q_len, kv_len]``, where each is drawn."""
+        """The category of each cell, ``uint8[q_len, kv_len]``, if :attr:`every_cell`."""
         assert self.every_cell
         categories: NDArray[np.uint8] = self.shares.argmax(0).astype(np.uint8)
         return categories
@@ -126,26 +125,26 @@ def rasterize(
     max_blocks: tuple[int, int] = (64, 64),
     split_heads: bool = True,
 ) -> Picture:
-    """Works out what a picture of a mask shows.
+    """Computes the picture of a mask.
 
     Args:
         mask: the mask.
-        q_len: number of queries; by default as the tokens or the mask's own data say, else as many as keys, else 16.
-        kv_len: number of keys; by default ``q_len`` if that is given, else as the tokens or the mask's data say.
+        q_len: number of queries; by default from the tokens or the mask's data, else equal to the keys, else 16.
+        kv_len: number of keys; by default ``q_len`` if given, else from the tokens or the mask's data.
         batch: which sequence of the batch.
         head: which head.
         q_offset: position of the first query.
         block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
-        why: shows which term of the mask hides each cell; where several do, the first in reading order.
-        against: another mask (B), its text, or a ``mask_mod``: which cells both masks show, only the first (A), only the other,
-            or neither.
-        tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and of the keys as well
-            unless ``kv_tokens`` is given; later queries have the later ones.
-        kv_tokens: labels of the keys, where they are others.
-        bands: also documents and padding along the edges, where the mask has them.
-        max_pixels: rows and columns of the picture at most; longer masks are downsampled.
-        max_blocks: rows and columns of the block grid at most; a finer grid is left out.
-        split_heads: with ``why``, ``per_head`` is split into the terms of the head's own mask; otherwise it is one term.
+        why: whether hidden cells are coloured by the term that masks them out, the first one in reading order.
+        against: another mask (B), its text, or a ``mask_mod``: cells are coloured by whether they are visible in both masks, only
+            in the first (A), only in the other, or in neither.
+        tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and also of the keys
+            without ``kv_tokens``; with ``q_offset`` queries have the later labels.
+        kv_tokens: labels of the keys, if they differ.
+        bands: whether to show documents and padding along the edges.
+        max_pixels: the most rows and columns of the picture; longer masks are downsampled.
+        max_blocks: the most rows and columns of the block grid; a finer grid is left out.
+        split_heads: with ``why``, whether ``per_head`` is split into the terms of the head's mask, or is one term.
 
     Raises:
         RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
@@ -199,7 +198,7 @@ def rasterize(
 def _shares(
     slices: list[MaskSlice], step: tuple[int, int]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.float32], NDArray[np.bool_] | None]:
-    """The pairs and shares of categories, the last of which is what the others leave, and where the shares are estimates."""
+    """The numbers and shares of cells of each category (the last one is the rest), and the pixels with estimated shares."""
     cells = _cells_in(slices[0].context, step)
     counts = [part.counts(step) for part in slices]
     estimated = np.logical_or.reduce([least != most for least, most in counts])
@@ -218,7 +217,7 @@ def _shares(
 
 
 def _hidden_by(categories: Iterable[Category], selection: Selection) -> NDArray[np.uint32] | None:
-    """The categories whose terms hide each cell, where there are terms."""
+    """The categories whose terms mask out each cell; None without terms."""
     found = [
         selection.slice(category.hides).counts((1, 1))[0].astype(np.uint32) << np.uint32(number)
         for number, category in enumerate(categories)
@@ -237,7 +236,7 @@ def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _cells_in(context: Context, step: tuple[int, int]) -> Counts:
-    """How many cells each rectangle of a grid holds; fewer at the lower and right edge."""
+    """The number of cells in each rectangle of a grid; fewer at the lower and right edge."""
     sides = [
         np.diff([*range(0, length, size), length]) for length, size in zip((context.q_len, context.kv_len), step, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Pictures of attention weights: of one head, of the mean of all, or of each head in a sheet."""
+"""Pictures of attention weights: of one head, of the mean of all heads, or of each head on a sheet."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def score_picture(
 
     Args:
         weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.backends.attention_weights` gives them.
-        mask: what it hides is drawn as hidden, instead of as a weight of 0.
+        mask: its hidden cells are drawn as hidden instead of as weights of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
-        options: the labels around the weights, as for :func:`flexmask.plotting.raster.rasterize`.
+        options: options of labels, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Raises:
         RenderError: a sequence or head that the weights do not have, or weights that are not finite.
-        OperandError: weights that are no such tensor.
+        OperandError: weights that are not such a tensor.
     """
     _check(weights, batch, head)
-    return _picture(weights, batch, head, _MaskCells.of(weights, mask, options), options)
+    return _picture(weights, batch, head, _MaskCells.lower(weights, mask, options), options)
 
 
 def score_sheet(
@@ -63,13 +63,13 @@ def score_sheet(
 
     Args:
         weights: ``float[B, H, q_len, kv_len]``.
-        mask: what it hides is drawn as hidden.
+        mask: its hidden cells are drawn as hidden.
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, in the same way.
-        options: the labels around the weights, as for :func:`flexmask.plotting.raster.rasterize`.
+        options: options of labels, as for :func:`flexmask.plotting.raster.rasterize`.
     """
     _check(weights, 0, 0)
-    shown, places = _MaskCells.of(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
+    shown, places = _MaskCells.lower(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
     found = []
     for b, h in places:
         _check(weights, b, h)
@@ -81,7 +81,7 @@ def score_sheet(
 
 @dataclass(frozen=True)
 class _MaskCells:
-    """What a mask shows of all weights: its cells, ``bool[B, H, q_len, kv_len]``, with the mask and where it is lowered."""
+    """The cells of a mask, ``bool[B, H, q_len, kv_len]``, with the mask and its lowering context."""
 
     mask: Mask
     text: str
@@ -89,7 +89,7 @@ class _MaskCells:
     cells: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, mask: MaskLike | None, options: LabelOptions) -> _MaskCells:
+    def lower(cls, weights: Tensor, mask: MaskLike | None, options: LabelOptions) -> _MaskCells:
         batch, heads, q_len, kv_len = weights.shape
         whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
         context = bind(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
@@ -101,7 +101,7 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, o
     values = weights[batch].mean(0) if head is None else weights[batch, head]
     values = values.detach().float().cpu()
     if not values.isfinite().all():
-        raise RenderError("weights must be finite; of a query without keys flexmask.backends.attention_weights gives 0")
+        raise RenderError("weights must be finite; flexmask.backends.attention_weights gives 0 in fully masked rows")
     batches, heads, q_len, kv_len = weights.shape
     cells, offset = whole.cells[batch], whole.context.q_offset
     shown = rasterize(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)

@@ -1,4 +1,4 @@
-"""What is drawn of a mask: one sequence and one head, at given lengths."""
+"""The part of a mask that is drawn: one sequence and one head, at given lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "select"]
 
-#: Queries or keys that are drawn at most. Their rows take about 3 GB; longer masks would run out of memory unexplained.
+#: The most queries or keys. Their rows take about 3 GB; longer masks would run out of memory without an explanation.
 MAX_TOKENS = 2**27
 
 
@@ -49,7 +49,7 @@ class Selection:
     heads: int | None
 
     def context(self, mask: Mask) -> Context:
-        """A mask lowered here; if it does not say itself how many sequences or heads there are, there are as many as here."""
+        """The lowering context of a mask; sequences and heads that its data does not determine are those of the selection."""
         own = _sizes(mask)
         batch, heads = (
             None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
@@ -64,7 +64,7 @@ class Selection:
 
 
 def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:
-    """The selection, with the numbers of sequences and heads if one of the masks determines them."""
+    """The selection, with the numbers of sequences and heads if a mask determines them."""
     for name, index in (("batch", batch), ("head", head)):
         checked_int(index, name, 0, kind=OperandError, wanted="one index, of which Mask.plot_panels draws several")
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
@@ -85,7 +85,7 @@ def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_
 
 
 def _sizes(mask: Mask) -> dict[str, int]:
-    """How many sequences and heads a mask says there are, by ``"b"`` and ``"h"``; data that may have more says it last."""
+    """The sequences (``"b"``) and heads (``"h"``) that a mask's data determines; data that may be longer is used last."""
     exact: dict[str, int] = {}
     spare: dict[str, int] = {}
     for node in mask.expand().walk():

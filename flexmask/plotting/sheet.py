@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Indices", "Sheet", "arrange", "panel_indices", "panel_sheet", "picture_or_sheet", "term_sheet"]
 
-#: Which sequences or heads are drawn: one, a list, all, or the first few.
+#: The sequences or heads to draw: an index, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
 
-#: Pictures on a sheet at most, and sequences or heads that are the first few.
+#: The most pictures on a sheet, and the number of sequences or heads for ``"some"``.
 MAX_PANELS, FEW = 64, 8
 
 
@@ -35,10 +35,10 @@ class Sheet:
     """Pictures of the same lengths with the same categories of cells.
 
     Attributes:
-        text: what all of them show.
+        text: the text of the mask.
         pictures: the pictures, row by row.
         titles: a title for each.
-        columns: how many there are in a row.
+        columns: the number of pictures in a row.
     """
 
     text: str
@@ -56,18 +56,18 @@ def panel_sheet(
     head: Indices = "all",
     **options: Unpack[ContentOptions],
 ) -> Sheet:
-    """A picture for each of some sequences and heads: sequences down and heads across, if there are several of both.
+    """A picture for each sequence and head: sequences down and heads across if there are several of both.
 
     Args:
         mask: the mask.
-        q_len: number of queries, by default as the mask's own data says.
+        q_len: number of queries, by default from the mask's data.
         kv_len: number of keys, in the same way.
         batch: which sequences, all by default.
         head: which heads, in the same way.
-        options: what every picture shows, as for :func:`flexmask.plotting.raster.rasterize`.
+        options: options of every picture, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Raises:
-        RenderError: more than 64 pictures, or what :func:`flexmask.plotting.raster.rasterize` raises.
+        RenderError: more than 64 pictures, or an error of :func:`flexmask.plotting.raster.rasterize`.
     """
     mask = as_mask(mask)
     masks = [mask]
@@ -77,20 +77,20 @@ def panel_sheet(
     queries, keys = picture_lengths(mask, q_len, kv_len, options)
     start = select(masks, queries, keys, 0, 0, options.get("q_offset", 0))
     places = panel_indices(batch, head, start.batches, start.heads)
-    heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # picture refuses the others
+    heads = {h for _, h in places if start.heads is None or h in range(start.heads)}  # rasterize raises for the others
     split = len({term for h in heads for term in terms(mask, h)}) <= MAX_TERMS
     found = [rasterize(mask, queries, keys, batch=b, head=h, split_heads=split, **options) for b, h in places]
     return arrange(_alike(found), places)
 
 
 def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, **options: Unpack[PictureOptions]) -> Sheet:
-    """A picture of each term of a mask, then one of the whole, which shows what each term hides.
+    """A picture of each term of a mask, then one of the whole with the cells that each term masks out.
 
     Args:
         mask: the mask.
-        q_len: number of queries, by default as the mask's own data says.
+        q_len: number of queries, by default from the mask's data.
         kv_len: number of keys, in the same way.
-        options: what every picture shows, as for :func:`flexmask.plotting.raster.rasterize`; the last one has ``why=True``.
+        options: options of every picture, as for :func:`flexmask.plotting.raster.rasterize`; the last one has ``why=True``.
     """
     whole = rasterize(mask, q_len, kv_len, **cast(PictureOptions, {**options, "why": True}))
     parts, titles = [], []
@@ -114,38 +114,38 @@ def picture_or_sheet(
     terms: bool = False,
     **options: Unpack[ContentOptions],
 ) -> Picture | Sheet:
-    """One picture, of the first sequence and head where none is named, or a sheet of several or of the terms.
+    """One picture, by default of the first sequence and head, or a sheet of several or of the terms.
 
     Raises:
-        RenderError: several sequences or heads together with ``terms``, or what cannot be drawn.
+        RenderError: several sequences or heads together with ``terms``, or an error of the pictures.
     """
     batch, head = (0 if given is None else given for given in (batch, head))
     if not (isinstance(batch, int) and isinstance(head, int)):
         if terms:
-            raise RenderError("terms= draws one sequence and one head; say which with batch= and head=")
+            raise RenderError("terms= draws one sequence and one head; choose them with batch= and head=")
         return panel_sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
     place: PictureOptions = {**options, "batch": batch, "head": head}
     return term_sheet(mask, q_len, kv_len, **place) if terms else rasterize(mask, q_len, kv_len, **place)
 
 
 def panel_indices(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:
-    """The pairs of a sequence and a head that are drawn.
+    """The pairs of a sequence and a head to draw.
 
     Raises:
-        RenderError: more than 64, or all of an unknown number.
-        OperandError: what is no index, list of them or ``"all"``.
+        RenderError: more than 64 pairs, or ``"all"`` of an unknown number.
+        OperandError: neither an index, a list of them, ``"all"`` nor ``"some"``.
     """
     sequences, of_each = _indices("batch", batch, batches), _indices("head", head, heads)
     if len(sequences) * len(of_each) > MAX_PANELS:
         raise RenderError(
             f"{len(sequences):,} sequences x {len(of_each):,} heads are more than {MAX_PANELS} pictures; "
-            "say which are to be drawn with batch= and head="
+            "choose some with batch= and head="
         )
     return [(b, h) for b in sequences for h in of_each]
 
 
 def arrange(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> Sheet:
-    """The sheet of pictures of pairs of a sequence and a head: sequences down and heads across, if there are several of both."""
+    """Arranges pictures: sequences down and heads across if there are several of both."""
     sequences, heads = (len(set(indices)) for indices in zip(*places, strict=True))
     titles = tuple(", ".join([f"sequence {b}"] * (sequences > 1) + [f"head {h}"] * (heads > 1)) for b, h in places)
     columns = heads if sequences > 1 and heads > 1 else _columns(len(places))
@@ -153,12 +153,12 @@ def arrange(pictures: Sequence[Picture], places: Sequence[tuple[int, int]]) -> S
 
 
 def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
-    """Indices, each once, of which there are as many as ``size`` says where something does."""
+    """The indices without duplicates; ``size`` is their number, or None if unknown."""
     if isinstance(given, str) and given == "some":
         return range(min(FEW, size or 1))
     if isinstance(given, str) and given == "all":
         if size is None:
-            raise RenderError(f"nothing says how many there are along {name}; say which are to be drawn with {name}=")
+            raise RenderError(f"the mask does not determine the size of {name}; choose the indices with {name}=")
         return range(size)
     if isinstance(given, int) and not isinstance(given, bool):
         return [given]
@@ -168,12 +168,12 @@ def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
 
 
 def _columns(count: int) -> int:
-    """A few pictures form a row, more a grid that is wider than high."""
+    """The columns of a grid: one row for a few pictures, else wider than high."""
     return count if count <= 4 else next(columns for columns in range(3, count + 1) if columns * columns >= count)
 
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
-    """The same pictures with the categories of all of them, so that colours mean the same in each."""
+    """Gives all pictures the same categories, so that colours mean the same in each."""
     union: dict[tuple[str, Mask | None], Category] = {}
     for shown in pictures:
         for category in shown.categories:

@@ -1,8 +1,7 @@
-"""The terms of a composition: masks that hide a cell each on its own, and together show what the composition shows.
+"""The terms of a mask: masks whose conjunction is the mask, so each hidden cell is masked out by at least one.
 
-Of ``a & b`` these are the terms of each operand. Of ``(a & b) | c`` they are ``a | c`` and ``b | c``, since a cell of a union is
-hidden by what all alternatives lack; of ``where(c, a, b)`` they are ``~c | a`` and ``c | b``. What is none of these is a term as
-a whole, under its name where it has one.
+The terms of ``a & b`` are those of ``a`` and of ``b``. Those of ``(a & b) | c`` are ``a | c`` and ``b | c``; those of
+``where(c, a, b)`` are ``~c | a`` and ``c | b``. Any other mask is one term.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from flexmask.expr.mask import And, Mask, Named, Not, Or, PerHead
 
 __all__ = ["terms"]
 
-#: Terms of a union at most; one of more alternatives is a term as a whole.
+#: The most terms of a union; a union with more is one term.
 MAX_OF_UNION = 4
-#: Characters of a term that replaces a single name.
+#: The most characters of terms that replace a named mask.
 SHORT = 40
 
 
@@ -26,10 +25,10 @@ def terms(mask: Mask, head: int | None) -> list[Mask]:
     """The terms of a mask in reading order, each once; their conjunction is the mask.
 
     Args:
-        mask: the mask. Of a single name the terms of its definition are given, where there are several and they are short.
+        mask: the mask. A single named mask has the terms of its definition, if there are several short ones.
         head: the head whose mask replaces ``per_head``; None to keep that as one term.
     """
-    whole = reduce(operator.and_, _clauses(mask, head))  # each once, without those that others make superfluous
+    whole = reduce(operator.and_, _clauses(mask, head))  # without duplicates and implied terms
     found = list(whole.operands) if isinstance(whole, And) else [whole]
     if len(found) == 1 and isinstance(found[0], Named):
         within = terms(found[0].body, head)

@@ -96,7 +96,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", PADDED, "--batch", "x"], "neither an index from 0, nor several of them"),
     (["render", PADDED, "--batch", "0,7"], "batch 7 is out of range: the sequences are 0 to 2"),
     (["render", PADDED, "--batch", "all", "--terms"], "draws one sequence and one head"),
-    (["render", "q - b >= kv", "--batch", "all"], "nothing says how many"),
+    (["render", "q - b >= kv", "--batch", "all"], "does not determine the size of batch"),
     (["render", PADDED, "--tokens", "a b"], "at most kv_len = 2, got 5"),
     (["render", "causal", "--seq-len", "3", "--tokens", "a b"], "tokens must label each of the 3 positions, got 2"),
     (["render", "causal", "--tokens", ""], "there is no token in it"),

@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
         RenderError,
         "65 sequences x 1 heads are more than 64",
     ),
-    ("nothing says", lambda: panel_sheet(fm.q >= fm.b, 2), RenderError, "nothing says how many there are along batch"),
+    ("nothing says", lambda: panel_sheet(fm.q >= fm.b, 2), RenderError, "does not determine the size of batch"),
     ("no index", lambda: panel_sheet(MASK, 5, batch="most"), OperandError, "batch must be an index, a list .* got 'most'"),  # type: ignore[arg-type]
     ("empty", lambda: panel_sheet(MASK, 5, head=[]), OperandError, r"head must be .* got \[\]"),
     ("out of range", lambda: panel_sheet(MASK, 5, batch=[0, 3]), RenderError, r"batch 3 .*0 to 2"),

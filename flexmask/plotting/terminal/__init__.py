@@ -1,1 +1,1 @@
-"""Pictures in characters, with rich: in a terminal in colour, elsewhere in plain text."""
+"""Pictures as text, with rich: in colour in a terminal, else in ASCII."""

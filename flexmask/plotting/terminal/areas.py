@@ -1,7 +1,7 @@
-"""Drawings in characters by area: pixels of many cells each, as half blocks whose colours mix, or as a sign for each pixel.
+"""Downsampled pictures as text: a pixel covers many cells, and is a coloured half block or a sign.
 
-Whatever the size of a pixel, what is visible in it, or visible in one mask only, can be seen; what is hidden has the sign
-of the category that is the most frequent there.
+A pixel with any visible cell, or with any cell that is visible in one mask only, looks different from others. A hidden pixel has
+the sign of its most frequent category.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ COLORS: dict[str, RGB] = {
     "only_b": (230, 110, 10),
     "neither": DARK,
 }
-#: What is laid over the rest in this order, and how opaque at least, so that nothing of it is too faint to be seen.
+#: Categories that are drawn over the others in this order, and their least opacity.
 FAINTEST = {"visible": 0.3, "both": 0.3, "only_a": 0.5, "only_b": 0.5}
 #: Shades of a colour.
 LEVELS = 20
 
 
 def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
-    """A picture by area, as large as there is room."""
+    """Draws a picture as large as there is room."""
     high, wide = _step(shown, canvas)
     shown = coarsen(shown, (high, wide))
     drawn, legend = _halves(shown) if canvas.mixing else _signs(shown, canvas)
@@ -75,7 +75,7 @@ def _numbers(shown: Picture, lines: int, high: int, canvas: Canvas) -> tuple[lis
 
 
 def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[LegendEntry]]:
-    """A sign for each pixel: that of what differs, else darker the more is visible, else that of what hides."""
+    """A sign for each pixel: of a difference, else of the visible share, else of the category that is hidden."""
     signs, more = signs_of(shown.categories), is_detailed(shown.categories)
     amounts = [count_text(pairs) if more else "" for pairs in shown.pairs]
     legend = [canvas.entry(sign, amount) for sign, amount in zip(signs, amounts, strict=True)]
@@ -106,7 +106,7 @@ def _written(marks: NDArray[np.integer], signs: Sequence[Sign], canvas: Canvas) 
 
 
 def _halves(shown: Picture) -> tuple[list[Text], list[LegendEntry]]:
-    """Two pixels in each character, one above the other."""
+    """Two pixels per character, one above the other."""
     colors = _colors(shown.shares, shown.categories).tolist()
     lines = []
     for top, upper in enumerate(colors[::2]):
@@ -127,7 +127,7 @@ def _halves(shown: Picture) -> tuple[list[Text], list[LegendEntry]]:
 
 
 def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDArray[np.uint8]:
-    """The colour of each pixel: what is hidden mixed, and over it what must not be too faint to be seen."""
+    """The colour of each pixel: the mixed colours of hidden categories, with the prominent ones drawn over them."""
     colors = [np.array(_color(category, sign)) for category, sign in zip(categories, signs_of(categories), strict=True)]
     under = [number for number, category in enumerate(categories) if category.role not in FAINTEST]
     weights = shares[under] / np.maximum(shares[under].sum(0), 1e-9)
@@ -141,7 +141,7 @@ def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDA
 
 
 def _color(category: Category, sign: Sign) -> RGB:
-    """The colour of pixels of one category; of what a term hides half as bright as its sign."""
+    """The colour of pixels of one category; half as bright as its sign for cells that a term masks out."""
     if category.hides is None:
         return COLORS[category.role]
     red, green, blue = Color.parse(sign.style).get_truecolor()
@@ -155,14 +155,14 @@ def _style(upper: RGB, lower: RGB | None) -> Style:
 
 
 def _levels(shares: NDArray[np.floating], levels: int) -> NDArray[np.int64]:
-    """Shares as whole numbers; what is not 0 does not become 0."""
+    """Shares as integers; a share above 0 is at least 1."""
     return np.where(shares > 0, np.ceil(levels * shares - 1e-6).clip(min=1), 0).astype(np.int64)
 
 
 def coarsen(shown: Picture, step: tuple[int, int]) -> Picture:
-    """The same picture with pixels of at least ``step`` cells: whole numbers of its own pixels.
+    """The picture with larger pixels of at least ``step`` cells, each a whole number of its pixels.
 
-    A share is 0 or 1 only where it is for all cells of a pixel, whatever their number.
+    A share is 0 or 1 only if it is for all cells of the pixel.
     """
     factors = (-(-step[0] // shown.step[0]), -(-step[1] // shown.step[1]))
     if factors == (1, 1):

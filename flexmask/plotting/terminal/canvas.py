@@ -1,4 +1,4 @@
-"""What a terminal or a file can show, and how text, signs and the frame of a drawing are written there."""
+"""The capabilities of a terminal or file, and text, signs and frames for it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flexmask.plotting.terminal.signs import FAINT, Sign
 
 __all__ = ["Canvas", "Drawing", "LegendEntry", "MAX_LINES", "framed", "ruler"]
 
-#: Lines of a drawing at most.
+#: The most lines of a drawing.
 MAX_LINES = 64
 CORNER = "q\\kv"
-#: Characters of a token at most: to the left of the lines, and above the columns, where each character takes a line.
+#: The most characters of a token: to the left of the lines, and above the columns, where each character takes a line.
 LONGEST_ROW_LABEL, LONGEST_COLUMN_LABEL = 16, 12
 
 
 class LegendEntry(NamedTuple):
-    """An entry of a legend: a sign, its meaning, and its number of cells, or nothing."""
+    """An entry of a legend: a sign, its meaning, and optionally a number of cells."""
 
     sign: Text
     words: str
@@ -36,10 +36,10 @@ class Drawing:
     """A picture as lines.
 
     Attributes:
-        shown: the picture as it is drawn, which may be coarser than it was.
+        shown: the picture as it is drawn, which may be downsampled.
         lines: the cells with their labels, line by line.
-        legend: what its signs and colours mean.
-        by_area: whether pixels were drawn, rather than cells or blocks.
+        legend: the meanings of its signs and colours.
+        by_area: whether it shows pixels instead of cells or blocks.
     """
 
     shown: Picture
@@ -50,12 +50,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Canvas:
-    """What there is to draw on.
+    """The capabilities of a console.
 
     Attributes:
-        plain: the drawing is ASCII.
-        ascii_only: so must all other text be.
-        mixing: there are enough colours to mix them.
+        plain: whether the drawing is ASCII.
+        ascii_only: whether all other text must be ASCII too.
+        mixing: whether there are enough colours to mix them.
         width: characters of a line.
     """
 
@@ -65,7 +65,7 @@ class Canvas:
     width: int
 
     @staticmethod
-    def of(console: Console) -> Canvas:
+    def from_console(console: Console) -> Canvas:
         """The canvas of a console."""
         ascii_only = console.options.ascii_only
         plain = ascii_only or not console.is_terminal
@@ -83,7 +83,7 @@ class Canvas:
         return max(8, self.width - self.margin(shown) - 1)
 
     def sign(self, sign: Sign) -> Text:
-        """A sign as it is drawn."""
+        """The text of a sign."""
         return Text(sign.plain if self.plain else sign.glyph, sign.style)
 
     def entry(self, sign: Sign, amount: str = "") -> LegendEntry:
@@ -91,7 +91,7 @@ class Canvas:
         return LegendEntry(Text("blank") if self.plain and sign.plain == " " else self.sign(sign), sign.meaning, amount)
 
     def written(self, text: str) -> str:
-        """A text in characters that can be written."""
+        """A text with characters that cannot be written replaced."""
         if self.plain:
             text = text.replace("…", "...").replace("×", "x")
         return text.encode("ascii", "backslashreplace").decode() if self.ascii_only else text
@@ -115,7 +115,7 @@ class Canvas:
         return ["".join(part + " " * (2 - cell_len(part)) for part in line).rstrip() for line in zip(*columns, strict=True)]
 
     def _characters(self, token: str, most: int) -> list[str]:
-        """The characters of a token, cut to a width. What combines with a character belongs to it; controls are escaped."""
+        """The characters of a token, cut to a width. Combining characters stay with their base; controls are escaped."""
         found: list[str] = []
         for character in self.written(token):
             if not character.isprintable():
@@ -133,7 +133,7 @@ class Canvas:
 
 
 def ruler(numbers: Mapping[int, str], room: int) -> str:
-    """Numbers over the columns where they start, those that fit."""
+    """Numbers above the columns where they start, as far as they fit."""
     line = ""
     for column, number in numbers.items():
         if column + len(number) <= room:

@@ -1,4 +1,4 @@
-"""Drawings in characters with one for each cell, or one for each block of the block grid."""
+"""Pictures as text with a sign for each cell, or for each block of the block grid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cells_fit(shown: Picture, canvas: Canvas) -> bool:
 
 
 def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
-    """Whether every block can be drawn, and says all that is to be said."""
+    """Whether every block can be drawn, and the picture has no further categories."""
     if shown.blocks is None or is_detailed(shown.categories):
         return False
     rows, columns = len(shown.blocks), len(shown.blocks[0])
@@ -47,7 +47,7 @@ def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
 
 
 def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
-    """Every cell as a sign, with lines between the blocks, and with the bands behind and below them."""
+    """Draws every cell as a sign, with lines between blocks, and bands to the right and below."""
     marks, signs, legend = _signs(shown, canvas)
     size = shown.block_size if shown.blocks is not None else None
     upright, flat, cross = RULES[canvas.plain]
@@ -75,12 +75,12 @@ def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
     return Drawing(
         shown,
         list(framed(_over(shown, canvas), row_labels, lines, canvas.margin(shown))),
-        [*legend, *_said(down + across, shown)],
+        [*legend, *_band_legend(down + across, shown)],
     )
 
 
 def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
-    """Every block as a sign."""
+    """Draws every block as a sign."""
     assert shown.blocks is not None
     assert shown.block_size is not None
     high, wide = shown.block_size
@@ -97,7 +97,7 @@ def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
 
 
 def _signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[LegendEntry]]:
-    """The number of its sign for each cell, the signs, and the legend."""
+    """The index of the sign of each cell, the signs, and the legend."""
     marks, signs, more = shown.cells.copy(), signs_of(shown.categories), is_detailed(shown.categories)
     entries = [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
     if shown.blocks is None or shown.block_size is None:
@@ -122,7 +122,7 @@ def _over(shown: Picture, canvas: Canvas) -> list[str]:
 
 
 def _band(shown: Picture, axis: str) -> str:
-    """The first band along an axis: a character for each position, the last of its value; empty where there is none."""
+    """The first band along an axis: for each position the last character of its value; empty without a band."""
     band = next((band for band in shown.bands if band.axis == axis), None)
     if band is None:
         return ""
@@ -131,8 +131,8 @@ def _band(shown: Picture, axis: str) -> str:
     return "".join(character * (end - start) for character, start, end in zip(characters, band.starts, ends, strict=True))
 
 
-def _said(characters: str, shown: Picture) -> Iterator[LegendEntry]:
-    """What the characters of bands mean."""
+def _band_legend(characters: str, shown: Picture) -> Iterator[LegendEntry]:
+    """The legend of the bands."""
     if any(character.isdigit() for character in characters):
         label = next(band.label for band in shown.bands if band.label != PADDING)
         yield LegendEntry(Text("0-9", FAINT), f"{label}, its last digit")

@@ -1,7 +1,6 @@
-"""Pictures in a terminal, with rich; in plain ASCII where the output is not one.
+"""Pictures in a terminal, with rich; in ASCII if the output is not a terminal.
 
-There are three ways to draw, and the first that fits is taken: every cell, every block of the block grid, or the shares of
-the categories of cells by area.
+Draws every cell if there is room, else every block of the block grid, else the picture downsampled.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def show_picture(shown: Picture, *, console: Console | None = None) -> None:
         console: where to draw, as for :func:`show`.
     """
     console = console or Console()
-    canvas = Canvas.of(console)
+    canvas = Canvas.from_console(console)
     drawing = _drawn(shown, canvas)
     _write(console, canvas, _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas))
     _write(console, canvas, [*drawing.lines, Text(), *_legend(drawing.legend, canvas)])
@@ -74,7 +73,7 @@ def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
         console: where to draw, as for :func:`show`.
     """
     console = console or Console()
-    canvas = Canvas.of(console)
+    canvas = Canvas.from_console(console)
     wanted = max(_width(one, canvas) for one in shown.pictures)
     columns = max(1, min(shown.columns, (canvas.width + BETWEEN) // (wanted + BETWEEN)))
     narrow = replace(canvas, width=(canvas.width + BETWEEN) // columns - BETWEEN)
@@ -103,7 +102,7 @@ def _drawn(shown: Picture, canvas: Canvas) -> Drawing:
 
 
 def _width(shown: Picture, canvas: Canvas) -> int:
-    """Characters that a picture asks for in a row of several."""
+    """The characters per line of a picture in a row of several."""
     return cells_width(shown, canvas) if cells_fit(shown, canvas) else NARROW
 
 
@@ -114,14 +113,14 @@ def _head(text: str, said: list[str], canvas: Canvas) -> Iterator[Text]:
 
 
 def _title(title: str, shown: Picture, canvas: Canvas) -> Iterator[Text]:
-    """The title of a picture on a sheet, with how much is visible."""
+    """The title of a picture on a sheet, with the visible share."""
     words = [title, visible_text(shown)] if shown.categories[0].role == "visible" else [title]
     for line in canvas.wrapped(", ".join(filter(None, words))):
         yield Text(line, "bold")
 
 
 def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text]:
-    """The lines of several panels, joined side by side."""
+    """The lines of several panels side by side."""
     for parts in zip_longest(*panels, fillvalue=Text()):
         line = Text()
         for place, part in enumerate(parts):
@@ -130,7 +129,7 @@ def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text
 
 
 def _legend(entries: Iterable[LegendEntry], canvas: Canvas) -> Iterator[Text]:
-    """The entries in lines, a long one in several."""
+    """The lines of the legend; long entries are wrapped."""
     pending = Text()
     for sign, words, amount in entries:
         said = f"{words} ({amount})" if amount else words

@@ -36,7 +36,7 @@ class Sign:
         glyph: in a terminal.
         plain: in ASCII.
         style: rich's style for either.
-        meaning: what the legend says.
+        meaning: its text in the legend.
     """
 
     glyph: str
@@ -54,7 +54,7 @@ BLOCKS = {
     EMPTY: Sign("·", ".", FAINT, "empty block"),
     UNKNOWN: Sign("?", "?", "#CC79A7", "not known"),
 }
-#: As where findings of checks are drawn, + is what the second mask lacks and - what it has besides.
+#: As in the findings of checks, + is visible only in the first mask and - only in the second.
 ROLES = {
     "visible": VISIBLE,
     "hidden": HIDDEN,
@@ -63,14 +63,14 @@ ROLES = {
     "only_b": Sign("◨", "-", "#D55E00", "only in B"),
     "neither": Sign("⬚", ".", FAINT, "in neither"),
 }
-#: Of pixels in which cells are only in A, and others only in B.
+#: Pixels with cells that are only in A and cells that are only in B.
 EITHER = Sign("◫", "x", "#CC79A7", "some only in A, some only in B")
-#: What terms hide, in the order of the terms; x is taken.
+#: Signs of cells that terms mask out, in the order of the terms; x has another meaning.
 LETTERS = ascii_lowercase.partition("x")[0]
 SHAPES = "○△◇▽×▷◁" + LETTERS
 
 LEVELS = ("none visible", "up to a third", "up to two thirds", "more", "all")
-#: Pixels by how much of them is visible; and by how much is visible in both masks, where + and - are taken.
+#: Signs of pixels by their visible share; and by the share in both masks, where + and - have other meanings.
 STYLES = (FAINT, *[VISIBLE.style] * 4)
 SHADES = tuple(map(Sign, "·░▒▓█", ".-+*#", STYLES, LEVELS))
 STYLES_OF_BOTH = (FAINT, *[ROLES["both"].style] * 4)
