@@ -99,7 +99,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", "q - b >= kv", "--batch", "all"], "does not determine the size of batch"),
     (["render", PADDED, "--tokens", "a b"], "at most kv_len = 2, got 5"),
     (["render", "causal", "--seq-len", "3", "--tokens", "a b"], "tokens must label each of the 3 positions, got 2"),
-    (["render", "causal", "--tokens", ""], "there is no token in it"),
+    (["render", "causal", "--tokens", ""], "it has no token"),
     (["render", "causal", "--tokens", "a b", "--q-offset", "5"], "2 tokens do not reach --q-offset 5"),
     (["render", "causal", "--tokens", "@no/file"], "cannot read 'no/file'"),
     (["render", "causal", "--terms", "-o", "mask.html"], "terms"),
