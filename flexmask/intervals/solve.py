@@ -66,8 +66,6 @@ def _leaf(node: Any) -> Mask | None:
             return separate(body)
         case Compare() if "kv" in node.symbols:
             return _separated(node)
-        case Compare():
-            return cast(Mask, node)
     return None
 
 

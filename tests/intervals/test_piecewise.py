@@ -60,6 +60,25 @@ def test_too_many_pieces() -> None:
     fewer = pieces.between(Rows.spans(zero, zero + 2 * MAX_CANDIDATES, length), zero, zero + 1, MAX_CANDIDATES)
     assert fewer is not None
     assert int(fewer.counts()) == MAX_CANDIDATES
+    two = Rows(torch.cat((zero, zero + length // 2), -1)[None], torch.cat((zero + 4, zero + length), -1)[None], length)
+    assert pieces.between(two, zero, zero + 1, MAX_CANDIDATES) is None
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_entries_at_most(count: int) -> None:
+    """As many values as there may be in ``count`` pieces, and one more."""
+    length = 2 * count - 1
+    size = MAX_ENTRIES * (length + 64) // count
+    for top, expected in ((size - 1, True), (size, False)):
+        column = torch.arange(length) % 2 * top
+        assert (PiecewiseColumn.of(column) is not None) == expected
+
+
+def test_integers_of_32_bits() -> None:
+    pieces = PiecewiseColumn.of(torch.tensor([0, 1, 0, 1]))
+    assert pieces is not None
+    assert pieces.piece.dtype == pieces.first.dtype == torch.int32
+    assert pieces.rank(torch.tensor([1]), inclusive=True).dtype == torch.int32
 
 
 #: Masks over columns that rise in pieces, and the same for a single cell; whether the rows are known exactly.

@@ -58,6 +58,7 @@ SOLVED: list[tuple[Mask, str]] = [
     (DATA + q * kv < 40, "D + q * kv - 39 <= 0"),
     # inside of others
     (fm.causal(), "(kv < q + 1)"),
+    (fm.document([0, 0, 1]), "(table([0, 0, 1])[kv] == table([0, 0, 1])[q]) & (table([0, 0, 1])[q] >= 0)"),
     (fm.causal() & (q < 5) & ~fm.masks.block_causal(8), "(kv < q + 1) & (q < 5) & ~(kv < q // 8 * 8 + 8)"),
 ]
 
