@@ -7,23 +7,18 @@ A strategy represents a set of blocks ``[B', H', q_blocks, kv_blocks]``: as a gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockSet", "Blocks", "Strategy", "classify", "decide_open"]
+__all__ = ["Blocks", "Strategy", "classify", "decide_open"]
 
 
-class BlockSet(Protocol):
-    """A set of blocks."""
-
-    def __and__(self, other: Self, /) -> Self: ...
-    def __or__(self, other: Self, /) -> Self: ...
-    def __invert__(self) -> Self: ...
-
-
-S = TypeVar("S", bound=BlockSet)
+#: A set of blocks.
+S = TypeVar("S", Tensor, Rows)
 
 
 class Strategy(Protocol[S]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockLayout", "Entries", "ceil_div", "floor_div"]
+__all__ = ["BlockLayout", "Entries", "ceil_div", "floor_div", "rank_in_row"]
 
 
 class BlockLayout:
@@ -57,8 +57,7 @@ class Entries:
         length = (rows.hi - rows.lo).flatten().long()
         total = int(length.sum())
         interval = torch.repeat_interleave(length, output_size=total)
-        within = torch.arange(total, device=length.device) - (length.cumsum(0) - length)[interval]
-        return cls(interval // rows.slots, rows.lo.flatten()[interval] + within)
+        return cls(interval // rows.slots, rows.lo.flatten()[interval] + rank_in_row(interval, length))
 
     @classmethod
     def from_grid(cls, grid: Tensor) -> Self:
@@ -90,6 +89,11 @@ class Entries:
     def select(self, index: Tensor | slice) -> Self:
         """Some of the members."""
         return type(self)(self.row[index], self.column[index])
+
+
+def rank_in_row(row: Tensor, count: Tensor) -> Tensor:
+    """The rank of each member in its row, from 0, given the rows of all members in order and the size of each row."""
+    return torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row]
 
 
 def floor_div(positions: Tensor, size: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div
+from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div, rank_in_row
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.rows import Rows
 
@@ -116,7 +116,7 @@ def _from_lines(parts: list[Lines], shape: torch.Size, width: int) -> Rows:
     row = start // (width + 1)
     count = torch.bincount(row, minlength=shape.numel())
     slots = max(1, int(count.max()))
-    slot = torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row]
+    slot = rank_in_row(row, count)
     ends = []
     for end in (start, stop):
         padded = torch.full((shape.numel(), slots), width, dtype=torch.int32, device=row.device)

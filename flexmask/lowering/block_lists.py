@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask.blocks.layout import Entries
+from flexmask.blocks.layout import Entries, rank_in_row
 from flexmask.blocks.sparse import union
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists"]
+__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists", "pack"]
 
 #: ``num_blocks`` and ``indices``.
 BlockList: TypeAlias = tuple[Tensor, Tensor]
@@ -59,25 +59,16 @@ def _grid_list(grid: Tensor) -> BlockList:
         return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
     grid = grid.contiguous()
     if grid.numel() > SMALL and not _sync.needs_sync(grid):
-        index = grid.flatten().nonzero().squeeze(-1)
-        if index.numel() < grid.numel() // 8:
-            return _few_blocks_list(index, grid)
+        entries = Entries.from_grid(grid)
+        if entries.row.numel() < grid.numel() // 8:
+            count = torch.bincount(entries.row, minlength=grid.numel() // width)
+            indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), grid.shape, width)
+            return count.to(torch.int32).view(grid.shape[:-1]), indices
     rank = grid.cumsum(-1)  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
     columns = torch.arange(width, dtype=torch.int32, device=grid.device).expand_as(grid)
     indices = torch.zeros((*grid.shape[:-1], width + 1), dtype=torch.int32, device=grid.device)
     indices.scatter_(-1, rank * grid, columns)
     return rank[..., -1].to(torch.int32), indices[..., 1:].contiguous()
-
-
-def _few_blocks_list(index: Tensor, grid: Tensor) -> BlockList:
-    """The list of a grid from the indices of the set blocks, in time that follows their number."""
-    width = grid.shape[-1]
-    row = index.div(width, rounding_mode="floor")
-    count = torch.bincount(row, minlength=grid.numel() // width)
-    rank = torch.arange(row.numel(), device=grid.device) - (count.cumsum(0) - count)[row]
-    indices = torch.zeros(grid.numel(), dtype=torch.int32, device=grid.device)
-    indices.scatter_(0, row * width + rank, (index - row * width).to(torch.int32))
-    return count.to(torch.int32).view(grid.shape[:-1]), indices.view(grid.shape)
 
 
 def interval_lists(sets: Sequence[Rows], batch: int, heads: int | None, *, packed: bool) -> list[BlockList]:
@@ -123,19 +114,29 @@ def _packed_lists(sets: list[Rows]) -> list[BlockList]:
 
 def _spaced_list(rows: Rows, pitch: int) -> BlockList:
     """A list whose rows start at a distance of ``pitch``; no row has more members."""
-    (batch, heads, height, _), width = rows.lo.shape, rows.kv_len
-    count = rows.counts()
-    storage = torch.zeros(count.numel() * pitch + width - pitch, dtype=torch.int32, device=count.device)
+    shape, width, count = rows.lo.shape[:3], rows.kv_len, rows.counts()
     if rows.slots == 1:
-        run = storage[: count.numel() * pitch].view(batch, heads, height, pitch)
-        torch.add(rows.lo, torch.arange(pitch, dtype=torch.int32, device=count.device), out=run).clamp_(max=width - 1)
+        size = count.numel() * pitch
+        storage = torch.zeros(size + width - pitch, dtype=torch.int32, device=count.device)
+        run = torch.arange(pitch, dtype=torch.int32, device=count.device)
+        torch.add(rows.lo, run, out=storage[:size].view(*shape, pitch)).clamp_(max=width - 1)
+        indices = _with_pitch(storage, torch.Size((*shape, width)), pitch)
     else:
         entries = Entries.from_rows(rows)
-        before = (count.flatten().cumsum(0) - count.flatten())[entries.row]
-        rank = torch.arange(entries.row.numel(), device=count.device) - before
-        storage.scatter_(0, entries.row * pitch + rank, entries.column.to(torch.int32))
-    strides = heads * height * pitch, height * pitch, pitch, 1
-    return count.to(torch.int32), storage.as_strided((batch, heads, height, width), strides)
+        rank = rank_in_row(entries.row, count.flatten())
+        indices = pack(entries.column.to(torch.int32), entries.row, rank, torch.Size((*shape, width)), pitch)
+    return count.to(torch.int32), indices
+
+
+def pack(values: Tensor, row: Tensor, rank: Tensor, shape: torch.Size, pitch: int) -> Tensor:
+    """Values at ranks of rows in a view of a shape ``[..., rows, columns]`` whose rows start at a distance of ``pitch``."""
+    storage = values.new_zeros(shape[:-1].numel() * pitch + shape[-1] - pitch)
+    return _with_pitch(storage.scatter_(0, row * pitch + rank, values), shape, pitch)
+
+
+def _with_pitch(storage: Tensor, shape: torch.Size, pitch: int) -> Tensor:
+    strides = [shape[axis + 1 : -1].numel() * pitch for axis in range(len(shape) - 1)]
+    return storage.as_strided(shape, (*strides, 1))
 
 
 def _diagonal_indices(rows: Rows, pitch: int) -> Tensor | None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.blocks.layout import Entries
+from flexmask.blocks.layout import rank_in_row
+from flexmask.lowering.block_lists import BlockList, pack
 
 __all__ = ["add_write_order"]
 
@@ -35,42 +36,33 @@ def add_write_order(block_mask: BlockMask, *, descending: bool) -> None:
     )
 
 
-def _write_orders(lists: list[tuple[Tensor, Tensor]], descending: bool) -> list[Tensor]:
+def _write_orders(lists: list[BlockList], descending: bool) -> list[Tensor]:
     """The ranks in each list."""
-    members = [_entries(number, indices) for number, indices in lists]
     kv_blocks, q_blocks = lists[0][1].shape[-2:]
-    kv_row, q_column = (torch.cat([getattr(entries, part) for entries, _ in members]) for part in ("row", "column"))
+    members = [_members(*block_list) for block_list in lists]
+    kv_row, _, q_column = (torch.cat(parts) for parts in zip(*members, strict=True))
     q_row = kv_row // kv_blocks * q_blocks + q_column
     order = (q_row * kv_blocks + kv_row % kv_blocks).argsort()
     count = torch.bincount(q_row, minlength=lists[0][0].shape[:-1].numel() * q_blocks)
     rank = torch.empty_like(q_row)
-    rank[order] = torch.arange(rank.numel(), device=rank.device) - (count.cumsum(0) - count)[q_row[order]]
+    rank[order] = rank_in_row(q_row[order], count)
     if descending:
         rank = count[q_row] - 1 - rank
-    ranks = rank.to(torch.int32).split([entries.row.numel() for entries, _ in members])
+    sizes = [row.numel() for row, _, _ in members]
+    parts = zip(lists, members, rank.to(torch.int32).split(sizes), strict=True)
     return [
-        _in_list(values, entries, place, *block_list)
-        for values, (entries, place), block_list in zip(ranks, members, lists, strict=True)
+        pack(values, row, place, indices.shape, _pitch(number, indices)) for (number, indices), (row, place, _), values in parts
     ]
 
 
-def _entries(number: Tensor, indices: Tensor) -> tuple[Entries, Tensor]:
-    """The members of a list by row, and the place of each in its row."""
+def _members(number: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The members of a list in order: the row, the rank in the row, and the member."""
     count = number.flatten().long()
-    total = int(count.sum())
-    row = torch.repeat_interleave(count, output_size=total)
-    place = torch.arange(total, device=count.device) - (count.cumsum(0) - count)[row]
-    index = torch.unravel_index(row, number.shape)
-    return Entries(row, indices[(*index, place)].long()), place
+    row = torch.repeat_interleave(count, output_size=int(count.sum()))
+    rank = rank_in_row(row, count)
+    return row, rank, indices[(*torch.unravel_index(row, number.shape), rank)].long()
 
 
-def _in_list(values: Tensor, entries: Entries, place: Tensor, number: Tensor, indices: Tensor) -> Tensor:
-    """A value for each member in the shape of its list, and packed where the list is."""
-    width = indices.shape[-1]
-    pitch = width if indices.is_contiguous() else max(1, int(number.max()))
-    storage = values.new_zeros(number.numel() * pitch + width - pitch)
-    storage[entries.row * pitch + place] = values
-    strides = [pitch] * number.dim()
-    for axis in range(number.dim() - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * number.shape[axis + 1]
-    return storage.as_strided(indices.shape, (*strides, 1))
+def _pitch(number: Tensor, indices: Tensor) -> int:
+    """The distance of rows in what is stored like a list: packed where the list is."""
+    return indices.shape[-1] if indices.is_contiguous() else max(1, int(number.max()))
