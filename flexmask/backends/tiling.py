@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured
 from flexmask.backends.tile import Runs, Tile
 from flexmask.errors import LoweringError
+from flexmask.intervals.rows import union_runs
 
 __all__ = ["plan_tiles"]
 
@@ -164,13 +165,10 @@ def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Intervals [blocks, n], kv_len where unused -> runs (block, lo, hi) that contain them, with short gaps closed."""
-    lo, order = lo.sort(-1)
-    reach = hi.gather(-1, order).cummax(-1).values
+    lo, hi, opens, closes = union_runs(lo.where(lo < kv_len, kv_len + GAP + 1), hi, GAP)  # which joins no used interval
     used = lo < kv_len
-    first, last = used.clone(), used.clone()
-    first[:, 1:] &= lo[:, 1:] > reach[:, :-1] + GAP
-    last[:, :-1] &= first[:, 1:] | ~used[:, 1:]
-    return first.nonzero()[:, 0], lo[first], reach[last]
+    first = opens & used
+    return first.nonzero()[:, 0], lo[first], hi[closes & used]
 
 
 def _areas(blocks: _Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div, rank_in_row
 from flexmask.blocks.survey import Survey
-from flexmask.intervals.rows import Rows
+from flexmask.intervals.rows import Rows, union_runs
 
 __all__ = ["BlockSets", "union"]
 
@@ -101,13 +101,8 @@ def union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: in
 
 def _merge(start: Tensor, stop: Tensor) -> Lines:
     """The union of intervals, in order."""
-    start, order = start.sort()
-    reach = stop[order].cummax(0).values
-    opens = torch.ones_like(start, dtype=torch.bool)
-    opens[1:] = start[1:] > reach[:-1]
-    closes = torch.ones_like(opens)
-    closes[:-1] = opens[1:]
-    return start[opens], reach[closes]
+    start, stop, opens, closes = union_runs(start, stop)
+    return start[opens], stop[closes]
 
 
 def _from_lines(parts: list[Lines], shape: torch.Size, width: int) -> Rows:

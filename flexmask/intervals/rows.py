@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmask import _sync
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "union_runs"]
 
 #: Slots that are kept rather than counted where counting forces a host sync.
 FEW = 8
@@ -164,13 +164,8 @@ class Rows:
         """Joins intervals that overlap or touch, given intervals in any order."""
         if self.slots == 2:
             return self._merge_two()
-        lo, order = self.lo.sort()
-        last = self.hi.gather(-1, order).cummax(-1).values
-        opens = torch.ones_like(lo, dtype=torch.bool)
-        opens[..., 1:] = lo[..., 1:] > last[..., :-1]
-        closes = torch.ones_like(opens)
-        closes[..., :-1] = opens[..., 1:]
-        lo, hi = lo.masked_fill(~opens, self.kv_len), last.masked_fill(~closes, self.kv_len)
+        lo, hi, opens, closes = union_runs(self.lo, self.hi)
+        lo, hi = lo.masked_fill(~opens, self.kv_len), hi.masked_fill(~closes, self.kv_len)
         return Rows(_sorted(lo), _sorted(hi), self.kv_len)._trimmed()
 
     def _merge_two(self) -> Rows:
@@ -193,6 +188,27 @@ class Rows:
     def _cut(self, slots: int) -> Rows:
         """The same sets without slots that are known to be unused."""
         return self if slots >= self.slots else Rows(self.lo[..., :slots], self.hi[..., :slots], self.kv_len)
+
+
+def union_runs(lo: Tensor, hi: Tensor, gap: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The union of intervals ``[lo, hi)`` along the last axis, ``[..., n]`` in any order.
+
+    Args:
+        lo: the first position of each interval.
+        hi: one more than the last position of each.
+        gap: intervals at most so far from each other are joined.
+
+    Returns:
+        Starts in order; the greatest end up to each of them; and, both ``bool[..., n]``, which of the starts are starts of the
+        union and which of the ends are ends of it.
+    """
+    lo, order = lo.sort()
+    hi = hi.gather(-1, order).cummax(-1).values
+    opens = torch.ones_like(lo, dtype=torch.bool)
+    opens[..., 1:] = lo[..., 1:] > (hi[..., :-1] + gap if gap else hi[..., :-1])
+    closes = torch.ones_like(opens)
+    closes[..., :-1] = opens[..., 1:]
+    return lo, hi, opens, closes
 
 
 def _sorted(ends: Tensor) -> Tensor:
