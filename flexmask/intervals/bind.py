@@ -5,6 +5,7 @@ Values of tensors in another device's memory are not read, which would force a h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,8 +25,9 @@ from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTa
 from flexmask.intervals.checks import AXES, Computed, check_ranges, end_of_index, is_computed
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import check_covers, document_table
+from flexmask.intervals.extent import Extent
 
-__all__ = ["bind"]
+__all__ = ["bind", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
@@ -92,6 +94,7 @@ def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
         parts = _Parts([], [], [], [], [], [])
         seen: set[Any] = set()
+        ranges: dict[Any, Extent | None] = {}
         for node in mask.expand().walk():
             if not isinstance(node, Param | Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
                 continue
@@ -111,7 +114,7 @@ def _parts(mask: Mask) -> _Parts:
                     parts.ranged.append(node)
                 case PerHead():
                     parts.switches.append(node)
-            if isinstance(node, Computed) and is_computed(node):
+            if isinstance(node, Computed) and is_computed(node, ranges):
                 parts.computed.append(node)
         mask.memo["parts"] = parts
     return cast(_Parts, mask.memo["parts"])
@@ -168,16 +171,10 @@ def _sizes(
             claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
         claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    for switch in parts.switches:
-        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
-    for lookup in parts.lookups:
-        for index, size in zip(lookup.indices, cast(Table, lookup.table).shape, strict=True):
-            if isinstance(index, Symbol) and index.name in AXES and size is not None:
-                if index.name in claims_of:
-                    count = _size_along(lookup, size, claims_of[index.name])
-                    claims_of[index.name].setdefault(count, lookup.brief())
-                else:
-                    _check_axis(mask, lookup, index.name, size, needed, moved=not (isinstance(offset, int) and offset == 0))
+    for lookup, axis, size in _axis_sizes(parts):
+        if axis in needed:
+            _check_axis(mask, lookup, axis, size, needed, moved=not (isinstance(offset, int) and offset == 0))
+    _add_claims(parts, claims_of)
     sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(claims_of[axis]) > 1:
@@ -198,10 +195,29 @@ def _may_be_longer(node: Node) -> bool:
     return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.may_be_longer
 
 
-def _size_along(lookup: Lookup, size: int, claims_of: dict[int, str]) -> int:
-    """The size of an axis according to a lookup: its own, or a smaller one from elsewhere where its data may be longer."""
-    smaller = [other for other in claims_of if other < size]
-    return smaller[0] if _may_be_longer(lookup) and smaller else size
+def own_sizes(mask: Mask) -> dict[str, int]:
+    """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
+    claims_of: dict[str, dict[int, str]] = {"b": {}, "h": {}}
+    _add_claims(_parts(mask), claims_of)
+    return {axis: min(claims) for axis, claims in claims_of.items() if claims}
+
+
+def _add_claims(parts: _Parts, claims_of: dict[str, dict[int, str]]) -> None:
+    """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
+    for switch in parts.switches:
+        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+    for lookup, axis, size in sorted(_axis_sizes(parts), key=lambda entry: entry[2] if _may_be_longer(entry[0]) else 0):
+        if axis in claims_of and not (_may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
+            claims_of[axis].setdefault(size, lookup.brief())
+
+
+def _axis_sizes(parts: _Parts) -> Iterator[tuple[Lookup, str, int]]:
+    """The lookups, the axes of a mask that index them, and the sizes of their data along these."""
+    for lookup in parts.lookups:
+        if isinstance(lookup.table, Table):
+            for index, size in zip(lookup.indices, lookup.table.shape, strict=True):
+                if isinstance(index, Symbol) and index.name in AXES and size is not None:
+                    yield lookup, index.name, size
 
 
 def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
