@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flexmask.expr.tables import Lookup, Ranged, Table, TensorTable
 from flexmask.intervals import laws
 from flexmask.intervals.closures import closure_of
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits
+from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits, value_range
 
 __all__ = ["AXES", "Computed", "check_ranges", "end_of_index", "is_computed"]
 
@@ -27,26 +27,24 @@ AXES = {"b", "h", "q", "kv"}
 Computed: TypeAlias = Lookup | Arithmetic | Absolute
 
 
-def is_computed(node: Computed) -> bool:
-    """Whether an index of a lookup, a divisor, or the value of an operation could be out of range, whatever the lengths."""
+def is_computed(node: Computed, known: dict[Any, Extent | None]) -> bool:
+    """Whether an index of a lookup, a divisor, or the value of an operation could be out of range, whatever the lengths.
+
+    Args:
+        node: the lookup or operation.
+        known: value ranges at any length, which calls for one mask share.
+    """
     if isinstance(node, Lookup):
         return any(not isinstance(index, Symbol) or index.name not in AXES for index in node.indices)
     if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and not isinstance(node.right, Constant):
         return True
-    widest = combined_extent(node, _widest)
+    widest = combined_extent(node, lambda below: value_range(below, _widest, known))
     return widest is None or not fits(widest)
 
 
-def _widest(index: Index) -> Extent:
-    """The extent of an expression at any length, by the kind of its data alone."""
-    if "widest" not in index.memo:
-        index.memo["widest"] = _widest_of(index)
-    found: Extent = index.memo["widest"]
-    return found
-
-
-def _widest_of(index: Index) -> Extent:
-    match index:
+def _widest(leaf: Index) -> Extent | None:
+    """The extent of a symbol or a lookup at any length, by the kind of its data alone."""
+    match leaf:
         case Symbol():
             return 0, MAX_LENGTH
         case Lookup(table):
@@ -55,8 +53,7 @@ def _widest_of(index: Index) -> Extent:
                 limits = torch.iinfo(source.tensor.dtype)
                 return limits.min, limits.max
             return (0, 1) if isinstance(source, Table) and source.boolean else INT64
-    low, high = combined_extent(index, _widest) or INT64
-    return max(low, INT64[0]), min(high, INT64[1])
+    return None
 
 
 def check_ranges(computed: list[Computed], context: Context) -> None:

@@ -35,7 +35,7 @@ class Context:
         q_end: one more than the position of the last query; None where reading it forces a host sync.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
-        extents: the least and greatest value of the expressions for which they are computed so far.
+        extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
     """
 
     mask: Mask
@@ -48,7 +48,7 @@ class Context:
     q_end: int | None
     device: torch.device
     tables: dict[Any, Tensor] = field(repr=False)
-    extents: dict[Any, tuple[int, int]] = field(default_factory=dict, repr=False)
+    extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
 
     def with_lengths(self, node: N) -> N:
         """The expression with ``q_len`` and ``kv_len`` replaced by their values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.expr.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.linear import Quotient, Sum
+from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.context import MAX_LENGTH, Context
 
-__all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits"]
+__all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits", "value_range"]
 
 #: The least and the greatest of some values.
 Extent: TypeAlias = tuple[int, int]
@@ -38,49 +39,65 @@ def fits(found: Extent, bits: int = 64) -> bool:
     return -(1 << bits - 1) <= found[0] and found[1] < 1 << bits - 1
 
 
+def value_range(
+    index: Index,
+    leaf: Callable[[Index], Extent | None],
+    known: dict[Any, Extent | None],
+    unknown: Extent | None = INT64,
+    *,
+    is_clamped: bool = True,
+) -> Extent | None:
+    """The extent of an expression from those of its leaves: the one recursion over value ranges.
+
+    Args:
+        index: the expression.
+        leaf: the extent of a symbol, a lookup or an opaque call; None where it has no known one.
+        known: extents computed so far, by key, to which those of this expression are added.
+        unknown: the extent of what has no known one. With None, nothing that depends on such a part has a known one.
+        is_clamped: whether operations that a user writes are clamped to 64 bits, which checks keep them in. Sums that the
+            library makes are exact.
+    """
+    if index.key in known:
+        return known[index.key]
+
+    def below(part: Index) -> Extent | None:
+        return value_range(part, leaf, known, unknown, is_clamped=is_clamped)
+
+    match index:
+        case Symbol() | Lookup() | Opaque():
+            found = leaf(index)
+        case Sum() | Quotient():
+            found = combined_extent(index, below)
+        case _:
+            found = combined_extent(index, below)
+            if found is not None and is_clamped:
+                found = max(found[0], INT64[0]), min(found[1], INT64[1])
+    known[index.key] = found = unknown if found is None else found
+    return found
+
+
 def extent(index: Index, context: Context, read: Read = Read.HERE) -> Extent:
     """The extent of an expression in a context.
 
-    Expressions as a user writes them have 64 bits: where nothing says more, as of data in another device's memory, they have
-    the extent of these. Of sums that the library makes it is exact.
-
     Args:
         index: the expression, its lengths put in or not.
-        context: the context of the lowering, its tables ready.
+        context: the lowering context, its tables ready.
         read: which data is read.
     """
-    known, key = context.extents, (index.key, read)
-    if key not in known:
-        known[key] = _extent(index, context, read)
-    return known[key]
 
+    def leaf(node: Index) -> Extent | None:
+        match node:
+            case Symbol(name):
+                return _symbol_extent(name, context)
+            case Lookup(table):
+                return _table_extent(table, context, read)
+        return None
 
-def _extent(index: Index, context: Context, read: Read) -> Extent:
-    def below(part: Index) -> Extent:
-        return extent(part, context, read)
-
-    match index:
-        case Symbol(name):
-            return _symbol_extent(name, context)
-        case Lookup(table):
-            return _table_extent(table, context, read)
-        case Sum(terms, constant):
-            return _extent_of_terms([(factor, below(term)) for term, factor in terms], constant)
-        case Quotient(dividend, divisor):
-            low, high = below(dividend)
-            return low // divisor, high // divisor
-    low, high = combined_extent(index, below) or INT64
-    return max(low, INT64[0]), min(high, INT64[1])
-
-
-def _extent_of_terms(terms: list[tuple[int, Extent]], constant: int) -> Extent:
-    """The extent of a sum of terms, each a factor and an extent."""
-    ends = [sorted((factor * low, factor * high)) for factor, (low, high) in terms]
-    return constant + sum(low for low, _ in ends), constant + sum(high for _, high in ends)
+    return cast(Extent, value_range(index, leaf, context.extents.setdefault(read, {})))
 
 
 def combined_extent(index: Index, below: Callable[[Index], Extent | None]) -> Extent | None:
-    """The extent of an expression from those of its parts, or None where one is unknown."""
+    """The extent of an expression from those of its operands, or None where one is unknown."""
     match index:
         case Constant(value):
             return value, value
@@ -92,6 +109,12 @@ def combined_extent(index: Index, below: Callable[[Index], Extent | None]) -> Ex
             return None if pair[0] is None or pair[1] is None else (min(pair[0][0], pair[1][0]), max(pair[0][1], pair[1][1]))
         case Arithmetic(sign, left, right):
             return _combined(sign, below(left), below(right))
+        case Sum(terms, constant):
+            ends = [sorted(factor * end for end in below(term) or INT64) for term, factor in terms]
+            return constant + sum(low for low, _ in ends), constant + sum(high for _, high in ends)
+        case Quotient(dividend, divisor):
+            inner = below(dividend)
+            return inner and (inner[0] // divisor, inner[1] // divisor)
     return None
 
 

@@ -8,7 +8,7 @@ from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.mask import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
-from flexmask.intervals.extent import Extent, combined_extent
+from flexmask.intervals.extent import Extent, value_range
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["implied_lengths", "resolve_lengths"]
@@ -124,13 +124,17 @@ def _limited_extent(index: Index) -> Extent | None:
 
 def _extent(index: Index) -> Extent | None:
     """The least and greatest value of an index at unknown lengths."""
-    match index:
+    return value_range(index, _leaf_extent, {}, None, is_clamped=False)
+
+
+def _leaf_extent(leaf: Index) -> Extent | None:
+    match leaf:
         case Symbol():
             return 0, UNLIMITED
         case Lookup(Ranged() as table):
             values = _values(table)
             return (min(values), max(values)) if values else None
-    return combined_extent(index, _extent)
+    return None
 
 
 def _document_tokens(table: Table) -> int | None:

@@ -20,7 +20,7 @@ from flexmask.expr.node import within_depth
 from flexmask.expr.opaque import CapturedTensor, Opaque
 from flexmask.expr.tables import Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.extent import Extent, combined_extent
+from flexmask.intervals.extent import Extent, value_range
 
 __all__ = [
     "Element",
@@ -144,7 +144,7 @@ class TraceState:
         self.device = device
         self.tables: dict[int, TensorTable] = {}
         self.extents: dict[int, Extent] = {}
-        self.known_extents: dict[int, tuple[Element, Extent]] = {}  # keeps the element alive, so that its id is not reused
+        self.known_extents: dict[Any, Extent | None] = {}
 
     def symbol(self, name: str) -> Proxy:
         return self.scalar(Symbol(cast(Any, name)), torch.int64)
@@ -221,21 +221,18 @@ class TraceState:
         return self.extents[id(tensor)]
 
     def extent(self, element: Element) -> Extent:
-        """The least and greatest value that an element can have at any lengths."""
+        """The least and greatest value of an element, whatever the lengths."""
         if isinstance(element, Mask):
             return 0, 1
-        if id(element) not in self.known_extents:
-            self.known_extents[id(element)] = element, self._extent(element)
-        return self.known_extents[id(element)][1]
+        return cast(Extent, value_range(element, self._leaf_extent, self.known_extents, is_clamped=False))
 
-    def _extent(self, index: Index) -> Extent:
-        match index:
+    def _leaf_extent(self, leaf: Index) -> Extent | None:
+        match leaf:
             case Symbol():
                 return 0, MAX_LENGTH - 1
             case Lookup(TensorTable(tensor)):
                 return self.tensor_extent(tensor)
-        limits = torch.iinfo(torch.int64)
-        return combined_extent(index, self.extent) or (limits.min, limits.max)
+        return None
 
     def is_non_negative(self, element: Element) -> bool:
         """Whether an element is never negative, whatever values the captured tensors get later."""
