@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
@@ -36,16 +36,16 @@ class Mask(MaskMethods):
     """
 
     def __and__(self, other: Mask) -> Mask:
-        return _combine(And, "&", self, other)
+        return _combine(And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return _combine(Or, "|", self, other)
+        return _combine(Or, self, other)
 
     def __xor__(self, other: Mask) -> Mask:
-        return _combine(Xor, "^", self, other)
+        return _combine(Xor, self, other)
 
     def __sub__(self, other: Mask) -> Mask:
-        return _combine(And, "-", self, Not.make(other) if isinstance(other, Mask) else other)
+        return _combine(And, self, Not.make(other) if isinstance(other, Mask) else other, "-")
 
     def __rand__(self, other: object) -> NoReturn:
         _refuse("&", other)
@@ -112,9 +112,9 @@ class Mask(MaskMethods):
         return cast(Mask, self.replace(move))
 
 
-def _combine(kind: type[And | Or | Xor], sign: str, left: Mask, right: object) -> Mask:
+def _combine(kind: type[And | Or | Xor], left: Mask, right: object, sign: str = "") -> Mask:
     if not isinstance(right, Mask):
-        _refuse(sign, right)
+        _refuse(sign or kind.symbol, right)
     return within_depth(kind.make((left, right)))
 
 
@@ -190,14 +190,15 @@ class Compare(Mask):
 class _Nary(Mask):
     """Operands in the order in which they were written; the order does not count for equality."""
 
+    symbol: ClassVar[str]
     operands: tuple[Mask, ...]
 
     def _make_key(self) -> Key:
         return Key((type(self).__name__, frozenset(operand.key for operand in self.operands)))
 
-    def _write(self, sign: str, bare: bool) -> tuple[str, int]:
-        level = PRECEDENCE[sign]
-        return f" {sign} ".join(wrap(operand, level + 1, bare) for operand in self.operands), level
+    def write(self, bare: bool) -> tuple[str, int]:
+        level = PRECEDENCE[self.symbol]
+        return f" {self.symbol} ".join(wrap(operand, level + 1, bare) for operand in self.operands), level
 
 
 def _flat(kind: type[_Nary], operands: tuple[Mask, ...]) -> list[Mask]:
@@ -241,29 +242,29 @@ def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operan
 class And(_Nary):
     """Visible where every operand is."""
 
+    symbol: ClassVar[str] = "&"
+
     @classmethod
     def make(cls, *values: Any) -> Mask:
         return _junction(And, Or, True, values[0])
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        return self._write("&", bare)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Or(_Nary):
     """Visible where any operand is."""
 
+    symbol: ClassVar[str] = "|"
+
     @classmethod
     def make(cls, *values: Any) -> Mask:
         return _junction(Or, And, False, values[0])
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        return self._write("|", bare)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Xor(_Nary):
     """Visible where an odd number of operands is."""
+
+    symbol: ClassVar[str] = "^"
 
     @classmethod
     def make(cls, *values: Any) -> Mask:
@@ -290,9 +291,6 @@ class Xor(_Nary):
         parts = tuple(odd.values())
         mask: Mask = Truth(False) if not parts else parts[0] if len(parts) == 1 else cls(parts)
         return Not.make(mask) if flipped else mask
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        return self._write("^", bare)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -370,14 +368,10 @@ def _write_arguments(define: Callable[..., Mask], arguments: Iterable[tuple[str,
             return write_data(value, bare)
         return value.write(bare)[0] if isinstance(value, Mask | Index) else repr(value)
 
+    first = _first_parameter(define)
     return ", ".join(
-        write(value) if key == _first_parameter(define) and _holds_masks(value) else f"{key}={write(value)}"
-        for key, value in arguments
+        write(value) if key == first and isinstance(value, Mask | tuple) else f"{key}={write(value)}" for key, value in arguments
     )
-
-
-def _holds_masks(value: Any) -> bool:
-    return isinstance(value, Mask | tuple)
 
 
 @cache

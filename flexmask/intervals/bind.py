@@ -5,7 +5,6 @@ Values of tensors in another device's memory are not read, which would force a h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,11 +87,12 @@ class _Parts:
     ranged: list[Ranged]
     switches: list[PerHead]
     computed: list[Computed]
+    axes: list[tuple[Lookup, int, str]]  # which axis of a lookup has which axis of the mask; data that may be longer comes last
 
 
 def _parts(mask: Mask) -> _Parts:
     if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [], [], [])
+        parts = _Parts([], [], [], [], [], [], [])
         seen: set[Any] = set()
         ranges: dict[Any, Extent | None] = {}
         for node in mask.expand().walk():
@@ -108,6 +108,8 @@ def _parts(mask: Mask) -> _Parts:
                     parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
+                    names = [index.name if isinstance(index, Symbol) else "" for index in node.indices]
+                    parts.axes.extend((node, place, name) for place, name in enumerate(names) if name in AXES)
                 case TensorTable() | CapturedTensor():
                     parts.tensors.append(node)
                 case Ranged():
@@ -116,6 +118,7 @@ def _parts(mask: Mask) -> _Parts:
                     parts.switches.append(node)
             if isinstance(node, Computed) and is_computed(node, ranges):
                 parts.computed.append(node)
+        parts.axes.sort(key=lambda entry: _may_be_longer(entry[0]))
         mask.memo["parts"] = parts
     return cast(_Parts, mask.memo["parts"])
 
@@ -171,10 +174,11 @@ def _sizes(
             claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
     if isinstance(offset, Tensor) and offset.numel() > 1:
         claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    for lookup, axis, size in _axis_sizes(parts):
-        if axis in needed:
-            _check_axis(mask, lookup, axis, size, needed, moved=not (isinstance(offset, int) and offset == 0))
     _add_claims(parts, claims_of)
+    moved = not (isinstance(offset, int) and offset == 0)
+    for lookup, place, axis in parts.axes:
+        if axis in needed and (size := cast(Table, lookup.table).shape[place]) is not None:
+            _check_axis(mask, lookup, axis, size, needed, moved=moved)
     sizes, symbols = {}, mask.expand().symbols
     for axis, keyword in (("b", "batch"), ("h", "heads")):
         if len(claims_of[axis]) > 1:
@@ -206,18 +210,10 @@ def _add_claims(parts: _Parts, claims_of: dict[str, dict[int, str]]) -> None:
     """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
     for switch in parts.switches:
         claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
-    for lookup, axis, size in sorted(_axis_sizes(parts), key=lambda entry: entry[2] if _may_be_longer(entry[0]) else 0):
-        if axis in claims_of and not (_may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
+    for lookup, place, axis in parts.axes:
+        size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
+        if size is not None and not (_may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
             claims_of[axis].setdefault(size, lookup.brief())
-
-
-def _axis_sizes(parts: _Parts) -> Iterator[tuple[Lookup, str, int]]:
-    """The lookups, the axes of a mask that index them, and the sizes of their data along these."""
-    for lookup in parts.lookups:
-        if isinstance(lookup.table, Table):
-            for index, size in zip(lookup.indices, lookup.table.shape, strict=True):
-                if isinstance(index, Symbol) and index.name in AXES and size is not None:
-                    yield lookup, index.name, size
 
 
 def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:

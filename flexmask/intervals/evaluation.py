@@ -56,9 +56,10 @@ class Evaluation:
 
     def values(self, node: Any) -> Any:
         """As :meth:`tensor` for a expression with lengths put in, or a Python number where nothing varies."""
-        if node.key not in self.known:
-            self.known[node.key] = self._values(node)
-        return self.known[node.key]
+        found = self.known.get(node.key)
+        if found is None:
+            self.known[node.key] = found = self._values(node)
+        return found
 
     def _values(self, node: Any) -> Any:
         match node:

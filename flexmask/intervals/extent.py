@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias, cast
 
@@ -60,18 +61,12 @@ def value_range(
     if index.key in known:
         return known[index.key]
 
-    def below(part: Index) -> Extent | None:
-        return value_range(part, leaf, known, unknown, is_clamped=is_clamped)
-
-    match index:
-        case Symbol() | Lookup() | Opaque():
-            found = leaf(index)
-        case Sum() | Quotient():
-            found = combined_extent(index, below)
-        case _:
-            found = combined_extent(index, below)
-            if found is not None and is_clamped:
-                found = max(found[0], INT64[0]), min(found[1], INT64[1])
+    if isinstance(index, Symbol | Lookup | Opaque):
+        found = leaf(index)
+    else:
+        found = combined_extent(index, lambda part: value_range(part, leaf, known, unknown, is_clamped=is_clamped))
+        if found is not None and is_clamped and not isinstance(index, Sum | Quotient):
+            found = max(found[0], INT64[0]), min(found[1], INT64[1])
     known[index.key] = found = unknown if found is None else found
     return found
 
@@ -85,15 +80,17 @@ def extent(index: Index, context: Context, read: Read = Read.HERE) -> Extent:
         read: which data is read.
     """
 
-    def leaf(node: Index) -> Extent | None:
-        match node:
-            case Symbol(name):
-                return _symbol_extent(name, context)
-            case Lookup(table):
-                return _table_extent(table, context, read)
-        return None
+    known = context.extents.setdefault(read, {})
+    return known.get(index.key) or cast(Extent, value_range(index, partial(_leaf_extent, context, read), known))
 
-    return cast(Extent, value_range(index, leaf, context.extents.setdefault(read, {})))
+
+def _leaf_extent(context: Context, read: Read, leaf: Index) -> Extent | None:
+    match leaf:
+        case Symbol(name):
+            return _symbol_extent(name, context)
+        case Lookup(table):
+            return _table_extent(table, context, read)
+    return None
 
 
 def combined_extent(index: Index, below: Callable[[Index], Extent | None]) -> Extent | None:
