@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from flexmask.expr.mask import Mask
 __all__ = ["Backend", "Call", "backend_names", "check_backend", "get_backend", "ordered_backends", "register_backend", "select"]
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call of :func:`flexmask.attention`, after its checks: shapes, dtypes and devices fit each other.
 
     Attributes:

@@ -35,6 +35,9 @@ __all__ = ["CellMod", "ScoreMod", "TILED_SDPA", "block_sdpa", "fused_sdpa"]
 Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
 Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
 
+#: ``kv < q + 1``, the mask of SDPA's ``is_causal``, after separation.
+FUSED_CAUSAL = Span(None, Linear.of(q + 1).index())
+
 
 def block_sdpa(
     query: Tensor,
@@ -157,13 +160,14 @@ def _supports(call: Call) -> str | None:
 def _run(call: Call) -> Tensor:
     query, key, value, q_offset, seed = call.query, call.key, call.value, call.q_offset, call.seed()
     mask = call.mask if isinstance(call.mask, Mask) else Truth(True)
+    is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
-    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
+    fusible = (is_real or is_graph) and not is_transformed(query, key, value)
     plain = call.score_mod is None and seed is None and fusible
     setting = (*query.shape[:3], key.shape[2], query.device, plain)
-    if is_captured():
+    if is_graph:
         plan = _plan_in_graph(mask, setting, q_offset)
-    elif has_values(query):
+    elif is_real:
         with outside_transforms():
             plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
     else:
@@ -206,8 +210,8 @@ def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan
 
 
 def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
-    """Whether the mask equals SDPA's ``is_causal``: ``kv < q + 1`` with queries that start at 0."""
-    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == Span(None, Linear.of(q + 1).index())
+    """Whether the mask equals that of SDPA's ``is_causal``, with queries that start at 0."""
+    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == FUSED_CAUSAL
 
 
 TILED_SDPA = Backend("sdpa", supports=_supports, run=_run)
