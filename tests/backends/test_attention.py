@@ -1,4 +1,4 @@
-"""Attention and the module against dense masked softmax in float64: outputs, gradients, both backends, and what they refuse."""
+"""Attention and the module against dense masked softmax in float64: outputs, gradients, both backends, errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
 
 
 def gradients(out: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a loss that weighs each output differently, in the same way for every dtype."""
+    """The gradients of a loss with a random weight per output, equal for every dtype."""
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return torch.autograd.grad((out.double().cpu() * weight).sum(), tensors)
 
@@ -221,7 +221,7 @@ def test_gradients_are_derivatives(mask: Mask) -> None:
 
 @pytest.mark.parametrize("name", ["one hidden cell", "empty", "no key", "query padding", "cross", "documents", "per head"])
 @pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q_idx, kv_idx: score * 2], ids=["plain", "score_mod"])
-def test_rows_without_keys_give_exactly_zero(name: str, score_mod: ScoreMod | None) -> None:
+def test_fully_masked_rows_give_exactly_zero(name: str, score_mod: ScoreMod | None) -> None:
     case = CASES[name]
     query, key, value = tensors = case.inputs(torch.float32)
     fully_masked = ~case.visible().any(-1)
@@ -258,7 +258,7 @@ def test_nothing_to_attend_with_or_to(batch: int, kv_len: int) -> None:
 
 
 def modified(tensors: Inputs, visible: Tensor, modify: Callable[[Tensor], Tensor]) -> Tensor:
-    """Masked softmax of the scores [B, H, q_len, kv_len] as a plain function changes them; 0 for a row without a key."""
+    """Masked softmax of modified scores [B, H, q_len, kv_len]; 0 in fully masked rows."""
     query, key, value = tensors
     scores = modify(query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5)
     seen = visible & ~scores.isneginf()
@@ -450,7 +450,7 @@ REFUSED: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused(name: str) -> None:
+def test_errors(name: str) -> None:
     attempt, kind, message = REFUSED[name]
     with pytest.raises(kind) as caught:
         attempt()
@@ -587,7 +587,7 @@ def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
         ({"mask": fm.causal}, r"mask must be a Mask, its text.* a mask_mod function.*call it, causal\(\)"),
     ],
 )
-def test_options_of_another_kind_are_refused(options: dict[str, Any], wanted: str) -> None:
+def test_options_of_another_kind_are_errors(options: dict[str, Any], wanted: str) -> None:
     query = torch.randn(1, 2, 5, 8)
     for backend in ("sdpa", "flex"):
         with pytest.raises(FlexmaskError, match=wanted):

@@ -1,4 +1,4 @@
-"""The registry of backends: a further one is a few lines, and everything that takes a backend's name knows it."""
+"""The registry of backends: a new backend takes a few lines, and everything that takes a backend's name knows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_dense(call: Call) -> Tensor:
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that reach a backend ``dense``, which is registered for the test."""
+    """The calls of a backend ``dense``, which is registered for one test."""
     calls: list[Call] = []
 
     def counted(call: Call) -> Tensor:

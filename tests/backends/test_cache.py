@@ -1,4 +1,4 @@
-"""The MaskCache: how often masks are lowered, and that no result is older than its data."""
+"""The MaskCache: how often masks are lowered, and that no result outlives its data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The contexts of all lowerings, one for each."""
+    """The context of each lowering."""
     contexts: list[Any] = []
 
     def counted(context: Any) -> Any:
@@ -128,7 +128,7 @@ def test_data_that_shares_memory_with_numpy_and_goes_by_name() -> None:
 
 
 def test_tensors_that_come_and_go_are_not_mixed_up() -> None:
-    """A new tensor often has the id of one that is gone."""
+    """A new tensor often has the id of a deleted one."""
     query = torch.randn(1, 1, S, 4)
     with MaskCache(size=2) as cache:
         for cut in range(1, 10):
@@ -250,13 +250,13 @@ def test_changed_data_is_seen_on_cuda(change: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(0, ExpressionError), (1.5, OperandError), (True, OperandError)])
-def test_sizes_that_are_refused(size: Any, kind: type[Exception]) -> None:
+def test_wrong_sizes_are_errors(size: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="size"):
         MaskCache(size)
 
 
 def test_offsets_of_other_strides_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device, where values are not looked at."""
+    """As on a GPU, where values are not read."""
     monkeypatch.setattr("flexmask.backends.cache._sync.needs_sync", lambda tensor: True)
     offsets, cache = torch.tensor([[0, 3], [7, 9]]), fm.MaskCache()
     for offset in (offsets[0], offsets[:, 0]):

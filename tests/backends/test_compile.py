@@ -77,7 +77,7 @@ def test_the_library_takes_one_kernel_for_twenty_compositions() -> None:
 
 
 class Decoder(nn.Module):
-    """Two layers: one sees what its mask shows of everything, the other a window of it."""
+    """Two layers with a mask each."""
 
     def __init__(self, vocabulary: int, width: int, n_heads: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
 
 def batches(number: int, sequences: int) -> Iterator[tuple[fm.Mask, fm.Mask]]:
-    """For each batch its documents, its lengths, and other masks over them."""
+    """The masks of batches with different documents and lengths."""
     draw = random.Random(0)
     for step in range(number):
         cuts = [sorted({0, L, *draw.sample(range(1, L), draw.randint(0, 5))}) for _ in range(sequences)]
@@ -122,7 +122,7 @@ def test_a_model_takes_one_graph_for_twenty_batches() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", ["one tensor", "one tensor of keys", "views", "one token"])
 def test_query_key_and_value_that_share_memory(given: str) -> None:
-    """Of torch before 2.13 the compiled CPU kernel itself refuses them."""
+    """Before torch 2.13 the compiled CPU kernel itself rejects them."""
     stacked = torch.randn(3, 1, 2, 1 if given == "one token" else L, 16)
     q_part, k_part, v_part = {"one tensor": (0, 0, 0), "one tensor of keys": (0, 1, 1)}.get(given, (0, 1, 2))
     block_mask = fm.causal().block_mask(stacked.shape[3])
@@ -178,7 +178,7 @@ def test_other_lengths_compile_once_more_on_cuda() -> None:
 
 @pytest.mark.slow
 def test_more_intervals_take_other_kernels() -> None:
-    """Sizes do not change with the number of intervals: torch's CPU kernels do not build once a size is dynamic."""
+    """Sizes do not change with the number of intervals: torch's CPU kernels do not compile with a dynamic size."""
     query, key, value = (torch.randn(1, 1, L, 16) for _ in range(3))
     compiled = torch.compile(flex_attention)
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Dropout: the hash against plain Python, the weights against dropout(softmax(s)) @ v, gradients, and what a seed promises."""
+"""Dropout: the hash against plain Python, the output against dropout(softmax(s)) @ v, gradients, and seeds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DRAWN = ~dropout_cells(7, P, *SIZES)
 
 
 def deviations(counts: Tensor, number: int) -> Tensor:
-    """How far shares of drops are from P, in standard deviations."""
+    """The distances of shares of drops from P, in standard deviations."""
     return (counts - P) / math.sqrt(P * (1 - P) / number)
 
 

@@ -1,4 +1,4 @@
-"""The engine of the `sdpa` backend against dense masked attention in float64."""
+"""`block_sdpa`, which the backend `sdpa` runs, against dense masked attention in float64."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ def dense_attention(
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
 ) -> Tensor:
-    """Softmax attention over the whole score matrix, in float64; a row that sees nothing gives 0."""
+    """Softmax attention over the whole score matrix, in float64; fully masked rows give 0."""
     query, key, value = (tensor.double() for tensor in (query, key, value))
     group = query.size(1) // key.size(1)
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
@@ -77,7 +77,7 @@ def check_attention(
     mask: Tensor,
     **extra: object,
 ) -> None:
-    """Output and gradients of `attend` are those of dense attention; exactly 0 where nothing is seen, and never NaN."""
+    """Output and gradients of `attend` equal those of dense attention; exactly 0 in fully masked rows, and never NaN."""
     query, key, value = tensors
     out = attend(query, key, value)
     wanted = dense_attention(query, key, value, mask, **extra)  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ class TestScoreMod:
         assert slopes.grad is not None
         assert torch.all(slopes.grad != 0)
 
-    def test_scores_of_minus_infinity_hide(self) -> None:
+    def test_scores_of_minus_infinity_mask_out(self) -> None:
         def even(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return torch.where((kv_idx % 2 == 0) & (q_idx != 3), score, -math.inf)
 
@@ -433,8 +433,8 @@ class TestCost:
         assert all(tile.all_visible for tile in tiles)
         assert {tile.runs for tile in tiles} == {((i, i + 512),) for i in range(0, self.LONG, 512)}
 
-    def test_tiles_of_one_picture(self) -> None:
-        """A window's tiles look alike beyond its start, and so do those of documents of one length."""
+    def test_tiles_with_equal_masks(self) -> None:
+        """The tiles of a window have equal masks after its start, and so have those of documents of one length."""
         row = torch.arange(self.LONG)
 
         def pictures(*bounds: Tensor, **options: int) -> list[int]:
@@ -476,7 +476,7 @@ class TestCost:
                 block_sdpa(*tensors, bounds, score_mod=score_mod).sum()
             assert max(saved, default=0) <= 2 * 4 * 300 * 8
 
-    def test_callable_cells_see_one_tile_at_a_time(self, small_tiles: None) -> None:
+    def test_callable_cells_get_one_tile_at_a_time(self, small_tiles: None) -> None:
         sizes = []
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -558,7 +558,7 @@ BROKEN = (math.nan, math.inf, -math.inf)
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention of each row to nothing but the keys that it sees, in float64; what has a weight of 0 does not count."""
+    """Attention of each row to only the keys that it attends to, in float64, without products of weight 0."""
     group = query.size(1) // key.size(1)
     rows = []
     for b, h, i in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
@@ -571,8 +571,8 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
     return torch.stack(rows).view(*query.shape[:3], value.size(3))
 
 
-class TestBrokenValues:
-    """NaN and inf in keys and values reach the rows that see them, and no other."""
+class TestNonfiniteValues:
+    """NaN and inf in keys and values reach the rows that attend to them, and no other."""
 
     ATTENDS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {  # noqa: RUF012
         "rows": lambda mask: partial(block_sdpa, bounds=intervals(mask)),
@@ -591,7 +591,7 @@ class TestBrokenValues:
     )
     @pytest.mark.parametrize("how", ATTENDS)
     @pytest.mark.parametrize("where", ["keys", "values", "both"])
-    def test_only_rows_that_see_them(self, name: str, how: str, where: str, small_tiles: None) -> None:
+    def test_only_rows_that_attend_to_them(self, name: str, how: str, where: str, small_tiles: None) -> None:
         mask = MASKS[name]()
         mask = mask.expand(-1, -1, 50, -1)
         query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
@@ -607,7 +607,7 @@ class TestBrokenValues:
 
     @staticmethod
     def check_gradients(out: Tensor, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> None:
-        """Of a loss of the rows that see nothing broken, those that no other row has a part in."""
+        """Of a loss of the rows that attend to no NaN or inf, those that no other row has a part in."""
         _, key, value = tensors
         broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1)).repeat_interleave(2, 1)
         touched = (mask & broken.unsqueeze(2)).any(-1)

@@ -62,7 +62,7 @@ def tilt(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> 
 
 
 class Case:
-    """The library's attention of query, key and value under a mask, and what it should be: softmax over the whole table."""
+    """The library's attention of query, key and value under a mask, and its reference: softmax over the dense scores."""
 
     def __init__(self, name: str, variant: str = "plain") -> None:
         self.mask, allowed = MASKS[name]
@@ -97,7 +97,7 @@ class Case:
 
 
 def check_same(transformed: Callable[[Attend], Any], case: Case) -> None:
-    """What a transform makes of the library's attention is what it makes of the other."""
+    """A transform gives the same result for the library's attention as for the reference."""
     actual, wanted = (torch.utils._pytree.tree_leaves(transformed(attend)) for attend in (case.actual, case.wanted))
     assert len(actual) == len(wanted) > 0
     for one, other in zip(actual, wanted, strict=True):
@@ -434,7 +434,7 @@ def test_flexattention_says_what_it_cannot(mask: Mask | BlockMask) -> None:
 
 @contextmanager
 def tensors_without_values(kind: str) -> Iterator[Callable[..., Tensor]]:
-    """How to make a tensor of a shape that has none."""
+    """A function that makes a tensor without values."""
     if kind == "meta":
         yield lambda *shape: torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
     else:
@@ -484,7 +484,7 @@ class TestWithoutValues:
 class TestFakeTensors:
     @pytest.mark.parametrize(("name", "variant"), [pair for pair in PAIRS if "score_mod" not in pair[1]])
     def test_on_a_device_that_is_not_there(self, name: str, variant: str) -> None:
-        """FlexAttention is not asked: it would compile a kernel."""
+        """FlexAttention is not called: it would compile a kernel."""
         case = Case(name, variant)
         case.mask = fm.from_dense(TABLE.tolist()) if name == "dense" else case.mask
         sizes = [(HEADS, Q_LEN, 32), (case.key_heads, KV_LEN, 32), (case.key_heads, KV_LEN, 32)]
@@ -495,7 +495,7 @@ class TestFakeTensors:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
     def test_masks_that_hold_tensors(self, dtype: torch.dtype) -> None:
-        """Tensors made outside and inside of the mode."""
+        """Tensors made outside and inside the mode."""
         data = torch.zeros(6, dtype=dtype)
         with FakeTensorMode():
             x = torch.randn(1, 1, 6, 8)
@@ -517,7 +517,7 @@ class TestFakeTensors:
 
 
 class Layer(nn.Module):
-    """A layer under a mask that it has."""
+    """A layer with a mask of its own."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
@@ -556,7 +556,7 @@ class TestGraphs:
         graph = make_fx(lambda y: attention(y, y, y, mask), tracing_mode=mode)(x)
         torch.testing.assert_close(graph(other), attention(other, other, other, mask))
 
-    def test_modes_see_one_operator(self) -> None:
+    def test_modes_record_one_operator(self) -> None:
         """So that selective checkpoints can keep its output."""
         seen: list[str] = []
 

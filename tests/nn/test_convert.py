@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused(name: str) -> None:
+def test_errors(name: str) -> None:
     attempt, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         attempt()

@@ -1,4 +1,4 @@
-"""Decoding with a KVCache: each step's rows are those of the whole sequence, whose dense masked softmax is the measure."""
+"""Decoding with a KVCache: each step's rows equal those of dense masked softmax over the whole sequence."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def check_close(found: Tensor, expected: Tensor) -> None:
 
 
 def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tensor:
-    """The whole sequence by masked softmax in float64, without anything of the library but the weights."""
+    """Masked softmax over the whole sequence in float64, with the weights of the module."""
     query, key, value = (
         part.unflatten(-1, (-1, module.d_head)).transpose(1, 2)
         for part in module.in_proj(x).split([8, 2 * module.n_kv_heads, 2 * module.n_kv_heads], -1)
@@ -190,7 +190,7 @@ def test_every_step_is_the_whole_sequence(name: str, chunks: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_sequences_at_other_positions(name: str) -> None:
-    """Two prompts of 12 and 7 tokens, padded on the right, then steps that each sequence takes at its own position."""
+    """Two prompts of 12 and 7 tokens, padded on the right, then steps at each sequence's own position."""
     case, x, prompts, steps = CASES[name], inputs(), [12, 7], [1, 3, 1, 1, 4, 1]
     module, cache = case.module(), case.cache()
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_data_of_the_tokens_so_far_does_as_well() -> None:
             check_close(found, expected[:, place : place + 1])
 
 
-def test_no_mask_sees_the_tokens_so_far() -> None:
+def test_no_mask_attends_to_the_tokens_so_far() -> None:
     module, x = MultiheadFlexAttention(6, 8, 4).double(), inputs()
     cache, ragged = KVCache(S), KVCache(S)
     module(x[:, :4], cache=cache)
@@ -289,7 +289,7 @@ def test_reorder_moves_sequences() -> None:
             check_close(module(x[order, 14:15], cache=cache), expected[order])
 
 
-def test_reset_begins_anew() -> None:
+def test_reset_starts_over() -> None:
     module, cache, x = CASES["causal"].module(), KVCache(S), inputs()
     module(x, cache=cache)
     cache.reset()
@@ -370,7 +370,7 @@ def call(cache: Any, x: Tensor | None = None, **options: Any) -> Callable[[], ob
 
 
 def grown_to(mask: str | None, chunks: list[int], cache: KVCache, **data: Any) -> Callable[[], object]:
-    """Gives the cache all chunks but the last, so that the last call is the one to be refused."""
+    """Gives the cache all chunks; the last call is the one that raises."""
     module = MultiheadFlexAttention(6, 8, 4).double()
     *before, last = inputs(sum(chunks)).split(chunks, 1)
     for part in before:
@@ -467,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused(name: str) -> None:
+def test_errors(name: str) -> None:
     attempt, kind, message = REFUSED[name]
     with pytest.raises(kind) as caught:
         attempt()
@@ -479,8 +479,8 @@ SHAPE = Shape(12, 12, batch=2, heads=4, lengths=())
 
 @settings(max_examples=40)
 @given(mask_cases(SHAPE, 2), st.sampled_from([[7, 1, 1, 1, 1, 1], [4, 3, 5], [1] * 12]), st.sampled_from([None, 1, 3, 6]))
-def test_a_cache_is_right_or_refuses(case: DrawnCase, chunks: list[int], window: int | None) -> None:
-    """Whatever the mask and the window: no row that differs from that of the whole sequence."""
+def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: int | None) -> None:
+    """For any mask and window, no row differs from that of the whole sequence."""
     mask, allowed = fm.causal() & case.mask, oracle.both(oracle.causal(), case.allowed)
     module, x, cache = CASES["causal"].module(), inputs(12), KVCache(12, window=window)
     with torch.no_grad():
@@ -499,7 +499,7 @@ def test_a_cache_is_right_or_refuses(case: DrawnCase, chunks: list[int], window:
 
 @settings(max_examples=200)
 @given(mask_cases(SHAPE, 3))
-def test_no_key_is_further_back_than_a_mask_says(case: DrawnCase) -> None:
+def test_no_visible_key_is_beyond_the_lookback(case: DrawnCase) -> None:
     reach = _lookback(case.mask)
     if reach is not None:
         _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
@@ -520,12 +520,12 @@ def test_no_key_is_further_back_than_a_mask_says(case: DrawnCase) -> None:
         ("kv >= q - lengths[b]", None),
     ],
 )
-def test_how_far_back_a_mask_says_that_it_sees(text: str, reach: int | None) -> None:
+def test_lookback(text: str, reach: int | None) -> None:
     assert _lookback(fm.parse(text)) == reach
 
 
 def test_a_window_on_another_device() -> None:
-    """Tensors are not read there; a mask without any is compared all the same, for the longest sequence."""
+    """Tensors are not read there. A mask without tensors is compared, for the longest sequence."""
     device = torch.device("meta")
     length = torch.zeros(2, dtype=torch.int64, device=device)
     for tokens in (CallTokens(2, 1, 7, 8, 5, device), CallTokens(2, 1, length, 8, length, device)):
@@ -545,7 +545,7 @@ def alone(module: MultiheadFlexAttention, mask: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mask", ["causal", f"sliding_window(size={WINDOW})", "causal & ((q - kv) % 3 == 0)"])
 @pytest.mark.parametrize("chunks", [[9, 1, 1, 1], [4, 5, 1, 2], [12]])
 def test_a_batch_with_padding_on_the_left(mask: str, chunks: list[int]) -> None:
-    """Each sequence is what it is alone, without padding, whatever the padding holds."""
+    """Each sequence gives the same as alone, without padding, for any values in the padding."""
     module, x, pads = CASES["causal"].module(), inputs(12, batch=3), [4, 0, 2]
     with torch.no_grad():
         found = decode(module, x, chunks, KVCache(12), mask=f"({mask}) & key_padding(start=pads)", pads=pads)
@@ -614,7 +614,7 @@ def test_a_cache_keeps_no_layer_alive() -> None:
     assert gone() is None
 
 
-def test_a_call_that_the_window_refuses_leaves_the_cache_as_it_was() -> None:
+def test_a_call_that_fails_for_the_window_leaves_the_cache_as_it_was() -> None:
     case, x = CASES["window, its keys only"], inputs()
     module, cache = case.module(), case.cache()
     with torch.no_grad():
@@ -638,7 +638,7 @@ def test_the_window_is_that_of_each_sequence() -> None:
 
 
 def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a mask says itself is free in each step; else a layer's rows are worked out once for all layers of a MaskCache."""
+    """The check is free for masks with a lookback; for others, layers in a MaskCache share one comparison."""
     compared: list[Any] = []
 
     def counted(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The module in all its settings against dense masked softmax, and in what models do with modules."""
+"""The module in all its settings against dense masked softmax; copies, checkpoints, compilation and export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
 def plain(
     module: MultiheadFlexAttention, x: Tensor, visible: Tensor, context: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """What a module should give, in float64: projections, masked softmax for each head in turn, projection."""
+    """The reference output in float64: projections, masked softmax of each head, projection."""
     weights = {name: weight.detach().double().cpu() for name, weight in module.named_parameters()}
     inner, others = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
     x = x.detach().double().cpu()
@@ -197,7 +197,7 @@ def test_the_mask_moves_with_the_weights() -> None:
         moved.dense(6, device="cpu")
 
 
-def test_it_prints_what_it_is() -> None:
+def test_it_prints_its_sizes() -> None:
     module = MultiheadFlexAttention(6, 8, 2, n_kv_heads=1, d_head=6, d_context=5, dropout=0.1, mask="causal")
     assert "d_in=6, d_out=8, n_heads=2, n_kv_heads=1, d_head=6, d_context=5, dropout=0.1, mask='causal'" in repr(module)
 
@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused(name: str) -> None:
+def test_errors(name: str) -> None:
     attempt, kind, message = REFUSED[name]
     with pytest.raises(kind) as caught:
         attempt()

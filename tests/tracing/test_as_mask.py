@@ -1,4 +1,4 @@
-"""Wherever a mask is wanted, its text and a mask_mod do as well; what is none of them is refused in one way."""
+"""Every function that takes a mask takes its text and a mask_mod too; anything else is the same error everywhere."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ TAKES_NO_LIST = [use for use in TAKES_ONE if use != "assert_no_leak"]
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_what_is_no_mask_is_refused_everywhere(name: str) -> None:
+def test_other_arguments_are_errors_everywhere(name: str) -> None:
     strange, wanted = STRANGE[name]
     for use in TAKES_NO_LIST if isinstance(strange, list) else TAKES_ONE:
         with pytest.raises(FlexmaskError) as caught:
@@ -165,7 +165,7 @@ def test_what_is_no_mask_is_refused_everywhere(name: str) -> None:
         assert re.search(wanted, str(caught.value)), f"{use}: {caught.value}"
 
 
-def test_a_block_mask_is_refused_where_it_has_no_cells_to_give() -> None:
+def test_a_block_mask_is_an_error_where_cells_are_needed() -> None:
     block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 128, 128, device="cpu")
     for use in ("explain", "difference", "assert_subset", "picture", "plot_scores", "module", "module's weights"):
         with pytest.raises(OperandError, match="BlockMask"):

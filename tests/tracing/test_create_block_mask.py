@@ -1,4 +1,4 @@
-"""The drop-in for torch's create_block_mask: the same lists, whatever the sizes."""
+"""create_block_mask gives the same block lists as torch's, at all sizes."""
 
 import inspect
 from typing import Any
@@ -72,7 +72,7 @@ def test_lists_are_those_of_torch(mask_mod: Any, sizes: tuple[Any, ...]) -> None
 
 
 def test_lengths_one_after_another() -> None:
-    """Nothing that is kept of one length serves another."""
+    """No cached value of one length is used for another."""
     for kv_len in (11, 19, 40, 3):
         found = fm.create_block_mask(one_query, 2, 2, 13, kv_len, device="cpu", BLOCK_SIZE=4)
         check_lists(found, create_block_mask(one_query, 2, 2, 13, kv_len, device="cpu", BLOCK_SIZE=4))
@@ -129,7 +129,7 @@ def check_order(found: Any, wanted: Any) -> None:
 @with_order
 @pytest.mark.parametrize("way", WAYS)
 def test_write_order_of_a_part(way: str) -> None:
-    """What torch makes of a BlockMask with a write order has one too."""
+    """A part of a BlockMask with a write order has one too."""
     setting: Any = {"B": 2, "H": 2, "Q_LEN": LENGTH, "KV_LEN": LENGTH, "device": "cpu", "BLOCK_SIZE": 16}
     with path(way):
         found = fm.create_block_mask(slopes, **setting, compute_dq_write_order=True)
@@ -201,7 +201,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("changed", "kind", "wanted"), REFUSED, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
 )
-def test_refusals(changed: dict[str, Any], kind: type[Exception], wanted: str) -> None:
+def test_errors(changed: dict[str, Any], kind: type[Exception], wanted: str) -> None:
     given: dict[str, Any] = {"mask_mod": causal, "B": 1, "H": 1, "Q_LEN": 16, "KV_LEN": 16, "device": "cpu"} | changed
     with pytest.raises(kind, match=wanted):
         fm.create_block_mask(**given)

@@ -1,4 +1,4 @@
-"""Recognition: named masks in functions that were written without their names, and none where they differ."""
+"""Named masks are found in functions that are written without their names, and not where they differ."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_near_misses(body: str, name: str) -> None:
 
 @pytest.mark.parametrize(("body", "text"), ROWS, ids=[body for body, _ in ROWS])
 def test_body_is_what_was_written(body: str, text: str) -> None:
-    """A name is only a name: what is computed stays what the function said."""
+    """A name does not change the expression under it."""
     from flexmask.tracing.trace import trace_function
 
     written = trace_function(of_text(body))

@@ -150,7 +150,7 @@ def of_text(body: str) -> Any:
 
 
 def check(mask_mod: Any, mask: fm.Mask, *, blocks: bool = True) -> None:
-    """The mask is what torch makes of the function, in its cells and in its blocks."""
+    """The cells and blocks of the mask equal those that torch computes from the function."""
     for q_len, kv_len, batch, heads in ((Q, KV, B, H), (5, 19, 1, 2)):
         expected = create_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu")
         found = mask.dense(q_len, kv_len, batch=batch, heads=heads)
@@ -265,7 +265,7 @@ def test_masks_are_returned_as_they_are() -> None:
 
 
 def test_caught_questions() -> None:
-    """What torch refuses, a function may catch."""
+    """A function may catch what torch raises."""
 
     def caught(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         try:
@@ -357,7 +357,7 @@ def test_in_place(mask_mod: Any) -> None:
 
 
 def test_whole_function_changes_no_index() -> None:
-    """What a function does to its arguments is not seen by the rest of the mask."""
+    """In-place operations on the arguments of a function do not change the rest of the mask."""
 
     def steps(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         q.view(1).add_(1)
@@ -381,7 +381,7 @@ def test_structure_around_a_call() -> None:
 
 
 def test_call_of_one_side_separates() -> None:
-    """What a call gives for the key alone is a column like any other."""
+    """An opaque call of the key alone is separable, a column like any other."""
     mask_mod = of_text("torch.floor(kv / 3) > 1")
     mask = fm.from_mask_mod(mask_mod)
     assert mask.rows(Q, KV).exact
@@ -460,7 +460,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("function", "kind", "wanted"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refusals(function: Any, kind: type[Exception], wanted: str) -> None:
+def test_errors(function: Any, kind: type[Exception], wanted: str) -> None:
     with pytest.raises(kind, match=wanted):
         fm.from_mask_mod(function)
 
@@ -476,7 +476,7 @@ QUESTIONS: list[tuple[str, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("name", "function"), QUESTIONS, ids=[name for name, _ in QUESTIONS])
 def test_questions_have_no_expression(name: str, function: Any) -> None:
-    """Nor does torch answer them, when the mask is lowered."""
+    """torch raises for them too, when the mask is lowered."""
     with pytest.raises(TraceError, match=name):
         fm.from_mask_mod(function, strict=True)
     mask = fm.from_mask_mod(function)
@@ -508,7 +508,7 @@ def test_errors_of_a_function_that_is_called_for_cells_name_it() -> None:
         fm.from_mask_mod(lambda b, h, q, kv: q > 3 if q > kv else kv > 3).dense(4, batch=1, heads=1)
 
 
-def test_random_numbers_are_refused() -> None:
+def test_random_numbers_are_errors() -> None:
     with pytest.raises(TraceError, match="rand draws random numbers"):
         fm.from_mask_mod(lambda b, h, q, kv: torch.rand(()) < 0.5)
 
@@ -522,7 +522,7 @@ def test_older_names_of_types() -> None:
 
 
 def test_data_that_changes_later() -> None:
-    """What was simplified may not rest on the values that a captured tensor had."""
+    """Simplification must not depend on the values of captured tensors."""
     ids, offset = torch.tensor([0, 1, 1, 2]), torch.tensor(5)
     clamped = fm.from_mask_mod(lambda b, h, q, kv: ids[q].clamp(min=0) == ids[kv])
     cut = fm.from_mask_mod(lambda b, h, q, kv: torch.div(q + offset, 4, rounding_mode="trunc") == kv)
