@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,7 @@ from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_function", "checked_int", "kind_of", "number", "unfit"]
+__all__ = ["check_function", "checked_int", "is_tensor", "kind_of", "number", "unfit"]
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
@@ -103,6 +104,12 @@ def check_function(value: Any, what: str, form: str) -> None:
         raise OperandError(f"{wanted}: {error}") from None
     except ValueError:
         pass  # functions written in C tell no signature
+
+
+def is_tensor(data: object) -> bool:
+    """Whether ``data`` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor)
 
 
 def unfit(tensor: Tensor) -> str:

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask._checks import kind_of, nearest
+from flexmask._checks import is_tensor, kind_of, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
 from flexmask.expr.names import NAMES, signature_of
 from flexmask.expr.node import within_depth
-from flexmask.expr.tables import RESERVED, Table, as_table, is_tensor
+from flexmask.expr.tables import RESERVED, Table, as_table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint

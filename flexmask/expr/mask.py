@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
+from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.expr.methods import MaskMethods
-from flexmask.expr.names import describe_non_mask
+from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import DocumentTable, document_ids, document_starts
-from flexmask.expr.tables import Lookup, Param, Table, TensorTable, as_table, is_tensor, write_data
+from flexmask.expr.tables import Lookup, Param, TensorTable, as_table
 
 if TYPE_CHECKING:
     import torch
@@ -354,29 +353,8 @@ class Named(Mask):
         return nodes_in(self.arguments)
 
     def write(self, bare: bool) -> tuple[str, int]:
-        text = _write_arguments(self.define, self.arguments, bare)
+        text = write_arguments(self.define, self.arguments, bare)
         return (self.name if bare and not text else f"{self.name}({text})"), PRECEDENCE["atom"]
-
-
-def _write_arguments(define: Callable[..., Mask], arguments: Iterable[tuple[str, Any]], bare: bool) -> str:
-    """The arguments of a named mask as text: a leading mask by position, everything else by name."""
-
-    def write(value: Any) -> str:
-        if isinstance(value, tuple):
-            return f"[{', '.join(map(write, value))}]"
-        if isinstance(value, Table | Param):
-            return write_data(value, bare)
-        return value.write(bare)[0] if isinstance(value, Mask | Index) else repr(value)
-
-    first = _first_parameter(define)
-    return ", ".join(
-        write(value) if key == first and isinstance(value, Mask | tuple) else f"{key}={write(value)}" for key, value in arguments
-    )
-
-
-@cache
-def _first_parameter(define: Callable[..., Mask]) -> str:
-    return next(iter(inspect.signature(define).parameters), "")
 
 
 @overload

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flexmask._checks import kind_of
+from flexmask._checks import is_tensor, kind_of
 from flexmask.errors import FlexmaskError
 from flexmask.expr.index import Index
 from flexmask.expr.node import Node
-from flexmask.expr.tables import is_tensor
+from flexmask.expr.tables import Param, Table, write_data
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flexmask.expr.mask import Mask
 
-__all__ = ["NAMES", "call_hint", "describe_non_mask", "signature_of"]
+__all__ = ["NAMES", "call_hint", "describe_non_mask", "signature_of", "write_arguments"]
 
 #: Named masks by name. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
@@ -73,3 +74,26 @@ def _from_tensor(tensor: Tensor) -> str:
         "flexmask.key_padding(keep=tensor); where its True is for hidden, as in torch.nn.MultiheadAttention, "
         f"~flexmask.from_dense({cells}) or flexmask.key_padding(hide=tensor)"
     )
+
+
+def write_arguments(define: Callable[..., Mask], arguments: Iterable[tuple[str, Any]], bare: bool) -> str:
+    """The arguments of a named mask as text: a leading mask by position, everything else by name."""
+
+    def write(value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(write, value))}]"
+        if isinstance(value, Table | Param):
+            return write_data(value, bare)
+        return value.write(bare)[0] if isinstance(value, Node) else repr(value)
+
+    first = _first_parameter(define)
+    return ", ".join(write(value) if key == first and _has_mask(value) else f"{key}={write(value)}" for key, value in arguments)
+
+
+@cache
+def _first_parameter(define: Callable[..., Mask]) -> str:
+    return next(iter(inspect.signature(define).parameters), "")
+
+
+def _has_mask(value: Any) -> bool:
+    return isinstance(value, tuple) or (isinstance(value, Node) and not isinstance(value, Index | Table))

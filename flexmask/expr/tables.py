@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import keyword
 import operator
-import sys
 import unicodedata
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from flexmask._checks import unfit
+from flexmask._checks import is_tensor, unfit
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
 from flexmask.expr.node import Key, Node, within_depth
@@ -40,7 +39,6 @@ __all__ = [
     "TensorTable",
     "along",
     "as_table",
-    "is_tensor",
     "param",
     "per_batch",
     "ranged",
@@ -52,8 +50,8 @@ __all__ = [
 #: Axes that data may have; no mask looks up more than 4.
 MAX_AXES = 16
 #: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
-RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where"}
-RESERVED |= {"table", "param", "document_ids", "document_starts"}
+RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where", "table", "param"}
+RESERVED |= {"document_ids", "document_starts"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -260,12 +258,6 @@ def write_data(data: Table | Param, bare: bool) -> str:
 def param(name: str) -> Param:
     """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
     return Param(name)
-
-
-def is_tensor(data: object) -> bool:
-    """Whether ``data`` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(data, torch.Tensor)
 
 
 def table(data: Data) -> Table:

@@ -9,10 +9,8 @@ import torch
 
 from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
-from flexmask.expr.index import Symbol
-from flexmask.expr.mask import Mask, PerHead
-from flexmask.expr.tables import Lookup, Table, TensorTable
-from flexmask.intervals.bind import bind
+from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import bind, own_sizes
 from flexmask.intervals.bounds import analyse
 from flexmask.intervals.context import Context
 from flexmask.plotting.density import MaskSlice
@@ -50,7 +48,7 @@ class Selection:
 
     def context(self, mask: Mask) -> Context:
         """The lowering context of a mask; sequences and heads that its data does not determine are those of the selection."""
-        own = _sizes(mask)
+        own = own_sizes(mask)
         batch, heads = (
             None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
             for axis, index, size in (("b", self.batch, self.batches), ("h", self.head, self.heads))
@@ -70,7 +68,7 @@ def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(length, int) and length > MAX_TOKENS:
             raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")
-    found = [_sizes(mask) for mask in masks]
+    found = [own_sizes(mask) for mask in masks]
     if isinstance(q_offset, torch.Tensor):
         found.append({"b": q_offset.numel()})
     depends = {symbol for mask in masks for symbol in mask.symbols}
@@ -82,19 +80,3 @@ def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_
             there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"leave it 0, as the mask is the same for every {what}"
             raise RenderError(f"{name} {index} is out of range: {there}")
     return Selection(q_len, kv_len, q_offset, batch, head, batches, heads)
-
-
-def _sizes(mask: Mask) -> dict[str, int]:
-    """The sequences (``"b"``) and heads (``"h"``) that a mask's data determines; data that may be longer is used last."""
-    exact: dict[str, int] = {}
-    spare: dict[str, int] = {}
-    for node in mask.expand().walk():
-        match node:
-            case PerHead(masks):
-                exact["h"] = len(masks)
-            case Lookup(table, indices) if isinstance(table, Table):
-                said = spare if isinstance(table, TensorTable) and table.may_be_longer else exact
-                for index, size in zip(indices, table.shape, strict=True):
-                    if isinstance(index, Symbol) and index.name in ("b", "h") and size is not None:
-                        said[index.name] = min(size, said.get(index.name, size))
-    return {**spare, **exact}
