@@ -1,4 +1,4 @@
-"""The ways to one result: each is compared with the oracle on both sides of the switch between them."""
+"""The code paths to one result: each is compared with the oracle, whatever the size of the mask."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ BLOCK_SIZES = st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16])
 
 
 def is_known(shape: Shape) -> bool:
-    """Whether no query stands behind the keys at a place that only the device knows; its data could not be checked."""
+    """Whether no query is beyond the keys at a position on the device, where data cannot be checked."""
     return isinstance(shape.q_offset, int) or shape.q_end <= shape.kv_len
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_blocks_of_drawn_mask(name: str) -> None:
+def test_blocks_of_random_mask(name: str) -> None:
     @given(shaped_masks(), BLOCK_SIZES)
     def check(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
         case, shape = drawn
-        assume(is_known(shape) or "without waiting" not in name)
+        assume(is_known(shape) or "host syncs avoided" not in name)
         with path(name):
             check_block_mask(case, shape, case.expected(shape), block_size)
 
     check()
 
 
-@pytest.mark.parametrize("name", ["without waiting", "runs of queries"])
-def test_rows_and_closures_of_drawn_mask(name: str) -> None:
+@pytest.mark.parametrize("name", ["host syncs avoided", "runs of queries"])
+def test_rows_and_closures_of_random_mask(name: str) -> None:
     @given(shaped_masks())
     def check(drawn: tuple[Case, Shape]) -> None:
         case, shape = drawn
-        assume(is_known(shape) or "without waiting" not in name)
+        assume(is_known(shape) or "host syncs avoided" not in name)
         with path(name):
             check_rows(case, shape, case.expected(shape))
             check_mask_mod(case, shape, case.expected(shape))
@@ -112,10 +112,10 @@ def test_decoding_sees_changed_data(change: Callable[[Tensor], None]) -> None:
     assert mask.rows(1, 6, q_offset=1).lower.bounds.flatten().tolist() == [0, 2]
 
 
-def test_a_device_that_waits_sees_changed_data() -> None:
+def test_changed_data_is_seen_where_host_syncs_are_avoided() -> None:
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     mask = fm.document(ids)
-    with path("without waiting"):
+    with path("host syncs avoided"):
         assert mask.rows(6).lower.bounds[0, 0, 1].flatten().tolist() == [0, 3]
         ids[2:] = 5
         assert mask.rows(6).lower.bounds[0, 0, 1].flatten().tolist() == [0, 2]
@@ -131,11 +131,11 @@ def test_decoding_takes_lists_at_any_length(length: int) -> None:
     assert mask.rows(1, 9, q_offset=4).lower.bounds.flatten().tolist() == [2, 5]
 
 
-# ---------------------------------------------------------------- nothing waits for a device
+# ---------------------------------------------------------------- host syncs
 
 
-def unwaiting(device: str) -> dict[str, fm.Mask]:
-    """Masks whose sizes follow from the shapes of their data. On ``meta`` data has no values: to ask for one is an error."""
+def masks_without_host_sync(device: str) -> dict[str, fm.Mask]:
+    """Masks whose sizes follow from the shapes of their data. On ``meta`` data has no values: reading one is an error."""
     lengths = torch.tensor([600, 900], device=device)
     documents = torch.tensor([[500, 300, 200], [1, 998, 0]], device=device)
     return {
@@ -155,22 +155,22 @@ def unwaiting(device: str) -> dict[str, fm.Mask]:
     }
 
 
-@pytest.mark.parametrize("name", unwaiting("meta"))
-def test_nothing_waits(name: str) -> None:
-    """Lowering needs no value of any tensor, also for a step of decoding at positions that only the device knows."""
-    mask = unwaiting("meta")[name]
+@pytest.mark.parametrize("name", masks_without_host_sync("meta"))
+def test_no_host_sync(name: str) -> None:
+    """Lowering reads no value of a tensor, also for a decoding step at positions on the device."""
+    mask = masks_without_host_sync("meta")[name]
     offset = torch.tensor([700, 800], device="meta")
     assert mask.block_mask(1000, device="meta").kv_indices.shape[-2:] == (8, 8)
     assert mask.block_mask(1, 1000, q_offset=offset, device="meta").kv_indices.shape[-2:] == (1, 8)
 
 
-def test_nothing_waits_for_data_along_queries() -> None:
+def test_data_along_queries_needs_no_host_sync() -> None:
     lengths, positions = torch.tensor([9, 8], device="meta"), torch.zeros((2, 1000), dtype=torch.long, device="meta")
     for mask in (fm.query_padding(lengths), fm.cross_length(lengths, lengths), fm.document(position_ids=positions)):
         assert mask.block_mask(1000).kv_num_blocks.device.type == "meta"
 
 
-WAITING = {
+MASKS_WITH_HOST_SYNC = {
     "kept keys": fm.key_padding(keep=torch.ones(4000, dtype=torch.bool, device="meta")),
     "ids": fm.document(torch.zeros(4000, dtype=torch.long, device="meta")),
     "a list of ids": fm.document([0] * 4000),
@@ -181,11 +181,11 @@ WAITING = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_what_has_to_wait(name: str) -> None:
-    """What comes in an unknown number of pieces has to be counted."""
+@pytest.mark.parametrize("name", MASKS_WITH_HOST_SYNC)
+def test_unknown_sizes_force_a_host_sync(name: str) -> None:
+    """Key intervals of an unknown number are counted."""
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        WAITING[name].block_mask(4000, device="meta")
+        MASKS_WITH_HOST_SYNC[name].block_mask(4000, device="meta")
 
 
 # ---------------------------------------------------------------- packed lists
@@ -238,7 +238,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("mask", PAIRS, ids=str)
 def test_full_blocks_have_the_strides_of_partial_ones(mask: fm.Mask) -> None:
-    """CUDA kernels of torch 2.11 read the lists so, those of decoding in every version."""
+    """CUDA kernels of torch 2.11 read both lists with the same strides, and decoding kernels do in every version."""
     with path("packed sets, shared strides"):
         found = mask.block_mask(1024)
     assert found.full_kv_indices is not None
@@ -263,7 +263,7 @@ def test_few_queries_share_strides_in_every_version(mask: fm.Mask) -> None:
 @pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("mask", PAIRS, ids=str)
 def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None:
-    """CUDA kernels know the stride of heads alone, and take the batch to be as many of these as there are heads."""
+    """CUDA kernels read the stride of heads alone and multiply it by the number of heads for the stride of the batch."""
     with path(way):
         made = mask.block_mask(1024, batch=3), fm.create_block_mask(mask, 3, 2, 1024, 1024)
     for found in made:
@@ -311,11 +311,11 @@ def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [*unwaiting("meta"), "ids"])
-def test_nothing_waits_on_cuda(name: str) -> None:
-    """torch itself watches for what waits. Lists become tensors, and ids are counted, once."""
+@pytest.mark.parametrize("name", [*masks_without_host_sync("meta"), "ids"])
+def test_no_host_sync_on_cuda(name: str) -> None:
+    """torch raises an error at a host sync. The first lowering copies lists and counts ids."""
     ids = fm.document(torch.arange(1000, device="cuda") // 300)
-    mask, offset = {**unwaiting("cuda"), "ids": ids}[name], torch.tensor([3, 5], device="cuda")
+    mask, offset = {**masks_without_host_sync("cuda"), "ids": ids}[name], torch.tensor([3, 5], device="cuda")
     mask.block_mask(1000, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -332,7 +332,7 @@ def test_nothing_waits_on_cuda(name: str) -> None:
 
 
 def test_threads_share_a_mask() -> None:
-    """What is kept of one lowering must not get into another."""
+    """Cached data of one lowering is not used in another."""
     mask = fm.causal() & fm.document(lengths=[300, 200], padding=True)
     wanted = {length: mask.rows(1, length, q_offset=400).lower.bounds.tolist() for length in (500, 600, 700)}
 

@@ -1,4 +1,4 @@
-"""Blocks that key intervals leave open: the same as torch's whatever decides them, with few cells and in bounded memory."""
+"""Open blocks: equal to torch's whichever step decides them, with few evaluated cells and in bounded memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_steps() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- drawn masks
+# ---------------------------------------------------------------- random masks
 
 SIGNS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
 
@@ -60,7 +60,7 @@ def periodic(draw: st.DrawFn, shape: Shape) -> Case:
 
 @st.composite
 def surveyed(draw: st.DrawFn) -> tuple[Case, Shape]:
-    """Such a condition joined with any mask."""
+    """Such a condition combined with any mask."""
     shape = draw(shapes())
     one, other = draw(periodic(shape)), draw(st.one_of(periodic(shape), mask_cases(shape, 1)))
     if draw(st.booleans()):
@@ -218,7 +218,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * {unit})
     ],
 )
 def test_memory_is_bounded(text: str, length: int) -> None:
-    """Of the process, not of single tensors: many small ones can hold the memory of large ones."""
+    """The memory of the process, not of single tensors: small tensors can keep the memory of large ones in use."""
     script = MEMORY.format(text=text, length=length, unit=1 if sys.platform == "darwin" else 1024)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200 * 2**20

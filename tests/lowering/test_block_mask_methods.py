@@ -1,4 +1,4 @@
-"""torch's own methods of a BlockMask on those of this library: each answers as it does for torch's."""
+"""torch's methods of a BlockMask: their results for BlockMasks of this library equal those for torch's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def theirs(mask_mod: Any, q_len: int = SIZES[2], kv_len: int = SIZES[3]) -> Any:
 
 
 def check_corner(found: BlockMask, whole: BlockMask, corner: tuple[int, int]) -> None:
-    """The blocks of the whole that lie in its upper left corner, each as partial or full as it was."""
+    """The blocks of the upper left corner are partial or full as in the whole mask."""
     rows, columns = (-(-length // BLOCK) for length in corner)
     assert found.shape == (*whole.shape[:2], *corner)
     assert found.mask_mod is whole.mask_mod
@@ -95,7 +95,7 @@ def test_adjust(mask_mod: Any, way: str) -> None:
 
 @each_way
 @each_mod
-def test_adjust_is_what_torch_makes_at_the_smaller_lengths(mask_mod: Any, way: str) -> None:
+def test_adjust_equals_torch_at_the_smaller_lengths(mask_mod: Any, way: str) -> None:
     for corner in CORNERS[:4]:
         check_lists(ours(mask_mod, way)._adjust(*corner), theirs(mask_mod, *corner))
 
@@ -103,7 +103,7 @@ def test_adjust_is_what_torch_makes_at_the_smaller_lengths(mask_mod: Any, way: s
 @each_way
 @each_mod
 def test_adjust_after_other_methods(mask_mod: Any, way: str) -> None:
-    """Also what is made of a BlockMask is cropped right."""
+    """BlockMasks that other methods return are cropped by defined indices as well."""
     whole, found = theirs(mask_mod), ours(mask_mod, way)
     leaves, spec = pytree.tree_flatten(found)
     for made in (found.to("cpu"), pytree.tree_unflatten(leaves, spec), found._adjust(80, 112)):
@@ -124,7 +124,7 @@ def test_adjust_where_full_blocks_are_among_the_others(way: str) -> None:
 
 
 @each_way
-def test_adjust_takes_the_mask_mod_that_stands_there(way: str) -> None:
+def test_adjust_keeps_an_assigned_mask_mod(way: str) -> None:
     found = ours(causal, way)
     found.mask_mod = everything
     assert found._adjust(48, 64).mask_mod is everything
@@ -132,7 +132,7 @@ def test_adjust_takes_the_mask_mod_that_stands_there(way: str) -> None:
 
 @each_way
 @each_mod
-def test_what_a_block_mask_says(mask_mod: Any, way: str) -> None:
+def test_values_of_a_block_mask(mask_mod: Any, way: str) -> None:
     found, wanted = ours(mask_mod, way), theirs(mask_mod)
     assert torch.equal(found.to_dense(), wanted.to_dense())
     assert found.sparsity() == wanted.sparsity()
@@ -161,7 +161,7 @@ def test_parts_and_copies(mask_mod: Any, way: str) -> None:
 
 @each_way
 def test_a_block_mask_is_a_tree_of_tensors(way: str) -> None:
-    """For tracing and exporting, where torch's class is registered, as those who need it do themselves."""
+    """For tracing and export, where a user registers torch's class with pytree."""
     found = ours(causal, way)
     leaves, spec = pytree.tree_flatten(found)
     if type(found) is not BlockMask:
@@ -175,7 +175,7 @@ def test_a_block_mask_is_a_tree_of_tensors(way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
 def test_adjust_for_a_kernel(inside: bool) -> None:
-    """Before compiled code, and in it."""
+    """Before compiled code and inside it."""
     torch.compiler.reset()
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, length, 16, generator=generator) for length in (48, 64, 64))

@@ -1,4 +1,4 @@
-"""Every lowering of named masks and of drawn expressions, against the oracle and against torch's create_block_mask."""
+"""Every lowering of named masks and of random expressions, against the oracle and against torch's create_block_mask."""
 
 from typing import Any
 
@@ -95,41 +95,41 @@ def test_stats_of_named_mask(name: str) -> None:
     check_stats(case, shape, case.expected(shape), (4, 8))
 
 
-# ---------------------------------------------------------------- drawn expressions
+# ---------------------------------------------------------------- random expressions
 
 
 @given(shaped_masks())
-def test_dense_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+def test_dense_of_random_mask(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
     expected = case.expected(shape)
     assert torch.equal(case.mask.dense(**shape.lowering).expand_as(expected), expected)
 
 
 @given(shaped_masks())
-def test_rows_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+def test_rows_of_random_mask(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
     check_rows(case, shape, case.expected(shape))
 
 
 @given(shaped_masks())
-def test_mask_mod_of_drawn_mask(drawn: tuple[Case, Shape]) -> None:
+def test_mask_mod_of_random_mask(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
     check_mask_mod(case, shape, case.expected(shape))
 
 
 @given(shaped_masks(), st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16]))
-def test_block_mask_of_drawn_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
+def test_block_mask_of_random_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
     case, shape = drawn
     check_block_mask(case, shape, case.expected(shape), block_size)
 
 
 @given(shaped_masks(), st.sampled_from([(4, 4), (2, 8), (16, 16)]))
-def test_stats_of_drawn_mask(drawn: tuple[Case, Shape], block_size: tuple[int, int]) -> None:
+def test_stats_of_random_mask(drawn: tuple[Case, Shape], block_size: tuple[int, int]) -> None:
     case, shape = drawn
     check_stats(case, shape, case.expected(shape), block_size)
 
 
-# ---------------------------------------------------------------- masks that do not separate into queries and keys
+# ---------------------------------------------------------------- masks that are not separable in q and kv
 
 INSEPARABLE: list[tuple[Mask, oracle.Predicate]] = [
     ((fm.q - fm.kv) % 3 == 0, lambda b, h, q, kv, q_len, kv_len: (q - kv) % 3 == 0),
@@ -156,8 +156,8 @@ def test_inseparable_mask(mask: Mask, allowed: oracle.Predicate, shape: Shape) -
     check_block_mask(case, shape, expected, (2, 4))
 
 
-def test_bounded_rows_stay_tight_where_the_mask_separates() -> None:
-    """Outside of the causal part the mask is known to be hidden, whatever the inseparable half says."""
+def test_bounds_are_tight_outside_the_inseparable_part() -> None:
+    """Outside of the causal part the mask is known to be hidden, whatever the inseparable part is."""
     found = (fm.causal() & ((fm.q - fm.kv) % 3 == 0)).rows(16)
     causal = fm.causal().rows(16)
     shape = Shape(16, 16)
@@ -179,7 +179,7 @@ def test_names_that_cancel_leave_data_unused() -> None:
         check_block_mask(case, shape, expected, 2)
 
 
-def test_names_that_cancel_still_say_the_batch() -> None:
+def test_names_that_cancel_still_determine_the_batch() -> None:
     mask = (fm.q < fm.kv) & fm.causal() & fm.key_padding([2, 1])
     assert not mask.dense(2).any()
     assert not mask.rows(2).upper.counts().any()

@@ -39,7 +39,7 @@ def pairs(draw: st.DrawFn) -> tuple[Case, Case, Shape]:
 
 
 @given(pairs())
-def test_difference_of_drawn_masks(drawn: tuple[Case, Case, Shape]) -> None:
+def test_difference_of_random_masks(drawn: tuple[Case, Case, Shape]) -> None:
     one, other, shape = drawn
     found = one.mask.difference(other.mask, **shape.lowering)
     cells = [case.mask.dense(**shape.lowering) for case in (one, other)]
@@ -50,7 +50,7 @@ def test_difference_of_drawn_masks(drawn: tuple[Case, Case, Shape]) -> None:
 
 @settings(max_examples=40)
 @given(pairs())
-def test_the_difference_is_that_of_the_meanings(drawn: tuple[Case, Case, Shape]) -> None:
+def test_difference_equals_the_oracle(drawn: tuple[Case, Case, Shape]) -> None:
     one, other, shape = drawn
     found = one.mask.difference(other.mask, **shape.lowering)
     own, its = one.expected(shape), other.expected(shape)
@@ -61,7 +61,7 @@ def test_the_difference_is_that_of_the_meanings(drawn: tuple[Case, Case, Shape])
 DIAGONALS = (fm.q - fm.kv) % 3 == 0
 LONG: dict[str, tuple[Mask, Mask]] = {
     "rows": (fm.causal(), fm.sliding_window(left=7, right=0)),
-    "one does not separate": (fm.causal(), DIAGONALS),
+    "one is not separable": (fm.causal(), DIAGONALS),
     "neither does": (fm.causal() & DIAGONALS, (fm.q - fm.kv) % 6 == 0),
     "only in the last block": (fm.causal() | DIAGONALS, fm.causal() | DIAGONALS | (fm.q * fm.kv > 83000)),
     "full blocks": (DIAGONALS | fm.causal(), fm.empty()),
@@ -117,7 +117,7 @@ def test_text() -> None:
     assert str(fm.causal().difference(fm.kv <= fm.q, 4)) == "the masks agree in all 16 cells"
 
 
-def test_refused() -> None:
+def test_errors() -> None:
     with pytest.raises(OperandError, match=r"other must be a Mask, its text or a mask_mod function, got int 3"):
         fm.causal().equals(3, 4)  # type: ignore[arg-type]
     with pytest.raises(LoweringError, match="two sizes of batch: 2 and 3"):

@@ -1,4 +1,4 @@
-"""Explanations: what is said about a mask, against counts of its cells; and the command that prints it."""
+"""Explanations of masks, against counts of their cells; and the command that prints them."""
 
 import sys
 from pathlib import Path

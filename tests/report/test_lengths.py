@@ -40,7 +40,7 @@ LENGTHS: list[tuple[str, int, int]] = [
     ("(table([0, 1, 1])[q // 4] == 1) & causal", 12, 12),
     ("(table([0, 1, 1])[2 * kv] == 1) & causal", 2, 2),
     ("(table([0, 1, 1])[q % 3] == 1) & causal", 16, 16),
-    # A named mask ends where it shows nothing any more.
+    # A named mask implies a length where it has no visible cell from some position on.
     ("neighborhood(canvas=[8, 8], kernel=[3, 3])", 64, 64),
     ("neighborhood(canvas=[4, 4], kernel=[3, 3], tile=[2, 2])", 16, 16),
     ("causal & neighborhood(canvas=[2, 9], kernel=[1, 3])", 18, 18),
@@ -50,7 +50,7 @@ LENGTHS: list[tuple[str, int, int]] = [
     ("tree(parents=[-1, 0, 0, 1], prefix=2)", 4, 6),
     ("tree(parents=[-1, 0, 0, 1], prefix=[2, 5])", 4, 9),
     ("transpose(key_padding(5))", 5, 5),
-    # What a condition cuts off is worth looking at, and what goes on for ever has no end.
+    # A condition that is no named mask implies no length, nor does a mask without a limit.
     ("causal & (kv < 5)", 16, 16),
     ("sink_window(2, size=4)", 16, 16),
     ("prefix_lm(3)", 16, 16),
@@ -76,7 +76,7 @@ def test_lengths_come_from_the_mask(text: str, queries: int, keys: int) -> None:
         "svg_temporal(frame_length=3, frames=3, width=1)",
     ],
 )
-def test_a_named_mask_ends_with_its_last_key(text: str) -> None:
+def test_the_length_ends_with_the_last_visible_key(text: str) -> None:
     mask = fm.parse(text)
     _, keys = resolve_lengths(mask)
     seen = mask.dense(40, 40)[0, 0].any(0).tolist()

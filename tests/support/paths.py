@@ -1,4 +1,4 @@
-"""The ways by which blocks are found, one at a time: a grid or sets of blocks, packed or not."""
+"""The code paths that compute blocks, one at a time: a grid or sets of blocks, packed or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ lowering: Any = importlib.import_module("flexmask.lowering.block_mask")  # the p
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
-    """Forces one of the ways, whatever the sizes."""
+    """Forces one of the code paths, whatever the sizes."""
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "grid, all ranked" | "grid, few picked":
@@ -32,9 +32,9 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr("flexmask.lowering.block_lists.LEAST_PITCH", 1)
                 patch.setattr("flexmask.lowering.block_lists.SHARED_STRIDES", name != "packed sets")
                 patch.setattr("flexmask.lowering.block_lists.DECODING", 0)
-            case "without waiting":
+            case "host syncs avoided":
                 patch.setattr(_sync, "needs_sync", lambda tensor: True)
-            case "without waiting, cell by cell":
+            case "host syncs avoided, cell by cell":
                 patch.setattr(_sync, "needs_sync", lambda tensor: True)
                 patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
             case "runs of queries":
@@ -54,10 +54,10 @@ PATHS = [
     "sets with room",
     "packed sets",
     "packed sets, shared strides",
-    "without waiting",
-    "without waiting, cell by cell",
+    "host syncs avoided",
+    "host syncs avoided, cell by cell",
     "runs of queries",
     "single queries",
 ]
-#: Those to the lists of a BlockMask.
+#: The paths that differ in the lists of a BlockMask.
 WAYS = PATHS[:4]

@@ -1,0 +1,57 @@
+"""The classification of blocks: both strategies classify alike, and every user of it describes the same blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexmask as fm
+from flexmask import Mask
+from flexmask.blocks.classify import classify, decide_open
+from flexmask.blocks.grid import BlockGrid
+from flexmask.blocks.sparse import BlockSets
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import analyse
+from flexmask.plotting.raster import FULL, PARTIAL, rasterize
+
+LENGTHS = 50, 43
+SIZES = 4, 8
+MASKS: list[Mask] = [
+    fm.causal(),
+    fm.empty(),
+    fm.sliding_window(size=9) | (fm.kv < 3),
+    fm.key_padding([43, 20]) & fm.prefix_lm([30, 3]),
+    fm.query_padding(10),
+    fm.causal() & ((fm.q * fm.kv) % 3 == 0),
+    fm.per_head([fm.causal() | ((fm.q - fm.kv) % 5 != 0), fm.full()]),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_strategies_classify_alike(mask: Mask) -> None:
+    context = bind(mask, *LENGTHS)
+    bounds, grid, sets = analyse(context), BlockGrid(context, *SIZES), BlockSets(context, *SIZES)
+    shape = context.batch, context.heads, grid.q_blocks
+    columns = torch.arange(grid.kv_blocks)
+    one, other = classify(bounds, grid), classify(bounds, sets)
+    for _ in range(2):
+        for marked, rows in ((one.partial, other.partial), (one.full, other.full), (one.open, other.open)):
+            assert (marked is None) == (rows is None)
+            if marked is not None and rows is not None:
+                assert torch.equal(marked.expand(*shape, -1), rows.expand(*shape).holds(columns))
+        one, other = decide_open(one, grid), decide_open(other, sets)
+    assert one.open is None
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_block_mask_statistics_and_pictures_have_the_same_blocks(mask: Mask) -> None:
+    block_mask, stats = mask.block_mask(*LENGTHS, block_size=SIZES), mask.stats(*LENGTHS, block_size=SIZES)
+    assert block_mask.full_kv_num_blocks is not None
+    counts = [tensor[: stats.batch, : stats.heads] for tensor in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks)]
+    assert [int(count.sum()) for count in counts] == [stats.partial_blocks, stats.full_blocks]
+    for b in range(stats.batch):
+        for h in range(stats.heads):
+            states = rasterize(mask, *LENGTHS, batch=b, head=h, block_size=SIZES).blocks
+            assert states is not None
+            drawn = [(states == state).sum(1).tolist() for state in (PARTIAL, FULL)]
+            assert drawn == [count[b, h].tolist() for count in counts]
