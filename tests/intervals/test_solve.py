@@ -11,7 +11,7 @@ import pytest
 import flexmask as fm
 from flexmask import Mask, kv, q
 from flexmask.expr.mask import Compare
-from flexmask.intervals.solve import MAX_BRANCHES, is_separable, separate
+from flexmask.intervals.solve import MAX_BRANCHES, is_separable, linear, separate
 
 LIMIT, DATA = fm.table([3, 5])[q % 2], fm.table([3, 5])[kv % 2]
 
@@ -81,7 +81,7 @@ def test_solved(mask: Mask, solved: str) -> None:
         (LIMIT <= 3, False),
         (LIMIT <= DATA, False),
         (DATA + q <= LIMIT, False),
-        (LIMIT + kv >= DATA, False),
+        (Compare("<=", DATA, LIMIT + kv), False),
         (DATA + q <= LIMIT + kv, False),
         (fm.causal(), False),
     ],
@@ -111,5 +111,7 @@ def test_many_pieces(kind: str) -> None:
     of_query = piecewise(kind, q, MAX_BRANCHES + 1) + kv <= 5
     assert isinstance(of_query, Compare)
     assert separate(of_query) is not of_query
-    most = piecewise(kind, kv, MAX_BRANCHES) <= q
+    most: Any = piecewise(kind, kv, MAX_BRANCHES) <= q
     assert separate(most) is not most
+    assert linear(many, lambda form, sign: fm.full()) is many
+    assert linear(most, lambda form, sign: fm.full()) is not most
