@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures flexmask beside its peers and writes the report."""
+"""``python -m benchmarks``: measures flexmask and its peers and writes the report."""
 
 from __future__ import annotations
 

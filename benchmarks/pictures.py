@@ -1,4 +1,4 @@
-"""Pictures of packed masks as files, beside what one does without flexmask: a dense mask drawn as an image."""
+"""Pictures of packed masks as files, compared with a dense mask drawn as an image."""
 
 from __future__ import annotations
 

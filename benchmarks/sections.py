@@ -1,4 +1,4 @@
-"""What is measured, in sections: each row of a section sets flexmask beside its peers."""
+"""What is measured, in sections: each row of a section compares flexmask with its peers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _kernels(device: str) -> Section:
         Row("5 masks", LENGTH, {"flexmask": partial(ours, base), "hand-written": by_hand}),
         Row("20 masks", LENGTH, {"flexmask": partial(ours, twenty)}),
     ]
-    text = "Masks in turn through one compiled FlexAttention (4 heads of 64), from nothing compiled: all calls together."
+    text = "Masks in turn through one compiled FlexAttention (4 heads of 64), starting uncompiled: all calls together."
     return Section("Kernels", text, "flexmask", rows)
 
 
@@ -289,7 +289,7 @@ def _drawn(run: Callable[[], object]) -> Callable[[None], object]:
 
 
 def _long(device: str) -> Section:
-    """What building the mask costs beside one attention over it."""
+    """The cost of building the mask, compared with one attention over it."""
     length = 2**18
     work = packed_work(length, device)
     query, key, value = (torch.randn(1, 16, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))

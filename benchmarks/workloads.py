@@ -34,10 +34,10 @@ class Workload:
     Attributes:
         name: what the mask is.
         length: queries and keys.
-        mask: makes the mask anew, as a training step does for its batch.
+        mask: builds the mask again, as a training step does for its batch.
         mask_mod: the same predicate as torch takes it.
         batch: B, or None where the mask is the same for every sequence.
-        heads: H, or None likewise.
+        heads: H, or None.
     """
 
     name: str

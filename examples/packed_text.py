@@ -122,7 +122,7 @@ class Decoder(nn.Module):
 
 
 def train(model: Decoder, packed: Packed, steps: int, batch: int, lr: float) -> Iterator[float]:
-    """Trains on random batches, each with a mask of its own; yields the loss of each step."""
+    """Trains on random batches, each with its own mask; yields the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         some = packed[torch.randint(len(packed.ids), (batch,))]

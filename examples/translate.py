@@ -241,7 +241,7 @@ def draw(model: Translator, pairs: Pairs, folder: Path | None) -> None:
     words = [WORDS[number] for number in pairs.target[0, 1 : pairs.target_lengths[0]].tolist()]
     digits = [str(digit) for digit in pairs.source[0, : pairs.source_lengths[0]].tolist()]
     weights = weights_between(model, pairs)[:1, :, : len(words), : len(digits)]
-    axes = plot_scores(weights, tokens=words, kv_tokens=digits, title="each next word looks at")
+    axes = plot_scores(weights, tokens=words, kv_tokens=digits, title="each next word attends to")
     cast("Figure", axes.figure).savefig(folder / "attention.png", metadata={"Software": None})
     click.echo(f"wrote {', '.join([*lengths, 'attention'])} as .png to {folder}\n")
 

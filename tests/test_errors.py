@@ -426,7 +426,7 @@ def test_lengths_of_a_mask_on_blocks() -> None:
         mask.dense(2)
 
 
-# ---------------------------------------------------------------- the boundary beside each limit is accepted
+# ---------------------------------------------------------------- the value next to each limit is accepted
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The gallery: masks of a declarative file as pictures, as a README, and as one page to search in."""
+"""The gallery: the masks of a TOML file as pictures, as a README, and as one searchable page."""

@@ -17,11 +17,11 @@ __all__ = ["build"]
 def build(entries: Sequence[Entry], folder: Path, done: Callable[[Entry], None] | None = None) -> None:
     """Writes ``pictures/SLUG.png`` for each entry, ``README.md`` and ``index.html``, the same bytes for the same entries.
 
-    Nothing is written before all entries are worked out. Other files in the folder stay as they are.
+    Nothing is written before all entries are rendered. Other files in the folder stay as they are.
 
     Args:
         entries: the entries.
-        folder: where to; it is made if it is not there.
+        folder: the output folder; it is created if missing.
         done: called after each picture.
 
     Raises:

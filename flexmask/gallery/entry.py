@@ -1,4 +1,4 @@
-"""An entry of a gallery's source: what it has to say, and of which types."""
+"""An entry of a gallery's source: its keys and their types."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["Entry", "Index", "Parameter", "parse_entry", "slug_of"]
 Parameter: TypeAlias = "int | float | list[Any]"
 Index: TypeAlias = 'int | Literal["all"]'
 
-#: The longest side of an entry, in tokens: a picture of cells, not of an area.
+#: The most queries or keys of an entry: every cell is drawn.
 LONGEST = 512
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A mask, how it is drawn, and what is said about it.
+    """A mask, how it is drawn, and its description.
 
     Attributes:
-        title: what it is called.
-        family: the section it stands in.
+        title: its title.
+        family: its section.
         text: the mask, as :func:`flexmask.parse` reads it.
         q_len: queries.
-        tags: words it is found by.
-        caption: what a query sees.
-        source: where the mask comes from, with addresses or without.
+        tags: search words.
+        caption: the keys that a query attends to.
+        source: the origin of the mask, with or without URLs.
         kv_len: keys.
         q_offset: position of the first query.
         block_size: tokens in a block of the grid that is drawn; None for no grid.
         batch: which sequence is drawn, or all.
-        head: which head, likewise.
-        why: whether hidden cells are told apart by the term that hides them.
+        head: which head is drawn, or all.
+        why: whether hidden cells are coloured by the term that masks them out.
         q_tokens: labels of the queries.
         kv_tokens: labels of the keys.
-        params: data for the free names of the text.
+        params: values of the text's parameters.
     """
 
     title: str

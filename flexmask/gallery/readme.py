@@ -1,4 +1,4 @@
-"""The gallery as a README: a section for each family, with pictures beside the page's own file."""
+"""The gallery as a README: a section for each family, with links to the pictures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WIDTH, PANELS_WIDTH = 400, 680
 HEAD = """\
 # Attention masks with flexmask
 
-{count} masks as pictures: queries stand down, keys across, and a query sees the keys that are blue in its row.
-Where hidden cells have several colours, they say which term of the mask hides them. A grid is that of the blocks that a
-block-sparse kernel skips, computes or masks.
+{count} masks as pictures: queries are rows, keys are columns, and a query attends to the blue keys of its row. The colours of
+hidden cells show which term of the mask masks them out. A grid shows the blocks that a block-sparse kernel skips, computes or
+masks.
 
-[`index.html`](index.html) is all of this in one file for a browser, to search in, with pictures that say of each cell why it
-is hidden. In the terminal, one is drawn by `flexmask render` with its expression:
+[`index.html`](index.html) is a searchable page in one file, with pictures that explain each hidden cell. `flexmask render` draws
+a mask in the terminal:
 
 ```bash
 flexmask render "{text}" --seq-len {q_len}
 ```
 
-Pictures, page and this file are written by `flexmask gallery`, from the entries in `gallery.toml`, and with
-`flexmask gallery --source FILE` from masks of your own.
+`flexmask gallery` writes the pictures, the page and this file from the entries in `gallery.toml`, and
+`flexmask gallery --source FILE` from your own masks.
 """
 
 

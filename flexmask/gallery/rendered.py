@@ -1,4 +1,4 @@
-"""Entries worked out: the cells of their panels, and their figures."""
+"""Rendered entries: the cells of their panels, and their statistics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["RenderedEntry", "render_entry"]
 
 @dataclass(frozen=True, eq=False)
 class RenderedEntry:
-    """An entry with what its mask shows.
+    """An entry with its panels and statistics.
 
     Attributes:
         entry: the entry.
         sheet: its panels.
-        stats: the figures of all sequences and heads, with the blocks that are drawn, else with blocks of a fitting size.
+        stats: the statistics of all sequences and heads, with the drawn block size, else with a suitable one.
     """
 
     entry: Entry
@@ -33,7 +33,7 @@ class RenderedEntry:
 
 
 def render_entry(entry: Entry) -> RenderedEntry:
-    """Works out an entry.
+    """Renders an entry.
 
     Raises:
         RenderError: its text is no mask, or its data, lengths, sequence, head or labels do not fit; the message names the entry.

@@ -1,4 +1,4 @@
-"""What one copies to get the mask of an entry: a line for the shell, and lines of Python."""
+"""Code for an entry: a shell command that draws it, and lines of Python that make it."""
 
 from __future__ import annotations
 

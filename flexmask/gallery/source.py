@@ -14,7 +14,7 @@ __all__ = ["own_source", "read_entries", "select_entries"]
 
 
 def own_source() -> Path:
-    """The file of the gallery of flexmask itself: as it was installed, or in a checkout, where it stands beside the pictures.
+    """The file of the gallery of flexmask itself: as installed, or in a checkout, next to the pictures.
 
     Raises:
         RenderError: it is in neither place.

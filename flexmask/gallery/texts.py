@@ -1,4 +1,4 @@
-"""What README and page say alike of an entry."""
+"""Texts that README and page share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checks for the test suites of those who use masks: each raises an AssertionError that shows where.
+"""Assertions for users' test suites; the messages show where something is wrong.
 
-``assert_equivalent`` holds everything that a mask lowers to against a reference, ``assert_no_leak`` a model against the mask
-that it should obey, ``assert_subset`` one mask against another, and ``assert_batch_invariant`` what a model computes of a
-document against the same in other packings. With pytest, :mod:`flexmask.pytest_plugin` has all but ``assert_subset`` as
+``assert_equivalent`` compares all lowerings of a mask with a reference. ``assert_no_leak`` checks that the outputs of a model
+depend only on positions that a mask shows. ``assert_subset`` compares two masks. ``assert_batch_invariant`` checks that a model
+gives a document the same output in every packing. With pytest, :mod:`flexmask.pytest_plugin` has all but ``assert_subset`` as
 fixtures.
 """
 

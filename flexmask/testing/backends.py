@@ -19,9 +19,9 @@ __all__ = ["check_backends", "own_backends"]
 
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-#: How far a number x may be from its value v, as |x - v| / (1 + |v|).
+#: The greatest error of a number x against its value v, |x - v| / (1 + |v|).
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-#: GPUs multiply float32 in fewer bits, at their discretion.
+#: GPUs may multiply float32 with fewer bits.
 GPU_TOLERANCE = 1e-2
 EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
 #: Channels of a head. FlexAttention on CUDA takes no fewer.
@@ -48,12 +48,12 @@ def check_backends(
     """Checks :func:`flexmask.attention` under a mask.
 
     Args:
-        setting: the mask, and where it is used.
-        visible: the cells that it should show, ``bool[B, H, q_len, kv_len]``.
+        setting: the mask with its lengths and device.
+        visible: the expected cells, ``bool[B, H, q_len, kv_len]``.
         backends: names of backends. Gradients are checked where the backend supports them, and dtypes that it does not support
             are left out.
         dtypes: of query, key and value.
-        tolerance: how far a number may be from its value, relative to 1 plus its size; by default as suits the dtype.
+        tolerance: the greatest error of a number, relative to 1 plus its size; the default depends on the dtype.
 
     Raises:
         ExpressionError: a backend that is not registered, or a dtype without a tolerance.

@@ -1,4 +1,4 @@
-"""Whether a mask is what it should be: ``assert_equivalent`` and ``assert_subset``, and the findings behind the first."""
+"""Comparisons of a mask with a reference: ``assert_equivalent``, its findings, and ``assert_subset``."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def assert_equivalent(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> None:
-    """Asserts that all that a mask lowers to shows the same cells, those of a reference, and that attention obeys them.
+    """Asserts that all lowerings of a mask have the cells of a reference, and that attention is correct under them.
 
-    Held against the reference are ``dense``, ``rows``, ``mask_mod`` in both forms, ``block_mask`` (its lists against those of
-    torch's ``create_block_mask``, and the cells rebuilt from them) and ``stats``; and of :func:`flexmask.attention` outputs and
-    gradients, against dense masked softmax in float64.
+    Compares ``dense``, ``rows``, ``mask_mod`` in both forms, ``block_mask`` (its lists with those of torch's
+    ``create_block_mask``, and the cells rebuilt from them) and ``stats`` with the reference, and outputs and gradients of
+    :func:`flexmask.attention` with dense masked softmax in float64.
 
-    Without a reference the lowerings are held against the mask's own expression form. That finds a lowering that is wrong,
-    not a mask that says something else than its author meant: only a reference does.
+    Without a reference, compares the lowerings with the mask's expression form. That finds wrong lowerings, but not a mask
+    that differs from the author's intention: only a reference does.
 
     Args:
         mask: the mask, its text, or a ``mask_mod``. Its tensors are moved to the device.
-        q_len: queries. This and what follows is as for every lowering.
+        q_len: queries. This and the following arguments are those of every lowering.
         kv_len: keys, by default as many as queries.
-        reference: what the mask should be: a mask or its text; a function ``(b, h, q_idx, kv_idx) -> bool``, called as
+        reference: the expected mask: a mask or its text; a function ``(b, h, q_idx, kv_idx) -> bool``, called as
             FlexAttention calls a ``mask_mod``, with queries that count from 0 and captured tensors on the device; or
             ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``.
-        batch: sequences, by default as many as the mask or the reference have.
-        heads: heads, likewise.
+        batch: sequences, by default those of the mask or the reference.
+        heads: heads, by default those of the mask or the reference.
         q_offset: position of the first query.
-        device: where all is done.
+        device: the device of the check.
         block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
         backends: names of backends of attention; ``()`` for none. By default those that have gradients on the device:
             ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and those that are registered besides.
             On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
-        dtypes: of query, key and value. FlexAttention is left out for float64, which it does not take.
-        tolerance: how far outputs and gradients may be from float64, relative to 1 plus the size of the number; by default as
-            suits the dtype and device.
+        dtypes: of query, key and value. FlexAttention is skipped for float64, which it does not support.
+        tolerance: the greatest error of outputs and gradients against float64, relative to 1 plus the size of the number; the
+            default depends on the dtype and device.
 
     Raises:
-        AssertionError: something differs; the message says what, how much of it, and shows a picture of where.
-        LoweringError: the mask cannot be lowered so, or has more than 2**22 cells.
+        AssertionError: something differs; the message says what and how much, with a picture of the place.
+        LoweringError: the mask cannot be lowered with these arguments, or has more than 2**22 cells.
         OperandError: ``mask`` or ``reference`` is of a wrong type, or does not fit.
     """
     __tracebackhide__ = True
@@ -85,7 +85,7 @@ def agreement(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> Iterator[Finding]:
-    """What :func:`assert_equivalent` finds in a setting, one finding for each check; the other arguments are its own."""
+    """The findings of :func:`assert_equivalent`, one for each check; the other arguments are the same."""
     if reference is None:
         wanted = setting.mask.dense(**setting.lowering).expand(setting.shape)
     else:
@@ -105,20 +105,20 @@ def assert_subset(
     q_offset: int | Tensor = 0,
     device: torch.device | str | None = None,
 ) -> None:
-    """Asserts that everything that a mask shows another shows too. At any length: see :meth:`flexmask.Mask.difference`.
+    """Asserts that all visible cells of a mask are visible in another one, at any length: see :meth:`flexmask.Mask.difference`.
 
     Args:
-        mask: the mask that shows less, its text, or a ``mask_mod``.
-        other: the mask that shows more, given in one of these forms.
-        q_len: queries. This and what follows is as for every lowering.
+        mask: the mask with fewer visible cells, its text, or a ``mask_mod``.
+        other: the mask with more visible cells, in one of these forms.
+        q_len: queries. This and the following arguments are those of every lowering.
         kv_len: keys, by default as many as queries.
         batch: sequences.
         heads: heads.
         q_offset: position of the first query.
-        device: where it is worked out.
+        device: the device of the check.
 
     Raises:
-        AssertionError: a cell that only ``mask`` shows; the message has their number, the first, and a picture around it.
+        AssertionError: a cell is visible only in ``mask``; the message has their number, the first, and a picture around it.
         LoweringError: one of them cannot be lowered at these lengths.
     """
     __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""What a check found: a line of text, and where cells differ a small picture, in plain ASCII."""
+"""The findings of checks: a line of text, and a small ASCII picture if cells differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["Finding", "compare_cells", "compare_figures", "part_around", "picture_around", "picture_part"]
 
-#: Rows and columns of a picture at most.
+#: The most rows and columns of a picture.
 HEIGHT, WIDTH = 16, 24
 CORNER = "q\\kv"
 #: The signs of cells: hidden in both, visible in both, missing, extra.
@@ -19,13 +19,13 @@ LEGEND = "# visible   . hidden   - missing   + extra"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         name: what was checked.
-        wrong: whether it is not as it should be.
+        wrong: whether the check failed.
         text: the result in figures.
-        picture: where it is wrong, as lines; empty where there is nothing to draw.
+        picture: the cells around the first difference, as lines; empty if there is nothing to draw.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Finding:
 
 
 def compare_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells") -> Finding:
-    """The finding of cells against those that are wanted.
+    """Compares cells with the expected ones.
 
     Args:
         name: what was checked.
         found: ``bool[B, H, rows, columns]``.
-        wanted: likewise.
-        unit: what a cell is.
+        wanted: the expected cells, of the same shape.
+        unit: the name of an entry, ``"cells"`` or ``"blocks"``.
     """
     missing, extra = wanted & ~found, found & ~wanted
     wrong = missing | extra
@@ -53,24 +53,24 @@ def compare_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells")
     if unit != "cells":
         first = f"the first at b={b}, h={h} in row {row}, column {column} of the blocks"
     text = f"{count:,} of {wrong.numel():,} {unit} differ ({int(missing.sum()):,} missing, {int(extra.sum()):,} extra), {first}"
-    marks = found[b, h] + 2 * wrong[b, h]  # what is extra is found: 3
+    marks = found[b, h] + 2 * wrong[b, h]  # 3 for extra cells
     return Finding(name, True, text, picture_around(marks, (row, column), SIGNS, LEGEND))
 
 
 def compare_figures(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
-    """The finding of figures against those that are wanted, by what they count."""
+    """Compares figures by name with the expected ones."""
     wrong = [f"{key} {found[key]:,}, not {wanted[key]:,}" for key in wanted if found[key] != wanted[key]]
     return Finding(name, bool(wrong), ", ".join(wrong) or f"{len(wanted)} figures agree")
 
 
 def picture_around(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:
-    """A picture of the part of a table that lies around one place.
+    """A picture of the part of a table around one place.
 
     Args:
-        marks: the number of its sign for each cell, ``int[rows, columns]``.
+        marks: the index of the sign of each cell, ``int[rows, columns]``.
         at: row and column of the place.
-        signs: the signs by number.
-        legend: what the signs mean.
+        signs: the signs.
+        legend: their meanings.
     """
     rows, columns = part_around(at, (marks.shape[0], marks.shape[1]))
     return picture_part(marks[rows, columns], (rows.start, columns.start), signs, legend)

@@ -1,4 +1,4 @@
-"""Whether a document gives the same bits however it is packed: ``assert_batch_invariant``."""
+"""Batch invariance: a document gives the same bits in every packing (``assert_batch_invariant``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["assert_batch_invariant"]
 
-#: What a function under test may take besides its input.
+#: Optional parameters of a function under test.
 GIVEN = ("mask", "documents")
 
 
@@ -32,35 +32,35 @@ def assert_batch_invariant(
     gradients: bool = False,
     device: torch.device | str | None = None,
 ) -> None:
-    """Asserts that a document gives the same output, to the last bit, however it is packed with others.
+    """Asserts that a document gives the same output, to the last bit, in every packing with other documents.
 
-    Each document is computed alone, and then in one sequence with the others in order and in reverse, in two sequences, and as a
-    batch of one document in each sequence. Documents begin at blocks: see :func:`flexmask.lowering.align_documents`.
+    Computes each document alone, then in one sequence with the others in order and in reverse, in two sequences, and in a batch
+    with one document per sequence. Documents begin at blocks: see :func:`flexmask.lowering.align_documents`.
 
     ``function`` is called as ``function(x, mask=mask)`` with ``x`` ``[B, length, ...]`` and the mask of the packed documents.
-    Where it has a parameter ``documents``, it gets the :class:`flexmask.lowering.AlignedDocuments` as well, for their ids and
-    positions; it needs only one of the two. Wrap it in a lambda where it wants another form::
+    If it has a parameter ``documents``, it also gets the :class:`flexmask.lowering.AlignedDocuments`, for ids and positions; one
+    of the two parameters is enough. Wrap a function with other parameters::
 
         def function(x, mask):
             return model(x, mask.block_mask(x.shape[1], separate_full_blocks=False))
 
         assert_batch_invariant(function, torch.randn(700, 64), lengths=[300, 150, 250])
 
-    Its output is ``[B, length, ...]``, and the same for the same input: put modules with dropout into ``eval()``. Of a tuple the
-    first item counts.
+    Its output is ``[B, length, ...]``, or a tuple whose first item is. It must be deterministic: put modules with dropout into
+    ``eval()``.
 
     Args:
         function: a module or function.
         x: the tokens of the documents, one document after the other, ``[tokens, ...]``, floating point or integers.
         lengths: the tokens of each document.
-        mask: the mask within each document, whose positions restart there, its text or a mask_mod; by default causal.
-        block_size: what documents are aligned to; 1 for not at all.
-        gradients: whether the gradients of ``x`` must be the same bits too.
-        device: where the check is done; ``x`` is moved there, and ``function`` where it is a module. By default where ``x`` is.
+        mask: the mask within each document, with positions that start at 0 there, its text or a mask_mod; by default causal.
+        block_size: the alignment of documents; 1 for none.
+        gradients: whether to compare the gradients of ``x`` too.
+        device: the device of the check, by default that of ``x``; ``x`` is moved there, and ``function`` if it is a module.
 
     Raises:
-        AssertionError: a document gives other bits, or an output is not finite; the message says which document, in which
-            packing, and how far the numbers are apart.
+        AssertionError: a document gives different bits, or an output is not finite; the message has the document, the packing
+            and the greatest difference.
         ExpressionError: the function gives two outputs for one input.
         LoweringError: fewer than two documents, or shapes that do not fit.
         OperandError: an argument or the output is of a wrong type.
@@ -106,7 +106,7 @@ def _packings(count: int) -> Iterator[tuple[str, list[list[int]]]]:
 
 
 class _Call:
-    """A function, with what it is called with."""
+    """A function with the data for its calls."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Call:
             )
 
     def __call__(self, sequences: list[list[int]]) -> dict[int, tuple[Tensor, ...]]:
-        """The output of each document and, if asked for, the gradient of its tokens, in one way of packing."""
+        """The output of each document in one packing, and with ``gradients`` the gradient of its tokens."""
         order = [number for sequence in sequences for number in sequence]
         documents = align_documents(
             [[self.parts[number].shape[0] for number in sequence] for sequence in sequences],
@@ -149,7 +149,7 @@ class _Call:
         return dict(zip(order, zip(*found, strict=True), strict=True))
 
     def gradient(self, out: Tensor, x: Tensor, documents: AlignedDocuments, order: list[int]) -> Tensor:
-        """The gradient of the input for weights of the output that each document has of its own; none for padding."""
+        """The gradient of the input, for random weights of the output per document and 0 for padding."""
         weights = []
         for number in order:
             draw = torch.Generator().manual_seed(self.seeds[number])
@@ -159,7 +159,7 @@ class _Call:
 
 
 def _differs(found: Tensor, wanted: Tensor) -> Tensor:
-    """Which numbers of each token have other bits, ``bool[tokens, numbers]``."""
+    """The numbers with different bits, ``bool[tokens, numbers]``."""
     same_kind = [part.reshape(part.shape[0], -1).contiguous() for part in (found, wanted)]
     bits, others = (part.view(torch.uint8).view(*part.shape, part.element_size()) for part in same_kind)
     return (bits != others).any(-1)

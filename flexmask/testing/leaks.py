@@ -1,4 +1,4 @@
-"""Whether a model obeys its mask: that no output depends on what is hidden from it."""
+"""Leaks: outputs of a model that depend on positions that the mask hides (``assert_no_leak``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 __all__ = ["assert_no_leak"]
 
 REMEDY = "check fewer or shorter sequences"
-#: Under which names other modules take a mask.
+#: Names of masks in other modules.
 OTHER_MASKS = {"attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
 
 
@@ -41,9 +41,9 @@ def assert_no_leak(
 ) -> None:
     """Asserts that no output of a module or a whole model depends on a position that its mask hides from it.
 
-    Two things are checked, both exactly. The gradient of each query's output with respect to every hidden position is 0. And
-    where a hidden position changes to large random values, the output stays the same to the last bit. Nor may one sequence of
-    the batch change another.
+    There are two exact checks. The gradient of each query's output with respect to every hidden position is 0. If a hidden
+    position changes to large random values, the output stays the same to the last bit. Also, sequences of the batch must not
+    influence each other.
 
     ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``; where it has a parameter
     ``mask``, that is given as well, unless it is a module with a mask of its own. Wrap it in a lambda where it wants another
@@ -51,9 +51,9 @@ def assert_no_leak(
     Of a tuple the first item counts. Its output is ``[B, length, ...]``, and the same for the same input: put modules with
     dropout into ``eval()``.
 
-    In self-attention a position may always depend on itself, since its query is made of it. Integer tokens have no gradient:
-    they are replaced by other tokens that occur in ``x``. With ``embed`` the model starts behind its embedding:
-    ``function(embed(x))`` is checked, gradients too. An output without a gradient has only the second check.
+    In self-attention a position may always depend on itself, since its query comes from it. Integer tokens have no gradient:
+    they are replaced by other tokens that occur in ``x``. With ``embed`` the model starts after its embedding:
+    ``function(embed(x))`` is checked, gradients too. An output without a gradient gets the second check only.
 
     It costs a backward and a forward pass for each position that is hidden from some query.
 
@@ -64,12 +64,12 @@ def assert_no_leak(
         x: ``[B, length, ...]`` floating point, or integer tokens ``[B, length]``.
         context: ``[B, kv_len, ...]`` of cross-attention, which is what is checked then; ``mask`` is for it.
         self_mask: the mask of the self-attention that a model with ``context`` has besides; then ``x`` is checked too.
-        layers: how many times the masks are passed through; what several layers can reach may be seen.
+        layers: the number of times that the masks are applied; outputs may depend on what several layers can reach.
         embed: from integer tokens to ``[B, length, d]``.
-        heads: heads, where the mask depends on them and its data does not say how many there are.
+        heads: number of heads, if the mask depends on them and its data does not determine it.
         device: where the check is done; the inputs are moved there, and ``function`` and ``embed`` where they are modules. By
             default where ``x`` is.
-        seed: of the random numbers.
+        seed: the seed of random numbers.
 
     Raises:
         AssertionError: something leaks; the message names the first pair by batch, query and key, the term of the mask that
@@ -130,13 +130,13 @@ def assert_no_leak(
 
 @dataclass(frozen=True)
 class _Rule:
-    """What an input may influence.
+    """The positions that an input may influence.
 
     Attributes:
         name: the input.
         masks: the masks of the layers.
-        layers: how often they are passed through.
-        heads: heads, where that has to be said.
+        layers: how often they are applied.
+        heads: number of heads, or None.
         around: of cross-attention, the mask of the queries among themselves.
     """
 
@@ -147,7 +147,7 @@ class _Rule:
     around: Mask | None = None
 
     def allowed(self, call: Call) -> Tensor:
-        """What each query's output may depend on, ``bool[B, q_len, length]``."""
+        """The positions that each query's output may depend on, ``bool[B, q_len, length]``."""
         q_len, length = call.inputs["x"].shape[1], call.inputs[self.name].shape[1]
         batch, device = call.inputs["x"].shape[0], call.inputs["x"].device
         shown = [visible_pairs(mask, batch, self.heads, q_len, length, device) for mask in self.masks]
@@ -164,7 +164,7 @@ class _Rule:
 
 
 def _check(call: Call, rule: _Rule) -> None:
-    """Raises the AssertionError of one input."""
+    """Raises an AssertionError if positions of one input leak."""
     __tracebackhide__ = True
     batch, q_len, length = call.inputs["x"].shape[0], call.inputs["x"].shape[1], call.inputs[rule.name].shape[1]
     if call.inputs[rule.name].shape[0] != batch:
@@ -181,13 +181,13 @@ def _check(call: Call, rule: _Rule) -> None:
     marks = torch.where(leaks[b], 2, (~hidden[b]).int())
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
-        f"{what} {kv} of {rule.name}{_guilty(call, rule, b, q, kv)}\n\n"
+        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}\n\n"
         f"{picture_around(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}{call.note}"
     )
 
 
-def _guilty(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
-    """Which terms of a composed mask hide a pair."""
+def _hiding_terms(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
+    """The terms of a mask that hide a pair, for a message."""
     parts = terms(rule.masks[0]) if len(rule.masks) == 1 else ()
     hiding = [part.brief() for part in parts if not rule.alone(part).allowed(call)[b, q, kv]]
     if hiding:
@@ -197,14 +197,14 @@ def _guilty(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
 
 
 def _takes_mask(function: Callable[..., Any]) -> bool:
-    """Whether a function is to be given the mask: its own, where it has one, is what is checked."""
+    """Whether to pass the mask to a function; a module with its own mask does not get one."""
     if isinstance(function, nn.Module) and getattr(function, "mask", None) is not None:
         return False
     return "mask" in parameters_of(function)
 
 
 def _own_mask(function: Callable[..., Any]) -> str:
-    """Of a function that takes a mask in another form, how to give it that, for messages."""
+    """How to call a function that takes a mask in another form, for messages."""
     name = next((name for name in parameters_of(function) if name in OTHER_MASKS), None)
     if name is None:
         return ""

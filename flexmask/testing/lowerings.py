@@ -1,4 +1,4 @@
-"""Every lowering of a mask against the cells that it should show."""
+"""Comparisons of every lowering of a mask with the expected cells."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
     """Checks dense, rows, mask_mod in both forms, BlockMask and stats.
 
     Args:
-        setting: the mask, and where it is lowered.
-        wanted: the cells that it should show, ``bool[B, H, q_len, kv_len]``.
+        setting: the mask with its lengths and device.
+        wanted: the expected cells, ``bool[B, H, q_len, kv_len]``.
         block_size: tokens in a block, or the pair (queries, keys).
     """
     mask, lowering = setting.mask, setting.lowering
@@ -42,7 +42,7 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
 
 
 def _within(bounds: RowBounds, setting: Setting, wanted: Tensor) -> Tensor:
-    """The cells that rows show; of those that they leave open, what is wanted."""
+    """The cells of the lower bound, and between the bounds the expected cells."""
     lower, upper = (_cells(rows, setting) for rows in (bounds.lower, bounds.upper))
     return lower | (wanted & upper)
 
@@ -52,7 +52,7 @@ def _cells(rows: Rows, setting: Setting) -> Tensor:
 
 
 def _block_mask(found: BlockMask, setting: Setting, wanted: Tensor) -> Iterator[Finding]:
-    """The lists of a BlockMask against those that torch makes of the cells, and the cells that a kernel computes from them."""
+    """Compares the lists of a BlockMask with those of torch, and the cells that a kernel computes from them."""
     theirs = create_block_mask(
         lambda b, h, q_idx, kv_idx: wanted[b, h, q_idx, kv_idx], *setting.shape, str(setting.device), found.BLOCK_SIZE
     )
@@ -72,7 +72,7 @@ def _block_mask(found: BlockMask, setting: Setting, wanted: Tensor) -> Iterator[
 
 
 def _grid(block_mask: BlockMask, kind: str, setting: Setting) -> tuple[Tensor, Tensor]:
-    """Which blocks a list of a BlockMask names, and which more than once; ``bool[B, H, rows, columns]``."""
+    """The blocks in a list of a BlockMask, and those listed more than once; ``bool[B, H, rows, columns]``."""
     counts, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
     width = indices.shape[-1]
     used = torch.arange(width, device=indices.device) < counts.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What each position may depend on: through one layer what its mask shows, through several what can be reached by them."""
+"""The positions that each output may depend on: the visible ones of one layer, or those that several layers reach."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["dependence", "terms", "visible_pairs"]
 
 
 def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """The keys that each query sees in some head, ``bool[B, q_len, kv_len]``."""
+    """The keys that each query attends to in any head, ``bool[B, q_len, kv_len]``."""
     cells = mask.to(device).dense(q_len, kv_len, batch=batch, heads=heads, device=device)
     return cells.any(1).expand(batch, -1, -1)
 
@@ -22,8 +22,8 @@ def dependence(shown: Sequence[Tensor], layers: int) -> Tensor:
     """The positions of the input that each position of the output may depend on, ``bool[B, length, length]``.
 
     Args:
-        shown: what each layer shows, the first one first; a layer's output also depends on its input at the same place.
-        layers: how often these layers are passed through.
+        shown: the visible pairs of each layer in order; a layer's output also depends on its input at the same position.
+        layers: how often these layers are applied.
     """
     length = shown[0].shape[-1]
     own = torch.eye(length, dtype=torch.bool, device=shown[0].device)

@@ -1,4 +1,4 @@
-"""The setting of a check: a mask with its lengths and sizes, and the cells that a reference wants there."""
+"""The setting of a check: a mask with its lengths, sizes and device, and the cells of a reference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "make_setting", "p
 
 Reference: TypeAlias = MaskLike | Tensor
 
-#: Cells that are checked at most, over all sequences and heads: their scores in float64 take 32 MiB.
+#: The most cells of a check over all sequences and heads: their scores in float64 take 32 MiB.
 MAX_CELLS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is checked, and where.
+    """A mask with the arguments of its lowerings.
 
     Attributes:
         mask: the mask, its tensors on the device.
@@ -39,7 +39,7 @@ class Setting:
         batch: sequences.
         heads: heads.
         q_offset: position of the first query.
-        device: where everything is made.
+        device: the device of all tensors.
     """
 
     mask: Mask
@@ -68,12 +68,12 @@ class Setting:
         }
 
     def cells(self, mask_mod: MaskMod) -> Tensor:
-        """What a ``mask_mod`` says of each cell, called with single indices as FlexAttention calls it."""
+        """The cells of a ``mask_mod``, called with single indices as FlexAttention does."""
         return create_mask(mask_mod, *self.shape, device=str(self.device))
 
 
 def check_size(shape: tuple[int, ...], remedy: str) -> None:
-    """Refuses a table that is too large to be checked cell by cell.
+    """Checks that a table is small enough to be compared cell by cell.
 
     Raises:
         LoweringError: it has more than ``MAX_CELLS`` cells.
@@ -102,10 +102,10 @@ def make_setting(
     device: torch.device | str = "cpu",
     reference: Reference | None = None,
 ) -> Setting:
-    """The setting of a check, with as many sequences and heads as the mask, the reference or the offset speak of.
+    """The setting of a check, with the sequences and heads of the mask, the reference or the offset.
 
     Raises:
-        LoweringError: the mask cannot be lowered so, or there are too many cells to check each.
+        LoweringError: the mask cannot be lowered with these arguments, or has too many cells.
         OperandError: ``mask`` or ``reference`` is of a wrong type.
     """
     where = _sync.resolve_device(device)
@@ -131,7 +131,7 @@ def make_setting(
 
 
 def reference_cells(reference: Reference, setting: Setting) -> Tensor:
-    """What a reference shows, ``bool[B, H, q_len, kv_len]``.
+    """The cells of a reference, ``bool[B, H, q_len, kv_len]``.
 
     Raises:
         OperandError: it is neither a mask, a function nor a boolean tensor that fits, or the function cannot be called.
@@ -152,7 +152,7 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
         raise OperandError(f"reference must be {wanted}, got {describe_non_mask(reference)}")
     try:
         found = setting.cells(reference)
-    except Exception as error:  # whatever a user's function raises is theirs to correct
+    except Exception as error:  # a user's function may raise anything
         name = getattr(reference, "__name__", type(reference).__name__)
         raise OperandError(
             f"the reference {name} cannot be called as FlexAttention calls a mask_mod(b, h, q_idx, kv_idx): "

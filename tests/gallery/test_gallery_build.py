@@ -1,6 +1,6 @@
 """The gallery as files: what is drawn is the mask, what is committed is up to date, and what is wrong with a source is said.
 
-After a change of the entries, of the drawing or of the page, write ``gallery/`` anew with ``flexmask gallery`` in the checkout.
+After a change of the entries, of the drawing or of the page, write ``gallery/`` again with ``flexmask gallery`` in the checkout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENTRIES = read_entries(FOLDER / "gallery.toml")
 TOLERANCE = 1.5
 ANEW = "gallery/ is out of date: run `flexmask gallery` in the checkout"
 
-#: Pictures that are drawn anew: each third, and those with several panels or with labels.
+#: Pictures that are drawn again: each third, and those with several panels or with labels.
 SAMPLE = [entry for n, entry in enumerate(ENTRIES) if n % 3 == 0 or "all" in (entry.batch, entry.head) or entry.q_tokens]
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=[entry.slug for entry in ENTRIES])

@@ -1,4 +1,4 @@
-"""The colours of pictures: told apart with common colour blindness, and, with their patterns, in print."""
+"""The colours of pictures: distinguishable with common colour blindness, and, with their patterns, in print."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apart(one: str, other: str, vision: str) -> float:
     return float(np.linalg.norm(lab(one, vision) - lab(other, vision)))
 
 
-#: Colours that stand beside each other in one picture.
+#: Colours next to each other in one picture.
 TOGETHER = {
     "cells": [Look(VISIBLE), LOOKS["hidden"]],
     "blocks": [Look(VISIBLE), Look(IN_PARTIAL), Look(WASTED), Look(HIDDEN)],

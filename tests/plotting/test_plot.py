@@ -1,7 +1,7 @@
 """Pictures with matplotlib: what is on the axes, that files are reproducible, and golden images.
 
 The golden images in ``tests/plotting/baseline`` are compared in every run. After a change of the drawing that is meant, write
-them anew with ``FLEXMASK_REGENERATE=1 pytest tests/plotting/test_plot.py -k golden`` and look at each.
+them again with ``FLEXMASK_REGENERATE=1 pytest tests/plotting/test_plot.py -k golden`` and look at each.
 """
 
 import io

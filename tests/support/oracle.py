@@ -535,7 +535,7 @@ def intervals_of(row: Sequence[bool]) -> list[tuple[int, int]]:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Masked softmax attention in float64; a row that sees no key gives 0, and the gradients follow from autograd.
+    """Masked softmax attention in float64; a fully masked row gives 0, and the gradients follow from autograd.
 
     Args:
         query: [B, H, q_len, D]; `key` and `value` have kv_len in its place, and may have fewer heads (grouped queries).

@@ -146,7 +146,7 @@ function painted(rows, columns, colours) {
   return canvas;
 }
 
-/** The pattern of a term, as a repeating tile: terms stand apart by it where colours cannot be told apart. */
+/** The pattern of a term, as a repeating tile: it distinguishes terms where colours cannot. */
 function termPattern(pen, palette, term, ratio) {
   const side = Math.max(4, Math.round(7 * ratio)), tile = made("canvas", { width: side, height: side });
   const brush = tile.getContext("2d"), half = side / 2;

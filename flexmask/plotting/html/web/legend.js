@@ -1,4 +1,4 @@
-// What stands beside the drawing, in words and numbers.
+// The legend next to the drawing, in words and numbers.
 
 /** What the legend says: a row for each colour that the mode can show. */
 function legendRows(data, panel, mode) {
@@ -25,7 +25,7 @@ function legendRows(data, panel, mode) {
   if (mode.why && hasTerms(data)) rows.push(...terms);
   else if (hidden.length) {
     rows.push(
-      { label: "hidden in partial blocks, computed in vain", cells: rest(unseen, cells[EMPTY]), category: hidden[0], block: PARTIAL },
+      { label: "hidden in partial blocks, wasted", cells: rest(unseen, cells[EMPTY]), category: hidden[0], block: PARTIAL },
       { label: "hidden in empty blocks, skipped", cells: [cells[EMPTY], cells[EMPTY]], category: hidden[0], block: EMPTY },
     );
   }
