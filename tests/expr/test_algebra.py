@@ -325,3 +325,13 @@ def test_foreign_operand_is_refused_from_both_sides(sign: Callable[[object, obje
             sign(fm.causal(), other)
         with pytest.raises(TypeError):
             sign(other, fm.causal())
+
+
+def test_signs_on_the_right_of_a_number() -> None:
+    assert (5 % (fm.q + 1)).brief() == "5 % (q + 1)"
+    assert +fm.q is fm.q
+
+
+def test_a_comparison_differs_from_its_opposite_everywhere() -> None:
+    assert (fm.q < fm.kv) ^ (fm.q >= fm.kv) == fm.full()
+    assert (fm.q < fm.kv) ^ fm.causal() ^ (fm.q >= fm.kv) == ~fm.causal()
