@@ -69,7 +69,7 @@ class BlockSets(BlockLayout):
         """The key blocks that some row of each block row holds, given intervals ``[B, H, q_len, K]`` of key blocks."""
         batch, heads, q_len, slots = start.shape
         q_blocks, q_size = self.q_blocks, self.q_size
-        if q_len == 1:  # the rows are equal, so one row stands for each block row
+        if q_len == 1:  # the rows are equal, so each block row takes one of them
             start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)
             q_len, q_size = q_blocks, 1
         keep = start < stop

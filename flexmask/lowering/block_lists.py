@@ -38,7 +38,7 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
     Args:
         grids: ``bool[B', H', q_blocks, kv_blocks]``, each of which broadcasts to the shape of the first.
         batch: B of the lists.
-        heads: H of the lists, each with memory of its own; None for the H of the grids.
+        heads: H of the lists, which are copied for each head; None for the H of the grids.
     """
     shape = batch, *grids[0].shape[1:]
     lists = [_grid_list(side) for grid in grids for whole in [grid.expand(shape)] for side in (whole, whole.mT)]

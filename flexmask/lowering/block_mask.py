@@ -45,11 +45,11 @@ def block_mask(
         block_size: tokens in a block, or the pair (queries, keys).
         form: the form of its ``mask_mod``, or a ``mask_mod`` that computes the same mask.
         separate_full_blocks: whether full blocks have lists of their own.
-        heads: H of the BlockMask where its lists are the same for all heads; None for 1.
+        heads: H of the BlockMask where the mask is the same for all heads; None for 1.
 
     Raises:
         OperandError: ``block_size`` or ``separate_full_blocks`` has another type.
-        LoweringError: ``block_size`` is less than 1 or too large, or the mask has not the ``form``.
+        LoweringError: ``block_size`` is less than 1 or too large, or the mask does not have the ``form``.
     """
     sizes = block_sizes(block_size)
     if not isinstance(separate_full_blocks, bool):

@@ -69,7 +69,7 @@ def _interval_mod(rows: Rows, count: int, context: Context) -> MaskMod:
     """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
 
     The tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
-    mask depends on. Each slot has tensors of its own rather than a place on a fourth axis: torch would take the size of that
+    mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that
     axis for dynamic once it changes, which its CPU kernels do not support.
     """
     shape = context.full_batch, context.heads, context.q_len

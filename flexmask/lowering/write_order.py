@@ -64,5 +64,5 @@ def _members(number: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pitch(number: Tensor, indices: Tensor) -> int:
-    """The distance of rows in what is stored like a list: packed where the list is."""
+    """The distance of rows in storage for values of a list: packed where the list is."""
     return indices.shape[-1] if indices.is_contiguous() else max(1, int(number.max()))
