@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
-from flexmask.backends.dropout import dropout_cells
+from flexmask.backends.dropout import dropout_cells, key_hashes, row_hashes
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from tests.support.dropout import is_kept, kept_of
 
@@ -24,6 +24,15 @@ from tests.support.dropout import is_kept, kept_of
 @pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 2, 67)], ids=["small", "vectorised"])
 def test_hash(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
     assert torch.equal(dropout_cells(seed, p, *sizes), kept_of(seed, p, *sizes))
+
+
+def test_indices_of_32_bits_give_the_same_hash() -> None:
+    """As kernels have them, in which the products would overflow."""
+    seed, indices = torch.tensor(2**40 + 3), torch.arange(5)
+    narrow = indices.to(torch.int32)
+    assert torch.equal(key_hashes(seed, narrow), key_hashes(seed, indices))
+    for found, wanted in zip(row_hashes(seed, *[narrow] * 3), row_hashes(seed, *[indices] * 3), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_hash_takes_large_indices() -> None:
