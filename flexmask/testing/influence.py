@@ -99,7 +99,7 @@ def by_gradient(call: Call, name: str, hidden: Tensor) -> Tensor:
     Args:
         call: the function and its inputs.
         name: the input that the gradients are of.
-        hidden: the positions that should have none for each query, likewise.
+        hidden: the positions that should have none for each query.
     """
     leaks = torch.zeros_like(hidden)
     if not call.inputs[name].is_floating_point():

@@ -282,7 +282,7 @@ def test_the_same_options_for_the_same_thing() -> None:
 
 @pytest.mark.parametrize("command", ["check", "diff"])
 def test_commands_that_can_differ_say_so(command: str) -> None:
-    assert "with 1 w" in " ".join(run(command, "--help").stdout.split())
+    assert "with 1 if" in " ".join(run(command, "--help").stdout.split())
 
 
 @pytest.mark.parametrize(

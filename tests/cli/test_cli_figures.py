@@ -223,7 +223,7 @@ def test_list() -> None:
 
 def test_list_of_one() -> None:
     found = answer("list", "causal")
-    assert found.pop("description").startswith("Each query sees the keys up to its own position.\n\nPredicate: ")
+    assert found.pop("description").startswith("Each query attends to the keys up to its own position.\n\nPredicate: ")
     assert found in answer("list")
 
 
