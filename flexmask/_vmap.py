@@ -60,11 +60,14 @@ def vectorised(function: Callable[..., Any], *values: Any) -> Any:
 
 def _failed(function: Callable[..., Any], error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [""])[0]
-    hint = "; choose with torch.where instead of `if`" if "data-dependent control flow" in reason else ""
-    return (
-        f"{getattr(function, '__name__', 'a function')}, which is an opaque call, fails for the indices of cells: "
-        f"{type(error).__name__}: {reason}{hint}"
-    )
+    if "data-dependent control flow" in reason or ".item()" in reason:
+        reason = (
+            "it needs the value of a tensor, as `if`, `and`, `or`, `not`, a chain a < b < c and .item() do; "
+            "write torch.where, &, | and ~, and (a < b) & (b < c)"
+        )
+    else:
+        reason = f"{type(error).__name__}: {reason}"
+    return f"{getattr(function, '__name__', 'a function')}, which is an opaque call, fails for the indices of cells: {reason}"
 
 
 def _sizes(value: Any, depth: int) -> list[int]:

@@ -168,8 +168,11 @@ class _Reader:
         self.depth = 0
 
     def fail(self, node: ast.AST, reason: str) -> NoReturn:
+        raise TextError(reason, *self.place_of(node))
+
+    def place_of(self, node: ast.AST) -> tuple[str, int]:
         column = getattr(node, "col_offset", 0)
-        raise TextError(reason, self.line, len(self.line.encode()[:column].decode(errors="ignore")))
+        return self.line, len(self.line.encode()[:column].decode(errors="ignore"))
 
     def mask(self, node: ast.expr) -> Mask:
         value = self.value(node)
@@ -292,7 +295,22 @@ class _Reader:
             inspect.signature(target).bind(*values, **named)
         except TypeError as error:
             self.fail(node, call_error(target, error, values, named))
-        return target(*values, **named)
+        self.check_places(function.id, target, arguments)
+        try:
+            return target(*values, **named)
+        except FlexmaskError:
+            raise
+        except Exception as error:  # the function of a plugin may raise anything
+            reason = f"the function {function.id} fails: {type(error).__name__}: {error}"
+            raise TextError(reason, *self.place_of(node)) from error
+
+    def check_places(self, name: str, target: Callable[..., Any], arguments: list[ast.expr]) -> None:
+        """Refuses ``key_padding(start)``, which would bind the data called ``start`` as ``lengths``, the first argument."""
+        parameters = inspect.signature(target).parameters
+        for place, argument in zip(parameters, arguments, strict=False):
+            if isinstance(argument, ast.Name) and argument.id in parameters and argument.id not in {place, *SYMBOLS}:
+                given = argument.id
+                self.fail(argument, f"{name}({given}) would give {given} as {place}; write {name}({given}={given})")
 
 
 def _kind(value: object) -> str:

@@ -74,6 +74,14 @@ def assert_equivalent(flexmask_device: str) -> Callable[..., None]:
 
 
 @pytest.fixture
+def assert_subset(flexmask_device: str) -> Callable[..., None]:
+    """:func:`flexmask.testing.assert_subset` on the device of the checks."""
+    from flexmask import testing
+
+    return partial(testing.assert_subset, device=flexmask_device)
+
+
+@pytest.fixture
 def assert_no_leak(flexmask_device: str) -> Callable[..., None]:
     """:func:`flexmask.testing.assert_no_leak` on the device of the checks."""
     from flexmask import testing

@@ -31,6 +31,12 @@ def test_leaks(assert_no_leak):
     layer = fm.MultiheadFlexAttention(8, 8, 2)
     assert_no_leak(lambda x: layer(x, fm.causal()), MASK, torch.randn(2, 6, 8))
 
+def test_subset(assert_subset):
+    assert_subset("sliding_window(size=4)", "causal", 32)
+
+def test_no_subset(assert_subset):
+    assert_subset("causal", "sliding_window(size=4)", 32)
+
 def test_invariant(assert_batch_invariant):
     assert_batch_invariant(lambda x, mask: x * 2, torch.randn(6, 8), [4, 2])
 
@@ -47,7 +53,7 @@ def test_it_is_registered() -> None:
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess("-p", "no:randomly")
-    result.assert_outcomes(passed=3, failed=3)
+    result.assert_outcomes(passed=4, failed=4)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
     result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
     result.stdout.no_fnmatch_line("*flexmask/testing/equivalence.py*")  # the traceback ends in the user's own line

@@ -233,14 +233,16 @@ def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):
         raise ExpressionError(
-            f"{name}: a bare number could mean two windows. Give left= and right= (tokens next to the query's own, "
-            "None for no limit), or size= (keys including the query's own)"
+            f"{name}: one number could mean two windows. Give both left= and right= (tokens next to the query's own; "
+            "right=0 for causal, None for no limit), or size= (keys including the query's own, up to it)"
         )
     for side, distance in (("left", left), ("right", right)):
         if isinstance(distance, bool) or not isinstance(distance, int | Index | None):
             raise OperandError(f"{name}: {side} must be a number of tokens or None, got {distance!r}")
         if isinstance(distance, int) and distance < 0:
-            raise ExpressionError(f"{name}: {side} must be at least 0, got {distance}; use flexmask.masks.shift to move it")
+            raise ExpressionError(
+                f"{name}: {side} must be at least 0, got {distance}; None is no limit, and flexmask.masks.shift moves it"
+            )
     mask: Mask = Truth(True)
     if left is not None:
         mask &= kv >= q - left

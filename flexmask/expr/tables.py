@@ -355,7 +355,8 @@ def per_batch(data: Data, what: str, high: Symbol | None, *, is_length: bool = F
         return data[b]
     values = ranged(data, what, 0, high, is_length=is_length)
     if len(values.shape) > 1:
-        raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}")
+        hint = "; of an attention_mask of 0 and 1 write keep=, of a key_padding_mask hide=" if is_length else ""
+        raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}{hint}")
     if values.boolean:
         raise OperandError(f"{what} must hold integers, got truth values; give a keep-mask as keep=")
     return values[b] if values.shape else values[()]

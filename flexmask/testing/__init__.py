@@ -2,8 +2,8 @@
 
 ``assert_equivalent`` compares all lowerings of a mask with a reference. ``assert_no_leak`` checks that the outputs of a model
 depend only on positions that a mask shows. ``assert_subset`` compares two masks. ``assert_batch_invariant`` checks that a model
-gives a document the same output in every packing. With pytest, :mod:`flexmask.pytest_plugin` has all but ``assert_subset`` as
-fixtures.
+gives a document the same output in every packing. With pytest each is a fixture: see
+:mod:`flexmask.pytest_plugin`.
 """
 
 from flexmask.testing.equivalence import assert_equivalent, assert_subset

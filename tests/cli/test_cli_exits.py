@@ -92,7 +92,7 @@ REFERENCES: list[tuple[str, int, str]] = [
     ("of_a_user:text", 0, ""),
     ("of_a_user:misspelt", 2, "casual is not a named mask. Did you mean causal?"),
     ("of_a_user:raises", 2, "of_a_user:raises fails: KeyError: 'mine'"),
-    ("of_a_user:branches", 2, "choose with torch.where instead of `if`"),
+    ("of_a_user:branches", 2, "as `if`, `and`, `or`, `not`"),
     ("of_a_user:raises_for_cells", 2, "raises_for_cells, which is an opaque call, fails"),
     ("of_a_user:opens", 2, "FileNotFoundError"),
     ("of_a_user:makes", 2, "makes gives a mask, causal"),
