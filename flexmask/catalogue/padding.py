@@ -148,10 +148,10 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
         kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
         q_lengths: real queries of each sequence; None if padded queries attend to real keys too.
     """
-    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len, is_length=True)
+    mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len, role="length")
     if q_lengths is None:
         return mask
-    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len, is_length=True))
+    return mask & (q < per_batch(q_lengths, "cross_length: q_lengths", q_len, role="length"))
 
 
 def _padding(name: str, sources: dict[str, Data | None], side: str, position: Index, length: Symbol) -> Mask:
@@ -164,9 +164,9 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
     if what != "lengths" and side != "right":
         raise ExpressionError(f"{name}: {what}= says itself where the padding is; leave side= out")
     if what == "start":
-        return position >= per_batch(data, f"{name}: start", length)
+        return position >= per_batch(data, f"{name}: start", length, role="start")
     if what == "lengths":
-        real = per_batch(data, f"{name}: lengths", length, is_length=True)
+        real = per_batch(data, f"{name}: lengths", length, role="length")
         return position >= length - real if side == "left" else position < real
     meaning = "a real token" if what == "keep" else "padding"
     values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", meaning)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import Literal as OneOf
 
 from flexmask._checks import is_tensor, unfit
 from flexmask.errors import ExpressionError, OperandError
@@ -159,6 +160,10 @@ class TensorTable(Table):
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
 
 
+#: See :class:`Ranged`.
+Role: TypeAlias = OneOf["length", "start"]
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Ranged(Table):
     """A table whose values must lie in ``low <= value <= high``, checked when a mask is lowered.
@@ -168,14 +173,15 @@ class Ranged(Table):
         what: their name, for the message, e.g. ``key_padding: lengths``.
         low: the least value allowed.
         high: the greatest, a number or what becomes one with ``q_len`` and ``kv_len``, or None for no limit.
-        is_length: whether the values are lengths of sequences, padded up to ``high``.
+        role: what the values say of padded sequences: their ``"length"``, without padding on the right, or their ``"start"``, the
+            number of padding tokens on the left.
     """
 
     source: Table
     what: str
     low: int
     high: Index | None
-    is_length: bool = False
+    role: Role | None = None
 
     def _make_key(self) -> Key:
         return self.source.key  # the check does not change what the table says
@@ -346,16 +352,16 @@ def _flatten(data: Any, depth: int) -> list[Any]:
     return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
 
 
-def per_batch(data: Data, what: str, high: Symbol | None, *, is_length: bool = False) -> Index:
+def per_batch(data: Data, what: str, high: Symbol | None, *, role: Role | None = None) -> Index:
     """One number of tokens for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
 
-    Each must lie between 0 and the length that ``high`` names. ``is_length``: see :class:`Ranged`.
+    Each must lie between 0 and the length that ``high`` names. ``role``: see :class:`Ranged`.
     """
     if isinstance(data, Param):
         return data[b]
-    values = ranged(data, what, 0, high, is_length=is_length)
+    values = ranged(data, what, 0, high, role=role)
     if len(values.shape) > 1:
-        hint = "; of an attention_mask of 0 and 1 write keep=, of a key_padding_mask hide=" if is_length else ""
+        hint = "; of an attention_mask of 0 and 1 write keep=, of a key_padding_mask hide=" if role == "length" else ""
         raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}{hint}")
     if values.boolean:
         raise OperandError(f"{what} must hold integers, got truth values; give a keep-mask as keep=")
@@ -390,7 +396,7 @@ def truths(data: object, what: str, meaning: str) -> Table:
     return Literal(values.size, bytes(numbers), True)
 
 
-def ranged(data: object, what: str, low: int, high: Symbol | None, *, is_length: bool = False) -> Table:
+def ranged(data: object, what: str, low: int, high: Symbol | None, *, role: Role | None = None) -> Table:
     """A table whose values must lie in a range: see :class:`Ranged`. Literal data is checked at once against ``low``."""
     values = as_table(data, what)
     source = values.source if isinstance(values, Ranged) else values
@@ -398,4 +404,4 @@ def ranged(data: object, what: str, low: int, high: Symbol | None, *, is_length:
         worst = min(_flatten(source.tolist(), len(source.size)))
         if worst < low:
             raise ExpressionError(f"{what} must be at least {low}, got {worst}")
-    return Ranged(source, what, low, high, is_length)
+    return Ranged(source, what, low, high, role)

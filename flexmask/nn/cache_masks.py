@@ -23,11 +23,12 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
+from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.solve import Span, separate
 from flexmask.report.compare import Difference, difference
 
-__all__ = ["CallTokens", "check_window", "mask_over_cache"]
+__all__ = ["CallTokens", "PaddedKeys", "check_window", "mask_over_cache", "padded_keys"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ class CallTokens:
     is_context: bool = False
 
 
+@dataclass(frozen=True)
+class PaddedKeys:
+    """The keys in a cache that were padding when they were computed, of each sequence; on the CPU.
+
+    Attributes:
+        start: keys before this position are padding on the left, ``int64[B]``.
+        stop: keys from this position on are padding on the right, ``int64[B]``.
+        end: up to this position, ``int64[B]``.
+    """
+
+    start: Tensor
+    stop: Tensor
+    end: Tensor
+
+    def truncate(self, lengths: Tensor) -> PaddedKeys:
+        """After the keys from ``lengths``, ``int64[B]``, have left the cache."""
+        return replace(self, end=torch.minimum(self.end, lengths))
+
+    def reorder(self, indices: Tensor) -> PaddedKeys:
+        """Of the sequences ``indices``, ``int[B]``."""
+        return PaddedKeys(*(part[indices.cpu()] for part in (self.start, self.stop, self.end)))
+
+
 def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """The mask of a whole sequence as a mask over the keys in the cache.
 
@@ -72,6 +96,70 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     rewriter = _Rewriter(tokens)
     rewritten = cast(Mask, mask.expand().replace(rewriter.node))
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
+
+
+def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads: int) -> PaddedKeys | None:
+    """The padding in a cache after a call, from the lengths and starts in the mask. None where there is none.
+
+    It is not known where reading it forces a host sync.
+
+    Args:
+        mask: the mask of the whole sequence.
+        tokens: the queries of the call, and the keys in the cache.
+        before: the padding that earlier calls have cached.
+        heads: query heads.
+
+    Raises:
+        LoweringError: some query attends to a key that was padding when it was cached.
+    """
+    found = _padding(mask, tokens.batch)
+    if (found is None and before is None) or (isinstance(tokens.q_offset, Tensor) and _sync.needs_sync(tokens.q_offset)):
+        return before
+    end = (torch.as_tensor(tokens.q_offset) + tokens.q_len).expand(tokens.batch)
+    nothing = torch.zeros_like(end)
+    start, stop = found or (nothing, nothing + MAX_LENGTH)
+    old = before or PaddedKeys(nothing, nothing, nothing)
+    has_right = old.stop < old.end
+    if bool(((start < old.start) | (has_right & (stop > old.stop))).any()):
+        _check_shows_no_padding(mask, tokens, old, heads)
+    ends_here = stop < end
+    return PaddedKeys(
+        torch.maximum(start.minimum(end), old.start),
+        stop.where(ends_here & ~has_right, old.stop),
+        end.where(ends_here, old.end),
+    )
+
+
+def _padding(mask: Mask, batch: int) -> tuple[Tensor, Tensor] | None:
+    """Where the real keys of each sequence start and stop, two ``int64[B]``; None where the mask does not say it."""
+    given = []
+    for leaf in (leaf for part in _operands(mask) for leaf in _operands(part.expand())):
+        match leaf:
+            case Compare("<" | ">=", Symbol("kv"), Lookup(Ranged(role="length" | "start") as data)):
+                values = data.to_tensor()
+                if not _sync.needs_sync(values):
+                    given.append((data.role, values))
+    if not given:
+        return None
+    start, stop = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), MAX_LENGTH)
+    for role, values in given:
+        start, stop = (start, stop.minimum(values)) if role == "length" else (start.maximum(values), stop)
+    return start, stop
+
+
+def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, heads: int) -> None:
+    """Compares the rows of a call with the padding in the cache."""
+    start, stop, end = (TensorTable(part)[b] for part in (padded.start, padded.stop, padded.end))
+    first = TensorTable(tokens.kv_start.cpu())[b] if isinstance(tokens.kv_start, Tensor) else tokens.kv_start
+    shown = mask_over_cache(mask, replace(tokens, kv_start=0, device=torch.device("cpu")))
+    shown = shown & ((kv < start) | ((kv >= stop) & (kv < end))) & (kv >= first)
+    cell = difference(shown, Truth(False), tokens.q_len, tokens.kv_end, tokens.batch, heads, tokens.q_offset, "cpu").first_self
+    if cell is not None:
+        raise LoweringError(
+            f"{mask.brief()} shows the key at position {cell.kv} of sequence {cell.b}, which was padding when the cache got it. "
+            "After a prompt with padding on the right call cache.truncate(lengths); with padding on the left give "
+            "key_padding(start=...) in every call"
+        )
 
 
 def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
@@ -180,7 +268,7 @@ def _check_padding(mask: Mask, tokens: CallTokens) -> None:
     for part in _operands(mask):
         for leaf in _operands(part.expand()):
             match leaf:
-                case Compare("<", Symbol("kv"), Lookup(Ranged(is_length=True) as lengths)):
+                case Compare("<", Symbol("kv"), Lookup(Ranged(role="length") as lengths)):
                     real = lengths.to_tensor()
                 case _:
                     continue

@@ -14,7 +14,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable, as_table
-from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
+from flexmask.nn.cache_masks import CallTokens, PaddedKeys, check_window, mask_over_cache, padded_keys
 
 __all__ = ["KVCache"]
 
@@ -23,13 +23,15 @@ class KVCache:
     """The keys and values of one attention layer, so that each token is projected once.
 
     ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
-    a time. Each row of the output equals that of the whole sequence under the same mask. Data of the mask covers the whole
+    a time. Each row of the output equals that of the whole sequence under the same mask, if the mask shows no key after the
+    tokens of the call (as ``full``, no mask, or a window with ``right > 0`` do). Data of the mask covers the whole
     sequence, or its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each call.
     The first call allocates memory for its batch, heads, dtype and device.
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
-    :meth:`truncate`; each sequence then has its own position and needs no ``key_padding``.
+    :meth:`truncate`; each sequence then has its own position and needs no ``key_padding``. A later mask that shows a key which
+    was padding is an error (on a device other than the CPU it is not checked).
 
     Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
     where layers share their weights, needs one cache per application, which is not checked.
@@ -74,6 +76,8 @@ class KVCache:
         self.start: int | Tensor = 0
         self.holds_context = False
         self._owner: object = None
+        self._padded: PaddedKeys | None = None
+        self._padded_next: PaddedKeys | None = None  # once the call that has appended last is counted in
         self._end = 0  # the greatest length, known without a host sync
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,6 +136,7 @@ class KVCache:
                 "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
             )
         self._check(key, value)
+        self._padded_next = self._padded
         if self.window is not None:
             return self._shifted(key, value)
         shape = (*key.shape[:2], cast(int, self.capacity))
@@ -150,6 +155,7 @@ class KVCache:
 
     def advance(self, number: int) -> None:
         """Counts the new tokens in."""
+        self._padded = self._padded_next
         self.length = self.length + number
         self._end += number
 
@@ -173,12 +179,14 @@ class KVCache:
 
         Raises:
             LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
-                that the mask shows and the window has dropped.
+                that the mask shows and that the window has dropped or that were padding.
         """
         key, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
         tokens = CallTokens(key.shape[0], number, self.length, self._end + number, start, key.device, self.holds_context)
         whole = Truth(True) if mask is None else mask
         result = mask_over_cache(whole, tokens)
+        if not self.holds_context and not torch.compiler.is_compiling():
+            self._padded_next = padded_keys(whole, tokens, self._padded, heads)
         if self.window is not None and not self.holds_context:
             check_window(whole, tokens, self.window, heads)
         elif isinstance(self.length, Tensor) and not self.holds_context:
@@ -220,6 +228,8 @@ class KVCache:
         uniform = isinstance(wanted, int) and isinstance(self.length, int)
         self.length = wanted if uniform else torch.as_tensor(many, device=device)
         self._end = max(many, default=0)
+        if self._padded is not None:
+            self._padded = self._padded.truncate(torch.tensor(many))
 
     def reorder(self, indices: Tensor) -> None:
         """Replaces sequence ``i`` by sequence ``indices[i]``, as in beam search. The batch may change.
@@ -245,6 +255,8 @@ class KVCache:
             self.length = self.length.index_select(0, indices)
         if isinstance(self.start, Tensor):
             self.start = self.start.index_select(0, indices)
+        if self._padded is not None:
+            self._padded = self._padded.reorder(indices)
 
     # ---------------------------------------------------------------- memory
 

@@ -58,7 +58,7 @@ def implied_lengths(*masks: Mask) -> dict[str, int]:
             limit = size if size is not None else _document_tokens(table)
             for axis, length in _positions(index, limit).items() if limit else ():
                 add(axis, length)
-        if isinstance(table, Ranged) and table.is_length and isinstance(table.high, Symbol):
+        if isinstance(table, Ranged) and table.role == "length" and isinstance(table.high, Symbol):
             add(table.high.name.removesuffix("_len"), max(_values(table), default=0))
     for named in (named for mask in masks for named in _named(mask)):
         for axis, length in _visible_positions(named.body).items():

@@ -113,5 +113,6 @@ def test_many_pieces(kind: str) -> None:
     assert separate(of_query) is not of_query
     most: Any = piecewise(kind, kv, MAX_BRANCHES) <= q
     assert separate(most) is not most
+    assert isinstance(many, Compare)
     assert linear(many, lambda form, sign: fm.full()) is many
     assert linear(most, lambda form, sign: fm.full()) is not most

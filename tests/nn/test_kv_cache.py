@@ -699,3 +699,65 @@ def test_lengths_to_keep_are_integers(lengths: Any) -> None:
     layer(torch.randn(2, 4, 8), fm.causal(), cache=cache)
     with pytest.raises(OperandError, match="lengths must be integers"):
         cache.truncate(lengths)
+
+
+# ---------------------------------------------------------------- keys that were padding
+
+PROMPT = torch.randn(2, 8, 6, dtype=torch.float64)
+TOKEN = torch.randn(2, 1, 6, dtype=torch.float64)
+RIGHT, LEFT = fm.causal() & fm.key_padding([5, 8]), fm.causal() & fm.key_padding(start=[3, 0])
+NOT_PADDING = torch.tensor([[True] * 5 + [False] * 3 + [True], [True] * 9])
+
+
+def step(prompt_mask: fm.Mask, mask: fm.Mask | None, change: Callable[[KVCache], None] = lambda cache: None) -> None:
+    """A prompt of 8 tokens, a change of the cache, and a token."""
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(16)
+    module(PROMPT, prompt_mask, cache=cache)
+    change(cache)
+    module(TOKEN, mask, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("prompt_mask", "mask", "where"),
+    [
+        (RIGHT, fm.causal(), "position 5 of sequence 0"),
+        (RIGHT, None, "position 5 of sequence 0"),
+        (RIGHT, fm.causal() & fm.key_padding([6, 9]), "position 5 of sequence 0"),
+        (RIGHT, fm.causal() & fm.key_padding(keep=[[True] * 9, [True] * 9]), "position 5 of sequence 0"),
+        (fm.causal() & fm.key_padding(6), fm.causal(), "position 6 of sequence 0"),
+        (LEFT, fm.causal(), "position 0 of sequence 0"),
+        (LEFT, fm.causal() & fm.key_padding(start=[2, 0]), "position 2 of sequence 0"),
+        (fm.causal() & fm.key_padding(start=[0, 4]), fm.causal(), "position 0 of sequence 1"),
+    ],
+)
+def test_keys_that_were_padding_stay_masked_out(prompt_mask: fm.Mask, mask: fm.Mask | None, where: str) -> None:
+    with pytest.raises(LoweringError, match=rf"{where}, which was padding.*truncate\(lengths\).*key_padding\(start=\.\.\.\)"):
+        step(prompt_mask, mask)
+
+
+def test_a_call_that_shows_padding_changes_nothing() -> None:
+    module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(16)
+    module(PROMPT, RIGHT, cache=cache)
+    for _ in range(2):
+        with pytest.raises(LoweringError, match="was padding"):
+            module(TOKEN, fm.causal(), cache=cache)
+    cache.truncate([5, 8])
+    module(TOKEN, fm.causal(), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("prompt_mask", "mask", "change"),
+    [
+        (RIGHT, fm.causal(), lambda cache: cache.truncate([5, 8])),
+        (RIGHT, fm.causal(), lambda cache: cache.truncate([2, 3])),
+        (RIGHT, fm.causal() & fm.key_padding(keep=NOT_PADDING), lambda cache: None),
+        (RIGHT, fm.causal() & fm.sliding_window(size=1), lambda cache: None),
+        (LEFT, LEFT, lambda cache: None),
+        (LEFT, fm.causal() & fm.key_padding(start=torch.tensor([4, 1])), lambda cache: None),
+        (LEFT, fm.causal() & fm.key_padding(start=[0, 3]), lambda cache: cache.reorder(torch.tensor([1, 0]))),
+        (LEFT, fm.causal(), lambda cache: cache.reorder(torch.tensor([1, 1]))),
+        (fm.causal() & fm.key_padding([20, 30]), fm.causal(), lambda cache: None),
+    ],
+)
+def test_padding_that_is_not_shown_is_no_error(prompt_mask: fm.Mask, mask: fm.Mask, change: Callable[[KVCache], None]) -> None:
+    step(prompt_mask, mask, change)
