@@ -33,6 +33,7 @@ NAMES = {
     "a": fm.causal(),
     "b": fm.full(),
     "q_len": 8,
+    "data": {},
     "query": torch.zeros(1, 1, 8, 8),
     "key": torch.zeros(1, 1, 8, 8),
     "value": torch.zeros(1, 1, 8, 8),

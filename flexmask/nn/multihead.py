@@ -301,12 +301,14 @@ class MultiheadFlexAttention(nn.Module):
         wanted = set(mask.params) if isinstance(mask, Mask) else set()
         if not wanted and not parameters:
             return cast("Mask | BlockMask | None", mask)
-        what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else "a BlockMask" if mask is not None else "no mask, which"
+        what = (
+            f"the mask {mask.brief()}" if isinstance(mask, Mask) else "a call without a mask" if mask is None else "a BlockMask"
+        )
         missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
         if unknown:
-            has = f"it has {', '.join(sorted(wanted))}" if wanted else "it has none"
+            has = f"; it has {', '.join(sorted(wanted))}" if wanted else ""
             hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
-            raise ExpressionError(f"forward got {', '.join(unknown)}, but {what} has no such parameter; {has}{hints}")
+            raise ExpressionError(f"forward has no argument {', '.join(unknown)}, and {what} no such parameter{has}{hints}")
         if missing:
             calls = ", ".join(f"{name}=..." for name in missing)
             raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
