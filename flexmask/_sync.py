@@ -14,9 +14,9 @@ __all__ = ["PerDevice", "data_version", "has_data_version", "is_unchanged", "nee
 
 
 def needs_sync(tensor: Tensor) -> bool:
-    """Whether reading values of a tensor would force a host sync, as everywhere but on the CPU, or find none.
+    """Whether reading values of a tensor forces a host sync, as on every device but the CPU, or is impossible, as on ``meta``.
 
-    Where it would, values are not checked, and sizes that depend on values are avoided as far as possible.
+    Then values are not checked, and sizes that depend on values are avoided.
     """
     return tensor.device.type != "cpu" or not has_values(tensor)
 

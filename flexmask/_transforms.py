@@ -120,7 +120,7 @@ def usable(tensor: Tensor, what: str) -> Tensor:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Within it no transform runs, so that what is made of plain tensors is plain and can be kept."""
+    """A context without transforms, so that tensors made in it from plain tensors are plain and can be kept."""
     if torch.compiler.is_compiling() or not _has_transforms():
         return nullcontext()
     from torch._functorch import pyfunctorch

@@ -5,18 +5,18 @@ A name that flexmask itself does not define loads the plugins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexmask import registry
 from flexmask._checks import nearest
 
 if TYPE_CHECKING:
     from flexmask.catalogue import *  # noqa: F403 - their signatures, for type checkers and editors
-    from flexmask.expr.mask import Mask
 
 
-def __getattr__(name: str) -> Callable[..., Mask]:
+def __getattr__(name: str) -> Any:
+    if name == "__all__":  # for `from flexmask.masks import *`
+        return registry.names()
     define = None if name.startswith("_") else registry.find(name)
     if define is None:
         hint = "" if name.startswith("_") else nearest(name, registry.names())

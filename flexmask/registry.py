@@ -32,7 +32,7 @@ from flexmask.expr.tables import RESERVED, Table, as_table
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["GROUP", "Origin", "call_error", "find", "load", "named", "names", "origin", "package_of", "withdraw"]
+__all__ = ["GROUP", "Origin", "find", "load", "named", "names", "origin"]
 
 P = ParamSpec("P")
 

@@ -227,12 +227,12 @@ LOWERING: list[Row] = [
     ("lookup behind the end", lambda: (fm.table([1, 2])[q + 1] > 0).dense(2), "2"),
     ("shifted ids", lambda: fm.masks.shift(fm.document([0, 0, 1, 1]), q=1).dense(4), "-1"),
     (
-        "one list too long for the queries, beside the keys",
+        "one list too long for the queries, and one for the keys",
         lambda: (fm.key_padding([9]) & fm.query_padding([9])).dense(4, 9),
         "query_padding ... 9 ... 4",
     ),
     (
-        "one list too long for the keys, beside the queries",
+        "one list too long for the keys, and one for the queries",
         lambda: (fm.query_padding([9]) & fm.key_padding([9])).dense(9, 4),
         "key_padding ... 9 ... 4",
     ),

@@ -292,7 +292,7 @@ def test_multi_head_causal_module() -> None:
 
 
 def test_cross_attention() -> None:
-    """French sequences of 7, 6 and 2 tokens look at English ones of 3, 5 and 4; the padding among the French looks too."""
+    """French sequences of 7, 6 and 2 tokens attend to English ones of 3, 5 and 4; so does the padding among the French."""
     module, english, french = module_of(18, 3), random(3, 5, 18), random(3, 7, 18)
     out = module(french, cross_length(ENGLISH), context=english)
     assert out.shape == (3, 7, 18)

@@ -23,7 +23,7 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 __all__ = ["ChosenBackend", "attention", "check_options", "choose_backend"]
 
 #: The remedy for tensors with the axes in another order.
-SWAPPED = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
+SWAPPED_AXES_HINT = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
 
 for _backend in (TILED_SDPA, FLEX):
     register_backend(_backend)
@@ -76,6 +76,7 @@ def attention(
         ``[B, H, q_len, D_v]``, of the query's dtype. Where an axis has size 0 it is 0 or empty under any mask.
 
     Raises:
+        ExpressionError: no backend has the name ``backend``, or ``dropout_p`` is not between 0 and 1.
         OperandError: arguments of a wrong type or dtype.
         LoweringError: shapes that do not fit, a mask that contradicts them, or a backend that cannot do this.
 
@@ -92,7 +93,7 @@ def attention(
         return chosen.run(call)
     except LoweringError as error:
         if isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, q_offset):
-            raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED}") from error
+            raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
         raise
 
 
@@ -143,7 +144,7 @@ def choose_backend(
         The name, a str. Its attribute ``reasons`` says for each other backend why it was not chosen.
 
     Raises:
-        OperandError: as of :func:`attention`.
+        ExpressionError, OperandError: as of :func:`attention`.
         LoweringError: as of :func:`attention`, or no backend supports the call.
     """
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
@@ -210,7 +211,7 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     reason = _misfit(query.shape, key.shape, value.shape, enable_gqa)
     if reason:
         swapped = [(shape[0], shape[2], shape[1], shape[3]) for shape in (query.shape, key.shape, value.shape)]
-        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED}"
+        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED_AXES_HINT}"
         raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {shapes}{hint}")
 
 

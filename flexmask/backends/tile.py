@@ -8,18 +8,18 @@ m rows and t keys. It is computed folded, with the g heads of a key head stacked
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["CellMod", "Cells", "Runs", "Tile"]
+from flexmask.lowering.mask_mod import MaskMod
+
+__all__ = ["Cells", "Runs", "Tile"]
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-CellMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Cells: TypeAlias = Tensor | CellMod | None
+Cells: TypeAlias = Tensor | MaskMod | None
 
 
 @dataclass(frozen=True, slots=True)

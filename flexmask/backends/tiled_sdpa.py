@@ -17,7 +17,7 @@ from flexmask._transforms import has_values, is_captured, is_transformed, outsid
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
-from flexmask.backends.tile import CellMod, Cells
+from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_weights import DropoutState, ScoreMod
 from flexmask.errors import LoweringError, OperandError
@@ -29,7 +29,7 @@ from flexmask.intervals.bounds import analyse
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.solve import Span, separate
 
-__all__ = ["CellMod", "ScoreMod", "TILED_SDPA", "block_sdpa", "fused_sdpa"]
+__all__ = ["TILED_SDPA", "block_sdpa", "fused_sdpa"]
 
 #: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
 Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]

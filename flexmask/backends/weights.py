@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexmask._checks import number, unfit
 from flexmask.backends.api import check_options
-from flexmask.backends.tiled_sdpa import ScoreMod
+from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.tracing.as_mask import MaskLike, as_mask
 

@@ -44,19 +44,19 @@ class MaskMethods(Node):
 
     Pictures have queries down and keys across. Every picture takes
 
-    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``, and both, where neither is given,
-      to the tokens or the mask's own data determine, else to 16;
+    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``. Where neither is given,
+      they follow from the tokens or the mask's data, else they are 16;
     * ``q_offset``: the position of the first query;
     * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
     * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order. The terms of
       ``a & b`` are those of each; a union is a term as a whole, or ``a | c`` and ``b | c`` where it is ``(a & b) | c``;
     * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
     * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
-      split at blanks;
+      split at whitespace;
     * ``bands=False``: leaves out the documents and the padding along the edges;
     * ``batch``, ``head``: which sequence and head, by default the first.
 
-    Masks too long for a pixel each are drawn by area, from their rows.
+    Long masks are downsampled: a pixel is the visible fraction of its cells.
     """
 
     def rows(
@@ -69,7 +69,7 @@ class MaskMethods(Node):
         q_offset: int | Tensor = 0,
         device: torch.device | str | None = None,
     ) -> RowBounds:
-        """What each query row may see, as sorted disjoint intervals of keys: see :class:`flexmask.intervals.bounds.RowBounds`."""
+        """The key intervals of each query row: see :class:`flexmask.intervals.bounds.RowBounds`."""
         from flexmask.intervals.bounds import analyse
 
         return analyse(self._context(q_len, kv_len, batch, heads, q_offset, device))
@@ -168,7 +168,7 @@ class MaskMethods(Node):
         device: torch.device | str | None = None,
         block_size: int | tuple[int, int] = 128,
     ) -> Stats:
-        """How much the mask shows and what it costs: see :class:`flexmask.report.stats.Stats`."""
+        """The number of visible cells and blocks, and the cost of attention: see :class:`flexmask.report.stats.Stats`."""
         from flexmask.report.stats import stats
 
         return stats(self._context(q_len, kv_len, batch, heads, q_offset, device), block_size)
@@ -203,7 +203,7 @@ class MaskMethods(Node):
     ) -> Difference:
         """Where two masks differ at these lengths: how many cells only one of them shows, and the first of these.
 
-        Worked out from the rows. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
+        Computed from the key intervals. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
 
         Args:
             other: the mask to compare with, its text, or a ``mask_mod``.
@@ -298,7 +298,7 @@ class MaskMethods(Node):
         console: Console | None = None,
         **options: Unpack[PictureOptions],
     ) -> None:
-        """Draws the mask in the terminal, or as plain ASCII where the output is none.
+        """Draws the mask in the terminal, or as plain ASCII if the output is not a terminal.
 
         Args:
             console: where to draw; by default the standard output.

@@ -189,7 +189,7 @@ def _sizes(
         if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             called = any(isinstance(node, Opaque) for node in mask.expand().walk())
             reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
-            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: say how many there are with {keyword}=")
+            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
         sizes[axis] = next(iter(claims_of[axis]), 1) if dependent else 1
     return sizes
 

@@ -1,9 +1,8 @@
-"""Expressions as closures of ``(b, h, q_idx, kv_idx)``: a flat list of steps.
+"""Expressions as functions of ``(b, h, q_idx, kv_idx)``, for kernels and for single cells: a flat list of steps.
 
-The steps are not nested calls, of which a compiler takes few. They capture only numbers, tensors and plain functions, so that
-it has no other object to guard on. They take scalars, as FlexAttention passes them, or index tensors that
-broadcast. Kernels count positions in 32 bits; an operation
-whose operands or result may need more has its operands converted to 64.
+A compiler inlines only a few nested calls, so the steps are a list. They capture only numbers, tensors and plain functions, so
+that a compiled kernel has no other object to guard on. They take scalars, as FlexAttention passes them, or index tensors that
+broadcast. Kernels count positions in 32 bits; an operation whose operands or result may need more is computed in 64.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class Widened(Index):
     operand: Index
 
 
+#: As a ``mask_mod``, but for index expressions too: gives a tensor, or the int of a constant.
 Closure: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 #: A function, and the places of its operands: 0 to 3 are the four arguments, then come the results of the steps.
 Step: TypeAlias = tuple[Callable[..., Any], tuple[int, ...]]

@@ -55,7 +55,7 @@ class Evaluation:
         return found.view(1, 1, 1) if found.dim() == 0 else found
 
     def values(self, node: Any) -> Any:
-        """As :meth:`tensor` for a expression with lengths put in, or a Python number where nothing varies."""
+        """As :meth:`tensor` for an expression with lengths put in, or a Python number where nothing varies."""
         found = self.known.get(node.key)
         if found is None:
             self.known[node.key] = found = self._values(node)

@@ -1,4 +1,4 @@
-"""Value ranges: the least and greatest value that an expression can take, as Python integers, so that nothing wraps around."""
+"""Extents: the least and greatest value of an expression in a whole mask, as Python integers, so that nothing wraps around."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def value_range(
     *,
     is_clamped: bool = True,
 ) -> Extent | None:
-    """The extent of an expression from those of its leaves: the one recursion over value ranges.
+    """The extent of an expression from those of its leaves. Value ranges per block are in :mod:`flexmask.blocks.ranges`.
 
     Args:
         index: the expression.

@@ -7,8 +7,8 @@
   (:func:`is_separable`), or one that depends on the query alone;
 * any other ``Compare`` is not separable in q and kv.
 
-It knows nothing of lengths or tensors, so its result is kept with the mask. What it adds up has Python's integers for factors and
-constants (:class:`flexmask.expr.linear.Sum`); what it computes with them is :mod:`flexmask.intervals.laws`.
+The result does not depend on lengths or tensors, so it is cached on the mask. Factors and constants are Python integers
+(:class:`flexmask.expr.linear.Sum`); the arithmetic on them is :mod:`flexmask.intervals.laws`.
 """
 
 from __future__ import annotations

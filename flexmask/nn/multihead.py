@@ -15,7 +15,7 @@ from flexmask._checks import check_function, checked_int, kind_of, unfit
 from flexmask.backends.api import attention, check_options
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
-from flexmask.backends.tiled_sdpa import ScoreMod
+from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask

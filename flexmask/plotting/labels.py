@@ -71,7 +71,7 @@ def _labels(tokens: Tokens, length: int, what: str) -> tuple[str, ...]:
     """The labels of positions, one for each.
 
     Raises:
-        OperandError: as :func:`split`.
+        OperandError: ``tokens`` is neither a text nor a list of texts, or is empty.
         RenderError: there are not as many tokens as positions.
     """
     found = _split(tokens, what)
@@ -84,7 +84,8 @@ def query_labels(tokens: Tokens, q_len: int, kv_len: int, offset: int) -> tuple[
     """The labels of the queries from position ``offset`` on: of tokens that label each key theirs, else one for each.
 
     Raises:
-        OperandError, RenderError: as :func:`labels_of`.
+        OperandError: ``tokens`` is neither a text nor a list of texts, or is empty.
+        RenderError: there are not as many tokens as positions.
     """
     found = _split(tokens)
     if len(found) == kv_len and offset + q_len <= kv_len:

@@ -77,7 +77,9 @@ class Stats:
         return (self.partial_blocks + self.full_blocks) * self.block_size[0] * self.block_size[1] / self.cells
 
     def flops(self, d_head: int) -> int:
-        """Floating point operations of one forward pass: two matrix products over the partial and full blocks.
+        """Floating point operations of a forward pass over ``batch`` x ``heads``: two products over partial and full blocks.
+
+        Where the mask is the same for all sequences or heads, these are 1: multiply by those of the model.
 
         Args:
             d_head: size of a head.

@@ -55,7 +55,7 @@ def assert_equivalent(
         device: the device of the check.
         block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
         backends: names of backends of attention; ``()`` for none. By default those that have gradients on the device:
-            ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and those that are registered besides.
+            ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and other registered backends that have gradients.
             On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
         dtypes: of query, key and value. FlexAttention is skipped for float64, which it does not support.
         tolerance: the greatest error of outputs and gradients against float64, relative to 1 plus the size of the number; the

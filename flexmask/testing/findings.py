@@ -86,7 +86,7 @@ def part_around(at: tuple[int, int], sizes: tuple[int, int]) -> tuple[slice, sli
 
 
 def picture_part(marks: Tensor, first: tuple[int, int], signs: str, legend: str) -> str:
-    """A picture of a part of a table, all of it; ``first`` is where the part begins, the rest as for :func:`drawn`."""
+    """A picture of a whole table; ``first`` is its first row and column in the larger one, the rest as in `picture_around`."""
     (top, left), cells = first, marks.tolist()
     margin = max(len(CORNER), len(str(top + len(cells) - 1)))
     step = (len(str(left + len(cells[0]) - 1)) + 2) // 2

@@ -27,7 +27,7 @@ class Call:
         inputs: ``x``, and ``context`` in cross-attention.
         options: what else it is given by name.
         draw: where random numbers come from.
-        note: what to say where it fails or leaks, of what it takes besides; may be empty.
+        note: a hint that is added to error messages; may be empty.
     """
 
     function: Callable[..., Any]

@@ -63,7 +63,7 @@ def assert_no_leak(
             first layer's first.
         x: ``[B, length, ...]`` floating point, or integer tokens ``[B, length]``.
         context: ``[B, kv_len, ...]`` of cross-attention, which is what is checked then; ``mask`` is for it.
-        self_mask: the mask of the self-attention that a model with ``context`` has besides; then ``x`` is checked too.
+        self_mask: the mask of the self-attention that a model with ``context`` also has; then ``x`` is checked too.
         layers: the number of times that the masks are applied; outputs may depend on what several layers can reach.
         embed: from integer tokens to ``[B, length, d]``.
         heads: number of heads, if the mask depends on them and its data does not determine it.

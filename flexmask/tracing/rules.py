@@ -1,7 +1,7 @@
 """The table of rules: for each operation of torch, by name, the function that gives its expression.
 
 A rule takes the state of the trace, the function that was called, and its arguments, proxies or not. It gives a proxy, or raises
-:class:`NoExpression` where these arguments have no expression.
+:class:`flexmask.tracing.proxies.NoExpression` where these arguments have no expression.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexmask as fm
 from flexmask import _sync
 from flexmask.lowering import block_lists
+from flexmask.lowering import block_mask as lowering
 from tests.support.lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
-from tests.support.paths import PATHS, lowering, path
+from tests.support.paths import PATHS, path
 from tests.support.strategies import Case, Shape, shaped_masks
 
 BLOCK_SIZES = st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16])

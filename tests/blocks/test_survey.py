@@ -21,9 +21,9 @@ from flexmask import Mask, _sync, h, kv, q
 from flexmask.blocks import cells as blocks
 from flexmask.blocks import survey
 from flexmask.blocks.cells import BlockCells
+from flexmask.lowering import block_mask as lowering
 from tests.support.block_lists import check_lists
 from tests.support.lowerings import check_block_mask, check_stats
-from tests.support.paths import lowering
 from tests.support.strategies import Case, Shape, combined, constant, index_cases, mask_cases, shapes, symbols
 
 

@@ -119,7 +119,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["causal", "--against", "key_padding([5])", "--seq-len", "4"], "at most kv_len = 4, got 5"),
     (["causal", "--device", "abacus"], "there is no device 'abacus'"),
     (["causal", "--seq-len", "100000"], "10,000,000,000 cells; at most"),
-    (["causal & (h > 0)"], "say how many there are with heads="),
+    (["causal & (h > 0)"], "give heads="),
     (["causal", "--backend", "cudnn"], "'cudnn' is not one of 'sdpa', 'flex'"),
     (["causal", "--seq-len", "0"], "0 is not in the range x>=1"),
     ([], "Missing argument 'EXPR'"),

@@ -111,7 +111,7 @@ def test_the_table_of_one_mask() -> None:
     }
 
 
-def test_masks_beside_each_other(module: str) -> None:
+def test_masks_next_to_each_other(module: str) -> None:
     arguments = ["stats", "causal", "key_padding(n)", f"{module}:mask_mod", "-p", "n=5", "--seq-len", "8"]
     lines = [re.split(r"  +", line.strip()) for line in run(*arguments).stdout.splitlines()]
     assert lines[:3] == [["A", "causal"], ["B", "key_padding(lengths=5)"], ["C", "sliding_window(left=2, right=0)"]]

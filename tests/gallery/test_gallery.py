@@ -223,7 +223,7 @@ def test_sequences_and_heads_are_chosen(entry: dict[str, Any]) -> None:
 
 
 @each
-def test_terms_are_told_apart_in_conjunctions_only(entry: dict[str, Any]) -> None:
+def test_terms_are_distinguished_in_conjunctions_only(entry: dict[str, Any]) -> None:
     top = ast.parse(entry["text"], mode="eval").body
     assert entry.get("why", True) is True
     assert "why" not in entry or (isinstance(top, ast.BinOp) and isinstance(top.op, ast.BitAnd))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flexmask as fm
 from flexmask._sync import PerDevice
+from flexmask.lowering import block_mask as lowering
 
 __all__ = ["BUILT", "CASES", "Case", "Shown", "attended", "block_mask", "inputs"]
 
@@ -178,7 +178,6 @@ def block_mask(case: Case) -> BlockMask:
     """The mask as the kernels take it."""
     with pytest.MonkeyPatch.context() as patch:
         if case.packed:
-            lowering = importlib.import_module("flexmask.lowering.block_mask")  # the package has a function of this name
             for name in ("MAX_GRID", "MAX_ROOM"):
                 patch.setattr(lowering, name, PerDevice(-1, -1))
             patch.setattr("flexmask.lowering.block_lists.LEAST_PITCH", 1)

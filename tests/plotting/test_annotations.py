@@ -61,7 +61,7 @@ CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]
         {"q_len": 2, "kv_len": 5, "q_offset": 3},
         {("q", "document"): ["1", "2"], ("kv", "document"): list("00112")},
     ),
-    ("beside a window", fm.sliding_window(left=2, right=2) | fm.document([-1, -1, 0, 0]), {}, both(["", "", "0", "0"])),
+    ("next to a window", fm.sliding_window(left=2, right=2) | fm.document([-1, -1, 0, 0]), {}, both(["", "", "0", "0"])),
     ("padding that only a part hides", fm.key_padding(2) | (fm.kv == 3), {"q_len": 4}, {}),
     (
         "of one head",
@@ -83,7 +83,7 @@ def test_ids_of_one_table_are_a_band() -> None:
     assert found == both(["", "7", "7"], "ids")
 
 
-def test_documents_of_long_masks_are_left_out_where_they_could_not_be_told_apart() -> None:
+def test_documents_of_long_masks_are_left_out_where_they_could_not_be_distinguished() -> None:
     few, many = (fm.document(lengths=[5] * count) for count in (MAX_STRETCHES, MAX_STRETCHES + 1))
     assert len(rasterize(few).bands) == 2
     assert rasterize(many).bands == ()

@@ -249,7 +249,7 @@ def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
 
 
 @pytest.mark.browser
-def test_large_masks_are_told_by_area(shown: Shown, tmp_path: Path) -> None:
+def test_large_masks_are_shown_by_area(shown: Shown, tmp_path: Path) -> None:
     with shown(by_area()) as view:
         found = drawn(view).extent(VISIBLE)
         left, bottom = found[0], found[3]

@@ -50,14 +50,14 @@ TOGETHER = {
 
 @pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_kinds_are_told_apart(name: str, vision: str) -> None:
+def test_kinds_differ(name: str, vision: str) -> None:
     for one, other in combinations(TOGETHER[name], 2):
         wanted = 10 if one.hatch == other.hatch else 6  # by area there are no patterns
         assert apart(one.color, other.color, vision) >= wanted, (one, other)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_kinds_are_told_apart_in_print(name: str) -> None:
+def test_kinds_differ_in_print(name: str) -> None:
     for one, other in combinations(TOGETHER[name], 2):
         lightness = abs(lab(one.color)[0] - lab(other.color)[0])
         assert one.hatch != other.hatch or lightness >= 3, (one, other)

@@ -135,7 +135,7 @@ def test_large_tables_are_averaged_without_numbers() -> None:
     assert not [text for text in plot_scores(weights).texts if "." in text.get_text()]
 
 
-def test_heads_stand_beside_each_other_on_one_scale() -> None:
+def test_heads_stand_next_to_each_other_on_one_scale() -> None:
     weights = example()
     shown = score_sheet(weights, MASK, batch="all", head=[0, 3])
     assert shown.titles == ("sequence 0, head 0", "sequence 0, head 3", "sequence 1, head 0", "sequence 1, head 3")

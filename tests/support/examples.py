@@ -1,7 +1,8 @@
 """Each named mask at 4 x 4: arguments that are right, some in several ways, and what the mask then means.
 
-The one list of named masks in the tests: a new mask is a line here, with which its lowerings, its refusals of wrong arguments
-and its host syncs are tested. The predicate comes from the oracle, or is a plain ``lambda b, h, q, kv, q_len, kv_len: ...``.
+Every named mask has a line here, with which its lowerings, its errors for wrong arguments and its host syncs are tested. Further
+cases: ``support/named_masks.py`` (the masks at the top of the package) and ``catalogue/test_families.py`` (the others).
+The predicate comes from the oracle, or is a plain ``lambda b, h, q, kv, q_len, kv_len: ...``.
 """
 
 from typing import Any, TypeAlias

@@ -213,7 +213,7 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
     "per_document": per_document,
 }
 NAMES = [*PLAIN, *WITH_DATA]
-#: They look at q_len, which has no meaning next to a q_offset.
+#: They depend on q_len, which has no meaning next to a q_offset.
 FROM_THE_END = {"causal lower_right", "causal ahead", "transpose lower_right", "query_padding left"}
 #: One list of as many ids as keys serves the queries too, so these must not be more.
 ONE_SEQUENCE = {"document ids", "document position_ids"}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from flexmask import _sync
-from flexmask.intervals import bounds as analysis
-from flexmask.intervals import runs
-
-lowering: Any = importlib.import_module("flexmask.lowering.block_mask")  # the package has a function of this name
+from flexmask.intervals import bounds, runs
+from flexmask.lowering import block_mask as lowering
 
 
 @contextmanager
@@ -39,10 +35,10 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
             case "runs of queries":
                 patch.setattr(runs, "MANY", 1)
-                patch.setattr(analysis, "DECODING", 1)
+                patch.setattr(bounds, "DECODING", 1)
             case "single queries":
                 patch.setattr(runs, "MANY", 2**30)
-                patch.setattr(analysis, "DECODING", 2**30)
+                patch.setattr(bounds, "DECODING", 2**30)
             case _:
                 raise ValueError(name)
         yield

@@ -31,7 +31,7 @@ class Shape:
     Attributes:
         q_offset: One for all, or one for each batch element.
         anywhere: Only masks that have a meaning outside of the sequence too, as `shift` asks.
-        lengths: Which of `q_len` and `kv_len` a mask may look at: not at `q_len` with a `q_offset`, at neither in a
+        lengths: Which of `q_len` and `kv_len` a mask may depend on: not on `q_len` with a `q_offset`, at neither in a
             `per_document`.
     """
 
@@ -232,7 +232,7 @@ def over(shape: Shape, length: int, entries: Sequence[Any]) -> st.SearchStrategy
 
 
 IDS = [-1, 0, 1, 2, 3]
-# The second of each looks at the lengths.
+# The second of each depends on the lengths.
 ALIGNS: list[Literal["upper_left", "lower_right"]] = ["upper_left", "lower_right"]
 SIDES: list[Literal["right", "left"]] = ["right", "left"]
 BOOLS = [False, True, True]
@@ -363,7 +363,7 @@ BOOLEANS: list[tuple[Callable[[Mask, Mask], Mask], Callable[..., oracle.Predicat
 ]
 
 
-#: What a transposed mask may look at, by what the mask around it may.
+#: What a transposed mask may depend on, by what the mask around it may.
 SWAPPED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("q_len", "kv_len"): ("q_len", "kv_len"),
     ("kv_len",): ("q_len",),

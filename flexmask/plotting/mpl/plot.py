@@ -72,7 +72,7 @@ def plot_scores(
 
     Args:
         weights: ``float[B, H, q_len, kv_len]``, as :func:`flexmask.backends.attention_weights` and
-            :meth:`flexmask.MultiheadFlexAttention.weights` give them.
+            :meth:`flexmask.MultiheadFlexAttention.attention_weights` give them.
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.

@@ -1,4 +1,4 @@
-// How it looks: colours from the style sheet, patterns beside them, and panels as images of one pixel a cell.
+// How it looks: colours from the style sheet, patterns, and panels as images of one pixel a cell.
 
 const TERMS = 6;
 /** How much of a term's own colour its cells have, and how much its pattern. */
@@ -29,7 +29,7 @@ function readPalette(element) {
   probe.style.backgroundColor = "var(--flexmask-paper)";
   palette.paper = channels(style.backgroundColor);
   palette.faint = mixed(palette.ink, palette.paper, 0.7);
-  // Where the system forces colours, it has those of text and paper; what cells are is told by ours.
+  // With forced colours the system sets text and paper; categories keep our colours.
   probe.style.forcedColorAdjust = "none";
   for (const name of COLOUR_NAMES) palette[name] = read(name);
   probe.remove();

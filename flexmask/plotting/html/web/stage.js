@@ -3,7 +3,7 @@
 const LABEL_FONT = "11px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
 const TITLE_FONT = "11px system-ui, sans-serif";
 const BAND = 14;
-/** Pixels: a mask's shorter side at least, a drawn pixel at most (when fitted, and at all), and from where lines stand apart. */
+/** Pixels: a mask's shorter side at least, a drawn pixel at most (when fitted, and at all), and the least distance at which lines are drawn. */
 const SHORTEST = 44, LARGEST_FITTED = 64, LARGEST = 120, GRID_FROM = 7, BLOCKS_FROM = 5;
 /** Pixels along the axes between two labels' middles, from which they fit. */
 const LABEL_PITCH = 13;
@@ -128,14 +128,14 @@ class Stage {
     };
   }
 
-  /** The pixel at a place on the canvas, or null beside the mask. */
+  /** The pixel at a place on the canvas, or null outside the mask. */
   pixelAt(x, y) {
     const seen = this.window(), { data } = this;
     if (x < seen.left || x >= seen.right || y < seen.top || y >= seen.bottom) return null;
     const along = (place, axis, length, step) => {
       const guess = Math.floor((place - (axis === "q" ? this.top : this.left)) / this.size[axis]);
       const index = Math.min(length - 1, Math.max(0, guess));
-      // Edges are drawn on whole device pixels, up to half of one beside where they would be.
+      // Edges are drawn on whole device pixels, up to half a pixel off.
       const settled = place < this.at(axis, index) ? index - 1 : place >= this.at(axis, index + 1) ? index + 1 : index;
       return Math.floor(Math.min(length - 1, Math.max(0, settled)) / step);
     };
@@ -257,7 +257,7 @@ class Stage {
     }
   }
 
-  /** One band: its stretches as bars beside the mask, the innermost first. */
+  /** One band: its stretches as bars along the mask, the innermost first. */
   paintBand(band, level, palette, seen) {
     const { pen, data } = this, down = band.axis === "q";
     const [from, to] = down ? [seen.top, seen.bottom] : [seen.left, seen.right];
@@ -360,7 +360,7 @@ class Stage {
     pen.restore();
   }
 
-  /** A label beside the axis: upright above columns if it is a number, on its side if it is a token. */
+  /** A label along the axis: upright above columns if it is a number, on its side if it is a token. */
   paintLabel(axis, text, place, edge, colour, named) {
     const { pen } = this, cut = this.shortened(text, this.labels[axis] + (axis === "kv" && !named ? 1000 : 1));
     pen.save();

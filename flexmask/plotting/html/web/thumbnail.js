@@ -3,7 +3,7 @@
 /** Pixels: what is between panels, and the cells from which lines divide them. */
 const GAP = 8, LINES_FROM = 9;
 
-/** The panels beside and below each other, so that their cells are as large as they can be: columns, and pixels of a cell. */
+/** Panels in a grid whose cells are as large as possible: columns, and pixels of a cell. */
 function arranged(count, [down, across], width, height) {
   let best = { columns: 1, size: 0 };
   for (let columns = 1; columns <= count; columns++) {
