@@ -6,6 +6,7 @@ for ``n`` blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -82,9 +83,9 @@ def _features(mask: Mask) -> list[Feature]:
     visited: set[Any] = set()
     match mask:
         case Span(start, stop):
-            values: list[Node] = [kv - end for end in (start, stop) if end is not None]
+            values: Sequence[Node] = [kv - end for end in (start, stop) if end is not None]
         case _:
-            values = mask.children()
+            values = mask.below
     for value in values:
         _collect(value, 0, features, visited)
     return list(features.values())
@@ -120,5 +121,5 @@ def _collect(node: Node, divisor: int, features: dict[Any, Feature], visited: se
             _collect(left, divisor, features, visited)
             _collect(right, divisor, features, visited)
         case _:
-            for child in node.children():
+            for child in node.below:
                 _collect(child, 0, features, visited)

@@ -5,7 +5,7 @@ An expression may use one node many times. Its keys, its text and its pickle tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
@@ -108,18 +108,21 @@ class Node:
         key: equal exactly where two nodes are the same expression.
         symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
         depth: how many operations are inside each other, 1 for a node with none below.
+        below: the nodes directly below, in the order of the fields.
         memo: what later layers worked out about this node; no part of its identity.
     """
 
     key: Key = field(init=False, repr=False)
     symbols: frozenset[str] = field(init=False, repr=False)
     depth: int = field(init=False, repr=False)
+    below: tuple[Node, ...] = field(init=False, repr=False)
     memo: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "below", tuple(nodes_in(self._values())))
         object.__setattr__(self, "key", self._make_key())
         object.__setattr__(self, "symbols", self._make_symbols())
-        object.__setattr__(self, "depth", 1 + max((child.depth for child in self.children()), default=0))
+        object.__setattr__(self, "depth", 1 + max([child.depth for child in self.below], default=0))
         object.__setattr__(self, "memo", {})
 
     def _values(self) -> tuple[Any, ...]:
@@ -130,7 +133,7 @@ class Node:
 
     def _make_symbols(self) -> frozenset[str]:
         symbols: frozenset[str] = frozenset()
-        for child in self.children():
+        for child in self.below:
             symbols = child.symbols if symbols <= child.symbols else symbols | child.symbols
         return symbols
 
@@ -154,9 +157,9 @@ class Node:
     def __str__(self) -> str:
         return self._abbreviated().write(bare=True)[0]
 
-    def written(self) -> list[Node]:
+    def written(self) -> Sequence[Node]:
         """The nodes directly below that are part of the text."""
-        return self.children()
+        return self.below
 
     @property
     def text_size(self) -> int:
@@ -189,48 +192,49 @@ class Node:
         """Builds a node of this kind in canonical form, which may be a node of another kind."""
         return cls(*values)
 
-    def children(self) -> list[Node]:
-        """The nodes directly below, in the order of the fields."""
-        return nodes_in(self._values())
-
     def walk(self) -> list[Node]:
         """Every node below this one and itself, each object once, inner ones before those around them."""
         found: dict[int, Node] = {}
-        pending: list[tuple[Node, Iterator[Node]]] = [(self, iter(self.children()))]
+        pending: list[tuple[Node, Iterator[Node]]] = [(self, iter(self.below))]
         while pending:
             node, below = pending[-1]
-            child = next((child for child in below if id(child) not in found), None)
-            if child is None:
+            for child in below:
+                if id(child) in found:
+                    continue
+                if child.below:
+                    pending.append((child, iter(child.below)))
+                    break
+                found[id(child)] = child
+            else:
                 found[id(node)] = node
                 pending.pop()
-            else:
-                pending.append((child, iter(child.children())))
         return list(found.values())
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
         """Rebuilds the expression with each node replaced by ``function(node)``, where that is not None."""
         made: dict[int, Node] = {}
-        pending: list[tuple[Node, Iterator[Node]]] = []
-
-        def enter(node: Node) -> None:
-            replaced = function(node)
-            if replaced is None:
-                pending.append((node, iter(node.children())))
-            else:
-                made[id(node)] = replaced
-
-        enter(self)
+        pending: list[tuple[Node, Iterator[Node]]] = [(self, iter((self,)))]  # an outermost place, with the expression below
         while pending:
             node, below = pending[-1]
-            child = next((child for child in below if id(child) not in made), None)
-            if child is None:
-                values = node._values()
-                changed = _map(values, lambda child: made[id(child)])
-                made[id(node)] = node if _same_items(values, changed) else cast(Node, type(node).make(*changed))
-                pending.pop()
+            for child in below:
+                if id(child) in made:
+                    continue
+                replaced = function(child)
+                if replaced is None and child.below:
+                    pending.append((child, iter(child.below)))
+                    break
+                made[id(child)] = child if replaced is None else replaced
             else:
-                enter(child)
+                pending.pop()
+                if pending:
+                    made[id(node)] = node._with_children(made)
         return made[id(self)]
+
+    def _with_children(self, made: dict[int, Node]) -> Node:
+        """This node with each node below replaced."""
+        if all(made[id(child)] is child for child in self.below):
+            return self
+        return cast(Node, type(self).make(*_map(self._values(), lambda child: made[id(child)])))
 
     def __copy__(self) -> Self:
         return self
@@ -247,9 +251,3 @@ class _Omitted(Node):
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{self.node.text_size} operations>", 7  # as tightly as a name
-
-
-def _same_items(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    return len(left) == len(right) and all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and _same_items(a, b)) for a, b in zip(left, right, strict=True)
-    )

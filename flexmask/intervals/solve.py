@@ -98,7 +98,7 @@ def _branches(mask: Compare) -> int:
     counts: dict[int, int] = {}
     for node in mask.walk():
         own = "kv" in node.symbols and (isinstance(node, Absolute | Choice) or getattr(node, "sign", "") in EXTREMES)
-        counts[id(node)] = own + sum(counts[id(child)] for child in node.children())
+        counts[id(node)] = own + sum(counts[id(child)] for child in node.below)
     return counts[id(mask)]
 
 

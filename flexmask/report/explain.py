@@ -152,7 +152,7 @@ def _conditions(mask: Mask) -> list[Mask]:
     """The conditions under the boolean operators, each once."""
     if isinstance(mask, Span | Compare):
         return [mask]
-    below = mask.masks if isinstance(mask, PerHead) else [child for child in mask.children() if isinstance(child, Mask)]
+    below = mask.masks if isinstance(mask, PerHead) else [child for child in mask.below if isinstance(child, Mask)]
     conditions = {condition.key: condition for child in below for condition in _conditions(child)}
     return list(conditions.values()) or [mask]
 

@@ -71,7 +71,7 @@ def _named(mask: Mask) -> Iterator[Named]:
     if isinstance(mask, Named):
         yield mask
         return
-    for child in mask.children():
+    for child in mask.below:
         if isinstance(child, Mask):
             yield from _named(child)
 

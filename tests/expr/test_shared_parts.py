@@ -50,8 +50,8 @@ def test_shared_parts_cost_as_much_as_one(use: str) -> None:
 
 def test_a_large_text_is_abbreviated() -> None:
     mask = doubled(30)
-    assert str(mask) == f"causal & <{mask.children()[1].text_size} operations>"
-    assert repr(mask) == f"causal() & <{mask.children()[1].text_size} operations>"
+    assert str(mask) == f"causal & <{mask.below[1].text_size} operations>"
+    assert repr(mask) == f"causal() & <{mask.below[1].text_size} operations>"
     with pytest.raises(TextError):
         fm.parse(str(mask))
 
