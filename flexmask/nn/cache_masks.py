@@ -70,7 +70,7 @@ class PaddedKeys:
 
     def truncate(self, lengths: Tensor) -> PaddedKeys:
         """After the keys from ``lengths``, ``int64[B]``, have left the cache."""
-        return replace(self, end=torch.minimum(self.end, lengths))
+        return replace(self, start=torch.minimum(self.start, lengths), end=torch.minimum(self.end, lengths))
 
     def reorder(self, indices: Tensor) -> PaddedKeys:
         """Of the sequences ``indices``, ``int[B]``."""
@@ -135,10 +135,10 @@ def _padding(mask: Mask, batch: int) -> tuple[Tensor, Tensor] | None:
     given = []
     for leaf in (leaf for part in _operands(mask) for leaf in _operands(part.expand())):
         match leaf:
-            case Compare("<" | ">=", Symbol("kv"), Lookup(Ranged(role="length" | "start") as data)):
-                values = data.to_tensor()
-                if not _sync.needs_sync(values):
-                    given.append((data.role, values))
+            case Compare(sign, Symbol("kv"), Lookup(Ranged() as data)) if (sign, data.role) in {("<", "length"), (">=", "start")}:
+                given.append((data.role, data.to_tensor()))
+    # The lowering raises where the data has other sequences.
+    given = [(role, values) for role, values in given if not _sync.needs_sync(values) and values.numel() in (1, batch)]
     if not given:
         return None
     start, stop = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), MAX_LENGTH)

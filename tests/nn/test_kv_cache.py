@@ -709,12 +709,13 @@ RIGHT, LEFT = fm.causal() & fm.key_padding([5, 8]), fm.causal() & fm.key_padding
 NOT_PADDING = torch.tensor([[True] * 5 + [False] * 3 + [True], [True] * 9])
 
 
-def step(prompt_mask: fm.Mask, mask: fm.Mask | None, change: Callable[[KVCache], None] = lambda cache: None) -> None:
+def step(prompt_mask: fm.Mask, mask: fm.Mask | None, change: Callable[[KVCache], None] = lambda cache: None) -> Tensor:
     """A prompt of 8 tokens, a change of the cache, and a token."""
     module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(16)
     module(PROMPT, prompt_mask, cache=cache)
     change(cache)
-    module(TOKEN, mask, cache=cache)
+    out: Tensor = module(TOKEN, mask, cache=cache)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -756,8 +757,15 @@ def test_a_call_that_shows_padding_changes_nothing() -> None:
         (LEFT, fm.causal() & fm.key_padding(start=torch.tensor([4, 1])), lambda cache: None),
         (LEFT, fm.causal() & fm.key_padding(start=[0, 3]), lambda cache: cache.reorder(torch.tensor([1, 0]))),
         (LEFT, fm.causal(), lambda cache: cache.reorder(torch.tensor([1, 1]))),
+        (LEFT, fm.causal(), lambda cache: cache.truncate(0)),
         (fm.causal() & fm.key_padding([20, 30]), fm.causal(), lambda cache: None),
+        (fm.causal() & ~fm.key_padding([5, 8]), fm.causal(), lambda cache: None),
     ],
 )
 def test_padding_that_is_not_shown_is_no_error(prompt_mask: fm.Mask, mask: fm.Mask, change: Callable[[KVCache], None]) -> None:
-    step(prompt_mask, mask, change)
+    assert step(prompt_mask, mask, change).shape == (2, 1, 8)
+
+
+def test_padding_of_another_batch_is_the_librarys_error() -> None:
+    with pytest.raises(LoweringError, match=r"3.*2|2.*3"):
+        step(fm.causal() & fm.key_padding([5, 8, 4]), None)
