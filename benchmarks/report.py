@@ -15,7 +15,7 @@ from benchmarks.sections import Row, Section
 
 __all__ = ["write"]
 
-#: The candidates of the plots, with colour and marker.
+#: The candidates of the plots, with color and marker.
 CURVES = {
     "flexmask": ("#0072b2", "o"),
     "create_block_mask": ("#d55e00", "s"),
@@ -90,12 +90,12 @@ def _memory(found: Measurement | None) -> str:
 def _plot(rows: list[Row], kind: str, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for name, (colour, marker) in CURVES.items():
+    for name, (color, marker) in CURVES.items():
         found = [(row.length, row.found[name]) for row in rows if name in row.found]
         values = [one.seconds * 1e3 if kind == "time" else (one.peak or 0) / 2**20 for _, one in found]
         places = [(length, value) for (length, _), value in zip(found, values, strict=True) if value > 0]
         if places:
-            axes.plot(*zip(*places, strict=True), label=name, color=colour, marker=marker)
+            axes.plot(*zip(*places, strict=True), label=name, color=color, marker=marker)
     axes.set(yscale="log", xlabel="tokens", ylabel="milliseconds" if kind == "time" else "MiB")
     axes.set_xscale("log", base=2)
     axes.set_title(f"BlockMask of packed documents: {kind}")

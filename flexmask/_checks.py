@@ -16,7 +16,7 @@ from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_function", "checked_int", "is_tensor", "kind_of", "number", "unfit"]
+__all__ = ["check_function", "checked_int", "checked_number", "closest", "is_tensor", "kind_of", "nearest", "not_plain_reason"]
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
@@ -73,7 +73,7 @@ def checked_int(
     return number
 
 
-def number(value: object, what: str) -> float:
+def checked_number(value: object, what: str) -> float:
     """A real number as Python's own.
 
     Raises:
@@ -112,7 +112,7 @@ def is_tensor(data: object) -> bool:
     return torch is not None and isinstance(data, torch.Tensor)
 
 
-def unfit(tensor: Tensor) -> str:
+def not_plain_reason(tensor: Tensor) -> str:
     """What a tensor is that is no plain one, and what to do about it; nothing for a plain tensor."""
     import torch
 

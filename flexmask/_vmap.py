@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmask.errors import FlexmaskError, LoweringError
 
-__all__ = ["vectorised"]
+__all__ = ["vectorized"]
 
 
 class _ScalarIndices(TorchFunctionMode):
@@ -28,7 +28,7 @@ class _ScalarIndices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def vectorised(function: Callable[..., Any], *values: Any) -> Any:
+def vectorized(function: Callable[..., Any], *values: Any) -> Any:
     """``function`` at every combination of positions along the axes of tensors that broadcast.
 
     Args:

@@ -277,7 +277,7 @@ ODD_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         "nested ... to_padded_tensor ... cu_seqlens",
     ),
-    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8), r"quint8 ... int_repr\(\)"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8), r"quint8 ... int_repr\(\)"),
     "complex": (lambda: torch.zeros(4, dtype=torch.complex64), "complex64"),
     "of no values": (lambda: torch.zeros(0, dtype=torch.long), "no values"),
 }

@@ -57,7 +57,7 @@ def unusual_tensors() -> dict[str, torch.Tensor]:
             "compressed": torch.eye(4).to_sparse_csr(),
             "nested": torch.nested.nested_tensor(parts),
             "jagged": torch.nested.nested_tensor(parts, layout=torch.jagged),
-            "quantised": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+            "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
             "complex": torch.zeros(4, dtype=torch.complex64),
             "meta": torch.ones(4, dtype=torch.bool, device="meta"),
         }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._checks import check_function, number, unfit
+from flexmask._checks import check_function, checked_number, not_plain_reason
 from flexmask.backends.backend import Call, check_backend, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
@@ -163,14 +163,14 @@ def check_options(score_mod: object, scale: object) -> None:
     if score_mod is not None:
         check_function(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
     if scale is not None:
-        number(scale, "scale")
+        checked_number(scale, "scale")
 
 
 def _check_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if reason := unfit(tensor):
+        if reason := not_plain_reason(tensor):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, unfit
+from flexmask._checks import checked_int, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.opaque import CapturedTensor
@@ -99,7 +99,7 @@ class MaskCache:
         mask = as_mask(mask)
         if not isinstance(q_offset, Tensor):
             checked_int(q_offset, "q_offset", least=0)
-        elif reason := unfit(q_offset):
+        elif reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = _data_tensors(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
         if not all(_sync.has_data_version(tensor) for tensor in tensors):

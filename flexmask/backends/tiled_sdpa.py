@@ -25,7 +25,7 @@ from flexmask.expr.index import q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.solve import Span, separate
 
@@ -194,7 +194,7 @@ def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: 
             return "causal"
     if shapes_only:
         return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
-    rows = analyse(context)
+    rows = analyze(context)
     return rows.upper.bounds, None if rows.exact else mask_closure(context)
 
 

@@ -22,7 +22,7 @@ BLOCK_ROWS = 128
 ALIGNMENT = 16
 # Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.
 GAP = 128
-# Neighbours in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
+# Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
 JOINT_WORK = 1.25
 CALL_WORK = 64
@@ -185,7 +185,7 @@ def _areas(blocks: _Blocks, block: int, elements: range, key_heads: range) -> It
 
 
 def _join(choices: list[Runs]) -> list[range]:
-    """Ranges of neighbours whose keys overlap so much that one tile costs less than one for each."""
+    """Ranges of neighbors whose keys overlap so much that one tile costs less than one for each."""
     ranges: list[range] = []
     joint: Runs = ()
     work = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask._checks import number, unfit
+from flexmask._checks import checked_number, not_plain_reason
 from flexmask.backends.api import check_options
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
@@ -45,7 +45,7 @@ def attention_weights(
     """
     check_options(score_mod, scale)
     for name, tensor in (("query", query), ("key", key)):
-        if isinstance(tensor, Tensor) and (reason := unfit(tensor)):
+        if isinstance(tensor, Tensor) and (reason := not_plain_reason(tensor)):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             got = f"{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -57,7 +57,7 @@ def attention_weights(
     size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
-    factor = d_head**-0.5 if scale is None else number(scale, "scale")
+    factor = d_head**-0.5 if scale is None else checked_number(scale, "scale")
     scores = query.to(precise) @ key.to(precise).repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
     if score_mod is not None:
         b, h, q, kv = (

@@ -174,7 +174,7 @@ class BlockRanges:
             return self._gather_range(self.axes.index_range(index), axis_name(index))
         match index:
             case Sum(terms, constant):
-                return self._sum_range(terms, constant) if self.axes.values["q"].is_plain(index) else None
+                return self._sum_range(terms, constant) if self.axes.values["q"].fits_int64(index) else None
             case Absolute(operand):
                 ends = self.index_range(operand)
                 return ends and (torch.maximum(ends[0], -ends[1]).clamp(min=0), torch.maximum(-ends[0], ends[1]))

@@ -73,7 +73,7 @@ class BlockSets(BlockLayout):
             start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)
             q_len, q_size = q_blocks, 1
         keep = start < stop
-        # Neighbouring rows are often equal: an interval is dropped where the row above in the block has the same one.
+        # Neighboring rows are often equal: an interval is dropped where the row above in the block has the same one.
         above = (start[:, :, 1:] == start[:, :, :-1]) & (stop[:, :, 1:] == stop[:, :, :-1])
         if q_size > 1:
             above[:, :, q_size - 1 :: q_size] = False

@@ -20,7 +20,7 @@ __all__ = ["bidirectional_spans", "in_context", "multi_item", "prefix_lm", "shar
 
 @named
 def prefix_lm(prefix_lengths: Data) -> Mask:
-    """Causal, with a prefix that every query attends to: prefix language modelling.
+    """Causal, with a prefix that every query attends to: prefix language modeling.
 
     Predicate: ``(kv < prefix_lengths[b]) | (kv <= q)``
 

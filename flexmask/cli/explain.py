@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from flexmask.cli.figures import figures
 from flexmask.cli.inputs import LoweringOptions, block_size_option, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import brief
 from flexmask.cli.output import Cell, print_json, print_table
 from flexmask.cli.progress import block_progress
+from flexmask.cli.statistics import statistics
 
 __all__ = ["explain"]
 
@@ -17,13 +17,13 @@ __all__ = ["explain"]
 @expression_argument("expression", "EXPR")
 @lowering_options
 @block_size_option("128")
-@json_option("the attributes of flexmask.explain(), with all figures under stats")
+@json_option("the attributes of flexmask.explain(), with all statistics under stats")
 def explain(expression: str, options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
     """Explain the meaning, the lowering and the cost of the mask EXPR.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. Prints the mask with its named masks, its definition, its
     conditions and whether they are separable in q and kv, the key intervals of its rows, its blocks, its memory, and the
-    cost of attention. `flexmask stats` has the figures alone, for several masks side by side.
+    cost of attention. `flexmask stats` has the statistics alone, for several masks side by side.
 
     \b
     Examples:
@@ -39,6 +39,6 @@ def explain(expression: str, options: LoweringOptions, block_size: tuple[int, in
     if as_json:
         leaves = [{"text": leaf.text, "kind": leaf.kind, "separable": leaf.separable} for leaf in found.leaves]
         plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")
-        print_json({name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": figures(found.stats)})
+        print_json({name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": statistics(found.stats)})
         return
     print_table([(Cell(label, bold=True), brief(text)) for label, text in found.lines()])

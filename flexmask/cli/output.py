@@ -28,15 +28,15 @@ LEAST = 24
 
 
 class Cell(NamedTuple):
-    """A cell of a table, with its colour."""
+    """A cell of a table, with its color."""
 
     text: str
-    colour: str | None = None
+    color: str | None = None
     bold: bool = False
 
     def styled(self, text: str) -> str:
         """A part of the text in the cell's style."""
-        return click.style(text, fg=self.colour, bold=self.bold or None) if self.colour or self.bold else text
+        return click.style(text, fg=self.color, bold=self.bold or None) if self.color or self.bold else text
 
 
 Row: TypeAlias = "Sequence[str | Cell]"
@@ -48,9 +48,9 @@ def heading(*texts: str) -> list[Cell]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Prints a text to stdout or stderr, with colours only on a terminal and without NO_COLOR."""
-    colour = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
-    click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=colour)
+    """Prints a text to stdout or stderr, with colors only on a terminal and without NO_COLOR."""
+    color = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
+    click.echo(printable(text, sys.stderr.encoding if err else sys.stdout.encoding), err=err, color=color)
 
 
 @contextmanager

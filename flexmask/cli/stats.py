@@ -6,11 +6,11 @@ from string import ascii_uppercase
 
 import click
 
-from flexmask.cli.figures import figure_rows, figures
 from flexmask.cli.inputs import LoweringOptions, block_size_option, expression_argument, json_option, lowering_options
 from flexmask.cli.messages import UserError, brief
 from flexmask.cli.output import Cell, echo, heading, print_json, print_table
 from flexmask.cli.progress import block_progress
+from flexmask.cli.statistics import statistics, statistics_rows
 
 __all__ = ["stats"]
 
@@ -19,11 +19,11 @@ __all__ = ["stats"]
 @expression_argument("expressions", "EXPR...", nargs=-1, required=True)
 @lowering_options
 @block_size_option("128")
-@json_option("an object of all figures, or a list of them for several masks")
+@json_option("an object of all statistics, or a list of them for several masks")
 def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
-    """Show the figures of one mask EXPR, or of several.
+    """Show the statistics of one mask EXPR, or of several.
 
-    EXPR may be MODULE:NAME of a mask or mask_mod function. The figures are the visible cells, the fully masked rows, the
+    EXPR may be MODULE:NAME of a mask or mask_mod function. The statistics are the visible cells, the fully masked rows, the
     blocks (full: computed without a test, partial: computed and masked, empty: skipped), the share of empty blocks, the
     visible share of partial blocks, the memory of the BlockMask, and the work of attention in percent of dense
     attention. All masks have the same lengths, and parameters apply to all.
@@ -41,7 +41,7 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tu
         lowering = options.lowering(*masks)
         found = [mask.stats(**lowering, block_size=block_size) for mask in masks]
     if as_json:
-        answers = [{"mask": str(mask)} | figures(one) for mask, one in zip(masks, found, strict=True)]
+        answers = [{"mask": str(mask)} | statistics(one) for mask, one in zip(masks, found, strict=True)]
         print_json(answers if len(answers) > 1 else answers[0])
         return
     letters = ascii_uppercase[: len(masks)] if len(masks) > 1 else ["mask"]
@@ -50,7 +50,6 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tu
     texts += [("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}")]
     print_table([(Cell(label, bold=True), text) for label, text in texts])
     echo("")
-    rows = [
-        (Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*(figure_rows(one) for one in found), strict=True)
-    ]
+    columns = (statistics_rows(one) for one in found)
+    rows = [(Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*columns, strict=True)]
     print_table(rows, heading("", *letters) if len(masks) > 1 else ())

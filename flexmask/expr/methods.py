@@ -48,7 +48,7 @@ class MaskMethods(Node):
       they follow from the tokens or the mask's data, else they are 16;
     * ``q_offset``: the position of the first query;
     * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
-    * ``why=True``: colours each hidden cell by the term that hides it, of several the first in reading order. The terms of
+    * ``why=True``: colors each hidden cell by the term that hides it, of several the first in reading order. The terms of
       ``a & b`` are those of each; a union is a term as a whole, or ``a | c`` and ``b | c`` where it is ``(a & b) | c``;
     * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
     * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
@@ -70,9 +70,9 @@ class MaskMethods(Node):
         device: torch.device | str | None = None,
     ) -> RowBounds:
         """The key intervals of each query row: see :class:`flexmask.intervals.bounds.RowBounds`."""
-        from flexmask.intervals.bounds import analyse
+        from flexmask.intervals.bounds import analyze
 
-        return analyse(self._context(q_len, kv_len, batch, heads, q_offset, device))
+        return analyze(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
     def dense(
         self,

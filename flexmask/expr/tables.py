@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from typing import Literal as OneOf
 
-from flexmask._checks import is_tensor, unfit
+from flexmask._checks import is_tensor, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import PRECEDENCE, Constant, Index, Symbol, as_index, b
 from flexmask.expr.node import Key, Node, within_depth
@@ -288,7 +288,7 @@ def as_table(data: object, what: str) -> Table:
         raise OperandError(f"{what}: a parameter is looked up as it is, {data.name}[b, q], without table()")
     if is_tensor(data):
         tensor = cast("Tensor", data)
-        if reason := unfit(tensor):
+        if reason := not_plain_reason(tensor):
             raise OperandError(f"{what} must be a plain tensor, got {reason}")
         if tensor.is_floating_point() or tensor.is_complex():
             raise OperandError(

@@ -39,7 +39,7 @@ class Entry:
         block_size: tokens in a block of the grid that is drawn; None for no grid.
         batch: which sequence is drawn, or all.
         head: which head is drawn, or all.
-        why: whether hidden cells are coloured by the term that masks them out.
+        why: whether hidden cells are colored by the term that masks them out.
         q_tokens: labels of the queries.
         kv_tokens: labels of the keys.
         params: values of the text's parameters.

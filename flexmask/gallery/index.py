@@ -9,7 +9,7 @@ from html import escape
 
 from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command, python
-from flexmask.gallery.texts import figures, lengths, linked, sections
+from flexmask.gallery.texts import lengths, linked, sections, statistics
 from flexmask.plotting.html import page
 from flexmask.plotting.html.view import view_of
 
@@ -23,7 +23,7 @@ def index(found: Sequence[RenderedEntry]) -> str:
     tags = Counter(tag for one in found for tag in one.entry.tags)
     return page.document(
         page.web(HERE, "index.html"),
-        css="\n".join([f":root {{\n{_colours()}\n}}", page.style(), page.web(HERE, "index.css")]),
+        css="\n".join([f":root {{\n{_colors()}\n}}", page.style(), page.web(HERE, "index.css")]),
         js="\n".join([page.script(), page.web(HERE, "index.js")]),
         count=str(len(found)),
         tags="\n".join(_tag(tag, tags[tag]) for tag in sorted(tags)),
@@ -46,7 +46,7 @@ def _data(found: RenderedEntry) -> dict[str, object]:
         "source": linked(entry.source),
         "command": command(entry),
         "python": python(entry),
-        "figures": figures(found),
+        "statistics": statistics(found),
         "view": view_of(found.sheet, start="why" if entry.why else "blocks"),
     }
 
@@ -73,6 +73,6 @@ def _tag(tag: str, count: int) -> str:
     return f'<button type="button" aria-pressed="false" data-tag="{name}">{name} <span>{count}</span></button>'
 
 
-def _colours() -> str:
-    """The colours of the views, for the whole page."""
+def _colors() -> str:
+    """The colors of the views, for the whole page."""
     return "\n".join(re.findall(r"^ *--flexmask-[\w-]+: .*;$", page.style(), re.MULTILINE))

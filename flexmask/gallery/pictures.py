@@ -14,8 +14,8 @@ from flexmask.plotting.mpl.plot import save
 
 __all__ = ["write_picture"]
 
-#: Pixels of an inch, twice those of most screens, and colours of a file: the letters' edges need more than the cells.
-DPI, COLOURS = 144, 128
+#: Pixels of an inch, twice those of most screens, and colors of a file: the letters' edges need more than the cells.
+DPI, COLORS = 144, 128
 
 
 def write_picture(found: RenderedEntry, path: Path) -> None:
@@ -25,7 +25,7 @@ def write_picture(found: RenderedEntry, path: Path) -> None:
     else:
         save(found.sheet.pictures[0], path, dpi=DPI)
     with Image.open(path) as drawn:
-        few = drawn.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        few = drawn.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
     about = PngInfo()
     about.add_itxt("Description", command(found.entry))
     few.save(path, optimize=True, pnginfo=about)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command
-from flexmask.gallery.texts import figures, lengths, linked, sections
+from flexmask.gallery.texts import lengths, linked, sections, statistics
 
 __all__ = ["readme"]
 
@@ -17,7 +17,7 @@ WIDTH, PANELS_WIDTH = 400, 680
 HEAD = """\
 # Attention masks with flexmask
 
-{count} masks as pictures: queries are rows, keys are columns, and a query attends to the blue keys of its row. The colours of
+{count} masks as pictures: queries are rows, keys are columns, and a query attends to the blue keys of its row. The colors of
 hidden cells show which term of the mask masks them out. A grid shows the blocks that a block-sparse kernel skips, computes or
 masks.
 
@@ -56,7 +56,7 @@ def _section(found: RenderedEntry) -> str:
         [
             f"### {_plain(entry.title)}",
             "",
-            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{lengths(entry)}, {figures(found)[0][1]} visible">',
+            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{lengths(entry)}, {statistics(found)[0][1]} visible">',
             "",
             _plain(entry.caption),
             "",

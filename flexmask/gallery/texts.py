@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from flexmask.gallery.entry import Entry
 from flexmask.gallery.rendered import RenderedEntry
 
-__all__ = ["figures", "lengths", "linked", "sections"]
+__all__ = ["lengths", "linked", "sections", "statistics"]
 
 ADDRESS = re.compile(r"https?://[^\s;,]+")
 
@@ -44,7 +44,7 @@ def lengths(entry: Entry) -> str:
     return ", ".join(said)
 
 
-def figures(found: RenderedEntry) -> list[tuple[str, str]]:
+def statistics(found: RenderedEntry) -> list[tuple[str, str]]:
     """How much is visible and what it costs, as pairs of a label and a text."""
     stats = found.stats
     of = [f"{size} {name}" for size, name in ((stats.batch, "sequences"), (stats.heads, "heads")) if size > 1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, unfit
+from flexmask._checks import checked_int, not_plain_reason
 from flexmask._transforms import can_keep_tensors, usable
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
@@ -139,7 +139,7 @@ def _device(tensors: list[TensorTable | CapturedTensor], device: torch.device | 
 
 def _offset(q_offset: Any) -> int | Tensor:
     if isinstance(q_offset, Tensor):
-        if reason := unfit(q_offset):
+        if reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         q_offset = usable(q_offset, "q_offset")
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool

@@ -31,12 +31,12 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold
 from flexmask.intervals.solve import Span, is_separable, separate
 
-__all__ = ["MAX_SLOTS", "RowBounds", "analyse"]
+__all__ = ["MAX_SLOTS", "RowBounds", "analyze"]
 
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
 MAX_SLOTS = 64
-#: From so many queries on a mask is rarely lowered twice with the same data, so that a copy of the data costs more than it saves.
-DECODING = 1024
+#: The most queries with which a copy of a mask's data is kept: masks of more are rarely lowered twice with the same data.
+MAX_KEPT_QUERIES = 1024
 
 
 #: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, exact between 0 and kv_len.
@@ -106,7 +106,7 @@ class _Conditions:
         return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), MAX_SLOTS)
 
 
-def analyse(context: Context) -> RowBounds:
+def analyze(context: Context) -> RowBounds:
     """The rows of the mask of a context."""
     return _Analysis(context).rows(separate(context.mask))
 
@@ -299,7 +299,7 @@ class _Analysis:
             return []
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
-            return [values] if self.context.q_len < DECODING else None
+            return [values] if self.context.q_len <= MAX_KEPT_QUERIES else None
         return [table.tensor] if isinstance(table, TensorTable) and _sync.has_data_version(table.tensor) else None
 
     def unknown(self) -> RowBounds:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._vmap import vectorised
+from flexmask._vmap import vectorized
 from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
@@ -171,7 +171,7 @@ class _Program:
                 return _lookup(context.tables[table.key], len(indices)), list(indices)
             case Opaque():
                 call, varying = opaque_call(node, context)
-                return lambda *values: vectorised(call, *values), list(varying)
+                return lambda *values: vectorized(call, *values), list(varying)
             case Column():
                 return _column(node), ["b", "h", node.axis]
             case Truth(value):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexmask._vmap import vectorised
+from flexmask._vmap import vectorized
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import Compare, Mask
@@ -67,7 +67,7 @@ class Evaluation:
                 return value
             case Symbol(name):
                 return self._symbol(name)
-            case Lookup(table, indices) if _is_plain(indices):
+            case Lookup(table, indices) if _are_symbols(indices):
                 return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
             case Arithmetic(sign, left, right):
                 return ARITHMETIC[sign](self.values(left), self.values(right))
@@ -81,7 +81,7 @@ class Evaluation:
                 return COMPARISON[sign](self.values(left), self.values(right))
             case Opaque():
                 call, varying = opaque_call(node, self.context)
-                return vectorised(call, *map(self.values, varying))
+                return vectorized(call, *map(self.values, varying))
         closure = closure_of(node, self.context)
         position = self.context.index(self.axis).view(1, 1, -1)
         b, h = self.context.index("b").view(-1, 1, 1), self.context.index("h").view(1, -1, 1)
@@ -122,7 +122,7 @@ class Evaluation:
         if most < low or least > high:  # decided without reading the values
             beyond = low - 1 if most < low else high + 1
             return beyond if fits((beyond, beyond)) else None
-        if self.is_plain(index, read):
+        if self.fits_int64(index, read):
             return self.values(index)
         if isinstance(index, Quotient):
             a, b = laws.limits_of_floor(low, high, index.divisor)
@@ -136,12 +136,12 @@ class Evaluation:
 
         def size(key: Any) -> tuple[bool, int]:
             index, factor = form.terms[key]
-            return not self.is_plain(index, read), max(abs(factor * end) for end in of_term[key])
+            return not self.fits_int64(index, read), max(abs(factor * end) for end in of_term[key])
 
         *_, greatest = sorted(form.terms, key=size)
         term, factor = form.terms[greatest]
         rest = form.without(greatest)
-        if not self.is_plain(rest.index(), read):
+        if not self.fits_int64(rest.index(), read):
             return self._limbs_within(form, of_term, low, high, read)
         of_rest = extent(rest.index(), self.context, read)
         if factor < 0:  # f * x is -f * -x
@@ -162,7 +162,7 @@ class Evaluation:
 
     def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: Read) -> Any:
         """As :meth:`_within` for several great terms, which are added up as two limbs."""
-        plain = all(self.is_plain(index, read) for index, _ in form.terms.values())
+        plain = all(self.fits_int64(index, read) for index, _ in form.terms.values())
         near = max(abs(low), abs(high)) < 2**61
         if not plain or not near or sum(abs(factor) for _, factor in form.terms.values()) >= 2**28 or abs(form.constant) >= 2**90:
             return None
@@ -178,16 +178,16 @@ class Evaluation:
             self.known[key] = (values >> laws.LIMB) * factor, (values & (2**laws.LIMB - 1)) * factor
         return cast("tuple[Any, Any]", self.known[key])
 
-    def is_plain(self, index: Index, read: Read = Read.HERE) -> bool:
+    def fits_int64(self, index: Index, read: Read = Read.HERE) -> bool:
         """Whether 64 bits hold all that is computed on the way to the values."""
         match index:
             case Sum(terms, constant):
-                if not all(self.is_plain(term, read) for term, _ in terms):
+                if not all(self.fits_int64(term, read) for term, _ in terms):
                     return False
                 ends = [(abs(factor), extent(term, self.context, read)) for term, factor in terms]
                 return sum(factor * max(map(abs, end)) for factor, end in ends) + abs(constant) <= INT64[1]
             case Quotient(dividend, divisor):
-                return divisor <= INT64[1] and self.is_plain(dividend, read)
+                return divisor <= INT64[1] and self.fits_int64(dividend, read)
         return True
 
     def _parts(self, form: Linear) -> list[tuple[Any, int]]:
@@ -273,7 +273,7 @@ def hoisted_closure(context: Context) -> Closure:
             not isinstance(node, Index)
             or isinstance(node, Symbol | Constant)
             or (isinstance(node, Opaque) and node.shape)
-            or (isinstance(node, Lookup) and _is_plain(node.indices))
+            or (isinstance(node, Lookup) and _are_symbols(node.indices))
         ):
             return None
         axes = node.symbols & {"q", "kv"}
@@ -291,6 +291,6 @@ def _integer(values: Tensor) -> Tensor:
     return values.to(torch.int64) if values.dtype == torch.bool else values
 
 
-def _is_plain(indices: tuple[Index, ...]) -> bool:
+def _are_symbols(indices: tuple[Index, ...]) -> bool:
     names = [index.name for index in indices if isinstance(index, Symbol)]
     return len(names) == len(indices) == len(set(names))

@@ -28,8 +28,8 @@ SMALL = 2**13
 LEAST_PITCH = 64
 #: Whether all of FlexAttention's CUDA kernels read the lists of full blocks with the strides of those of partial blocks.
 SHARED_STRIDES = torch.__version__ < "2.12"
-#: Block rows from which on no decoding kernel runs. Those kernels share the strides in every version.
-DECODING = 128
+#: The fewest block rows with which no decoding kernel runs. Those kernels share the strides in every version.
+MIN_PREFILL_ROWS = 128
 
 
 def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[BlockList]:
@@ -90,7 +90,7 @@ def interval_lists(sets: Sequence[Rows], batch: int, heads: int | None, *, packe
 def _lists(sets: list[Rows], packed: bool) -> list[BlockList]:
     if not packed:
         return [_spaced_list(rows, rows.kv_len) for rows in sets]
-    if SHARED_STRIDES or sets[0].lo.shape[2] < DECODING:
+    if SHARED_STRIDES or sets[0].lo.shape[2] < MIN_PREFILL_ROWS:
         return _packed_lists(sets)
     return [packed_list for rows in sets for packed_list in _packed_lists([rows])]
 
@@ -158,7 +158,7 @@ def _diagonal_indices(rows: Rows, pitch: int) -> Tensor | None:
 def _transpose(rows: Rows) -> Rows:
     """For each column the rows that hold it.
 
-    Neighbouring rows differ in few columns. Where a row holds a column that the row above does not, an interval of that column
+    Neighboring rows differ in few columns. Where a row holds a column that the row above does not, an interval of that column
     starts; where the row above alone holds it, an interval stops.
     """
     batch, heads, height, _ = rows.lo.shape

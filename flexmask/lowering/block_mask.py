@@ -12,7 +12,7 @@ from flexmask.blocks.classify import S, Strategy, classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
-from flexmask.intervals.bounds import RowBounds, analyse
+from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, no_lists
 from flexmask.lowering.block_mask_type import BLOCK_MASK_TYPE
@@ -54,7 +54,7 @@ def block_mask(
     sizes = block_sizes(block_size)
     if not isinstance(separate_full_blocks, bool):
         raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
-    bounds = analyse(context)
+    bounds = analyze(context)
     lists = _lists(bounds, context, sizes, heads, separate_full_blocks)
     if heads is not None:
         lists = [(number.expand(-1, heads, -1), indices.expand(-1, heads, -1, -1)) for number, indices in lists]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.intervals.bounds import RowBounds, analyse
+from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
@@ -44,7 +44,7 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         raise ExpressionError(f"form must be 'auto', 'interval' or 'expression', got {form!r}")
     if form == "expression":
         return _expression_mod(context)
-    bounds = bounds or analyse(context)
+    bounds = bounds or analyze(context)
     count = interval_count(bounds)
     if count is not None:
         return _interval_mod(bounds.lower, count, context)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, kind_of, unfit
+from flexmask._checks import checked_int, kind_of, not_plain_reason
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
@@ -240,7 +240,7 @@ class KVCache:
         if self.key is None or self.value is None:
             raise LoweringError("the cache is empty: there is nothing to reorder")
         is_index = isinstance(indices, Tensor) and indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64)
-        if not is_index or unfit(indices):
+        if not is_index or not_plain_reason(indices):
             raise OperandError(f"reorder: indices must be an integer tensor [B], got {kind_of(indices)}")
         if indices.device != self.key.device:
             raise LoweringError(f"reorder: indices are on {indices.device}, the keys on {self.key.device}; move them with .to()")

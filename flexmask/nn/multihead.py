@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, kind_of, unfit
+from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
 from flexmask.backends.api import attention, check_options
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
@@ -272,7 +272,7 @@ class MultiheadFlexAttention(nn.Module):
                 continue
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if reason := unfit(tensor):
+            if reason := not_plain_reason(tensor):
                 raise OperandError(f"{name} must be a plain tensor, got {reason}")
             if tensor.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
@@ -286,7 +286,7 @@ class MultiheadFlexAttention(nn.Module):
         if cache is not None:
             cache.claim(self._identity)
         if positions is not None:
-            fits = isinstance(positions, Tensor) and not unfit(positions)
+            fits = isinstance(positions, Tensor) and not not_plain_reason(positions)
             fits = fits and not (positions.is_floating_point() or positions.dtype == torch.bool)
             if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
                 wanted = f"int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}]"

@@ -17,7 +17,7 @@ __all__ = ["Category", "MAX_TERMS", "Role", "count_text", "difference", "is_deta
 #: The kinds of categories: the first two in a picture of one mask, the others in a comparison of two masks.
 Role: TypeAlias = Literal["visible", "hidden", "both", "only_a", "only_b", "neither"]
 
-#: Terms with a colour each; later terms share one.
+#: Terms with a color each; later terms share one.
 MAX_TERMS = 6
 #: The most values of a list in a label.
 MAX_VALUES = 6
@@ -53,16 +53,16 @@ def visibility(mask: Mask) -> tuple[Category, ...]:
 def reasons(mask: Mask, head: int | None) -> tuple[Category, ...]:
     """The visible cells, and the hidden cells by the first term in reading order that masks them out: see :func:`terms`."""
     found = terms(mask, head)
-    labelled = [(shortened(str(term), MAX_VALUES), ~term) for term in found]
+    labeled = [(shortened(str(term), MAX_VALUES), ~term) for term in found]
     if len(found) > MAX_TERMS:
         further = found[MAX_TERMS - 1 :]
-        labelled[MAX_TERMS - 1 :] = [(f"{len(further)} further terms", ~reduce(operator.and_, further))]
+        labeled[MAX_TERMS - 1 :] = [(f"{len(further)} further terms", ~reduce(operator.and_, further))]
     categories = [Category("visible", "visible", mask)]
     shown: Mask = Truth(True)  # by the terms before
-    for label, hides in labelled[:-1]:
+    for label, hides in labeled[:-1]:
         categories.append(Category("hidden", label, shown & hides, hides))
         shown = shown - hides
-    return *categories, Category("hidden", labelled[-1][0], None, labelled[-1][1])
+    return *categories, Category("hidden", labeled[-1][0], None, labeled[-1][1])
 
 
 def difference(mask: Mask, other: Mask) -> tuple[Category, ...]:

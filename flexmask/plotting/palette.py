@@ -1,4 +1,4 @@
-"""The colours of pictures, after Okabe and Ito: distinguishable with colour blindness, and with patterns in print."""
+"""The colors of pictures, after Okabe and Ito: distinguishable with color blindness, and with patterns in print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN = "#EFEFEF"
 UNDECIDED = "#F2D5E4"
 INK = "#333333"
 FAINT = "#666666"
-#: Alternating colours of the stretches of a band.
+#: Alternating colors of the stretches of a band.
 STRETCHES = ("#D3E3EE", "#B4CDDF")
 
 
@@ -26,9 +26,9 @@ class Look:
     """How the cells of one category are drawn.
 
     Attributes:
-        color: their colour.
+        color: their color.
         hatch: a pattern over it, as matplotlib names it; empty for none.
-        ink: the colour of the pattern.
+        ink: the color of the pattern.
         prominent: whether a few such cells in a pixel must stay clearly visible.
     """
 
@@ -61,5 +61,5 @@ TERMS = (
 
 def looks_of(categories: Sequence[Category]) -> tuple[Look, ...]:
     """The look of each category of a picture."""
-    terms = cycle(TERMS)  # heads may have more terms than there are colours
+    terms = cycle(TERMS)  # heads may have more terms than there are colors
     return tuple(LOOKS[category.role] if category.hides is None else next(terms) for category in categories)

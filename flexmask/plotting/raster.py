@@ -35,7 +35,7 @@ class Scores:
 
     Attributes:
         values: the mean weight of each pixel, ``float32[rows, columns]``.
-        most: the weight with the darkest colour.
+        most: the weight with the darkest color.
         averaged: the number of heads that are averaged; None for a single head.
     """
 
@@ -135,8 +135,8 @@ def rasterize(
         head: which head.
         q_offset: position of the first query.
         block_size: queries and keys in a block of the block grid, or one number for both; None for no grid.
-        why: whether hidden cells are coloured by the term that masks them out, the first one in reading order.
-        against: another mask (B), its text, or a ``mask_mod``: cells are coloured by whether they are visible in both masks, only
+        why: whether hidden cells are colored by the term that masks them out, the first one in reading order.
+        against: another mask (B), its text, or a ``mask_mod``: cells are colored by whether they are visible in both masks, only
             in the first (A), only in the other, or in neither.
         tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and also of the keys
             without ``kv_tokens``; with ``q_offset`` queries have the later labels.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexmask._checks import checked_int, unfit
+from flexmask._checks import checked_int, not_plain_reason
 from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask, Truth
@@ -124,7 +124,7 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, o
 
 
 def _check(weights: Tensor, batch: int, head: int | None) -> None:
-    if isinstance(weights, Tensor) and (reason := unfit(weights)):
+    if isinstance(weights, Tensor) and (reason := not_plain_reason(weights)):
         raise OperandError(f"weights must be a plain tensor, got {reason}")
     if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.is_floating_point():
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__

@@ -11,7 +11,7 @@ from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind, own_sizes
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
 from flexmask.plotting.density import MaskSlice
 
@@ -58,7 +58,7 @@ class Selection:
     def slice(self, mask: Mask) -> MaskSlice:
         """One sequence and head of a mask."""
         context = self.context(mask)
-        return MaskSlice(context, analyse(context), self.batch if context.batch > 1 else 0, self.head if context.heads > 1 else 0)
+        return MaskSlice(context, analyze(context), self.batch if context.batch > 1 else 0, self.head if context.heads > 1 else 0)
 
 
 def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:

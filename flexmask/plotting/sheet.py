@@ -173,7 +173,7 @@ def _columns(count: int) -> int:
 
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
-    """Gives all pictures the same categories, so that colours mean the same in each."""
+    """Gives all pictures the same categories, so that colors mean the same in each."""
     union: dict[tuple[str, Mask | None], Category] = {}
     for shown in pictures:
         for category in shown.categories:

@@ -19,7 +19,7 @@ from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import And, Mask, Not
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.report.stats import row_counts
@@ -93,7 +93,7 @@ def difference(
     contexts = _contexts((mask, other), q_len, kv_len, batch, heads, q_offset, device)
     sizes = [_size(keyword, [getattr(context, keyword) for context in contexts]) for keyword in ("batch", "heads")]
     shape = sizes[0], sizes[1], q_len
-    bounds = [analyse(context) for context in contexts]
+    bounds = [analyze(context) for context in contexts]
     if all(part.exact for part in bounds):
         one, two = (part.lower for part in bounds)
         sides = [_visible_keys(one - two, shape), _visible_keys(two - one, shape)]
@@ -133,7 +133,7 @@ def _size(keyword: str, sizes: list[int]) -> int:
 
 def _visible_cells(context: Context, shape: Shape) -> tuple[int, Cell | None]:
     """How many cells the mask of a context shows, and the first."""
-    bounds, sets = analyse(context), BlockSets(context, SIZE, SIZE)
+    bounds, sets = analyze(context), BlockSets(context, SIZE, SIZE)
     if bounds.exact:
         return _visible_keys(bounds.lower, shape)
     counts = row_counts(bounds, classify(bounds, sets), sets).expand(shape)

@@ -11,7 +11,7 @@ from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import RowBounds, analyse
+from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
@@ -129,7 +129,7 @@ def explain(
     mask = as_mask(mask, device=device)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
     sets = BlockSets(context, *block_sizes(block_size))
-    bounds = analyse(context)
+    bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
     open_blocks = classify(bounds, sets).open
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
@@ -160,7 +160,7 @@ def _conditions(mask: Mask) -> list[Mask]:
 def _leaf(mask: Mask, context: Context, bounds: RowBounds) -> Leaf:
     """A condition, and whether it has more intervals than the rows list."""
     leaf = _listed_leaf(mask)
-    if bounds.exact or not leaf.separable or analyse(replace(context, mask=mask)).exact:
+    if bounds.exact or not leaf.separable or analyze(replace(context, mask=mask)).exact:
         return leaf
     return replace(leaf, kind=f"{leaf.kind}; in more intervals than are listed")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.blocks.classify import Blocks, classify, decide_open
 from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
-from flexmask.intervals.bounds import RowBounds, analyse
+from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_mask import block_sizes
@@ -96,7 +96,7 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         bounds: the key intervals of the mask, where they are computed already.
     """
     sets = BlockSets(context, *block_sizes(block_size))
-    bounds = bounds or analyse(context)
+    bounds = bounds or analyze(context)
     blocks = decide_open(classify(bounds, sets), sets)
     counts = row_counts(bounds, blocks, sets)
     groups, q_blocks, kv_blocks = context.batch * context.heads, sets.q_blocks, sets.kv_blocks

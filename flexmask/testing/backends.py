@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from flexmask._checks import kind_of, number
+from flexmask._checks import checked_number, kind_of
 from flexmask.backends.api import attention
 from flexmask.backends.backend import Backend, Call, backend_names, get_backend
 from flexmask.errors import ExpressionError, OperandError
@@ -63,7 +63,7 @@ def check_backends(
         if not isinstance(given, list | tuple):
             raise OperandError(f"{name} must be a list, e.g. {name}={EXAMPLES[name]}, got {kind_of(given)}")
     if tolerance is not None:
-        number(tolerance, "tolerance")
+        checked_number(tolerance, "tolerance")
     for backend in map(get_backend, backends):
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Finding", "compare_cells", "compare_figures", "part_around", "picture_around", "picture_part"]
+__all__ = ["Finding", "compare_cells", "compare_statistics", "part_around", "picture_around", "picture_part"]
 
 #: The most rows and columns of a picture.
 HEIGHT, WIDTH = 16, 24
@@ -24,7 +24,7 @@ class Finding:
     Attributes:
         name: what was checked.
         wrong: whether the check failed.
-        text: the result in figures.
+        text: the result in statistics.
         picture: the cells around the first difference, as lines; empty if there is nothing to draw.
     """
 
@@ -57,10 +57,10 @@ def compare_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells")
     return Finding(name, True, text, picture_around(marks, (row, column), SIGNS, LEGEND))
 
 
-def compare_figures(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
-    """Compares figures by name with the expected ones."""
+def compare_statistics(name: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
+    """Compares statistics by name with the expected ones."""
     wrong = [f"{key} {found[key]:,}, not {wanted[key]:,}" for key in wanted if found[key] != wanted[key]]
-    return Finding(name, bool(wrong), ", ".join(wrong) or f"{len(wanted)} figures agree")
+    return Finding(name, bool(wrong), ", ".join(wrong) or f"{len(wanted)} statistics agree")
 
 
 def picture_around(marks: Tensor, at: tuple[int, int], signs: str, legend: str) -> str:

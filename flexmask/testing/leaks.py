@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, kind_of, unfit
+from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.testing.findings import picture_around
@@ -99,7 +99,7 @@ def assert_no_leak(
     if embed is not None:
         check_function(embed, "embed", "(tokens) -> x")
     for name, value in (("x", x), ("context", context)):
-        if value is not None and (reason := unfit(value)):
+        if value is not None and (reason := not_plain_reason(value)):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
         if value is not None and value.is_meta:
             raise OperandError(f"{name} must be a tensor with values, got one on the device meta")

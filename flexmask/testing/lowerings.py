@@ -12,7 +12,7 @@ from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.mask_mod import interval_count
-from flexmask.testing.findings import Finding, compare_cells, compare_figures
+from flexmask.testing.findings import Finding, compare_cells, compare_statistics
 from flexmask.testing.settings import Setting
 
 __all__ = ["check_lowerings"]
@@ -89,11 +89,11 @@ def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) 
     padded = torch.nn.functional.pad(cells, (0, -setting.kv_len % kv_size, 0, -setting.q_len % q_size))
     visible = padded.unflatten(3, (-1, kv_size)).unflatten(2, (-1, q_size)).sum((3, 5))
     full = int((visible == q_size * kv_size).sum())
-    figures = {
+    statistics = {
         "visible": int(cells.sum()),
         "empty_rows": int((~cells.any(-1)).sum()),
         "partial_blocks": int((visible > 0).sum()) - full,
         "full_blocks": full,
         "empty_blocks": int((visible == 0).sum()),
     }
-    return compare_figures("stats", {name: getattr(found, name) for name in figures}, figures)
+    return compare_statistics("stats", {name: getattr(found, name) for name in statistics}, statistics)

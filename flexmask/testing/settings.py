@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import _sync
-from flexmask._checks import unfit
+from flexmask._checks import not_plain_reason
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
@@ -111,7 +111,7 @@ def make_setting(
     where = _sync.resolve_device(device)
     mask = as_mask(mask, device=where).to(where)
     if isinstance(q_offset, Tensor):
-        if q_offset.is_meta or unfit(q_offset):
+        if q_offset.is_meta or not_plain_reason(q_offset):
             raise OperandError("q_offset must be an int or a plain tensor with values, on a device that has memory")
         q_offset = q_offset.to(where)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, where)
@@ -163,7 +163,7 @@ def reference_cells(reference: Reference, setting: Setting) -> Tensor:
 
 def _as_4d(reference: Tensor) -> Tensor:
     """A table of 2, 3 or 4 axes as ``bool[B, H, q_len, kv_len]``."""
-    if reason := unfit(reference):
+    if reason := not_plain_reason(reference):
         raise OperandError(f"a reference must be a plain tensor, got {reason}")
     if reference.dtype != torch.bool or not 2 <= reference.dim() <= 4:
         raise OperandError(

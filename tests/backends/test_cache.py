@@ -16,7 +16,7 @@ from flexmask import KVCache, MaskCache, MultiheadFlexAttention
 from flexmask.backends import api as functional
 from flexmask.backends.cache import _ACTIVE
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 
 LAYERS, S = 4, 12
 
@@ -39,9 +39,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def counted(context: Any) -> Any:
         contexts.append(context)
-        return analyse(context)
+        return analyze(context)
 
-    monkeypatch.setattr("flexmask.backends.tiled_sdpa.analyse", counted)
+    monkeypatch.setattr("flexmask.backends.tiled_sdpa.analyze", counted)
     return contexts
 
 

@@ -21,7 +21,7 @@ from tests.support.dropout import is_kept, kept_of
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**40 + 3, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 2, 67)], ids=["small", "vectorised"])
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 2, 67)], ids=["small", "vectorized"])
 def test_hash(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
     assert torch.equal(dropout_cells(seed, p, *sizes), kept_of(seed, p, *sizes))
 
@@ -66,9 +66,9 @@ def test_drops_are_uniform_along_each_axis(axis: int) -> None:
 
 @pytest.mark.parametrize("axis", range(4))
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_neighbours_are_independent(axis: int, step: int) -> None:
-    centred = DRAWN.double() - P
-    pairs = centred.narrow(axis, 0, SIZES[axis] - step) * centred.narrow(axis, step, SIZES[axis] - step)
+def test_neighbors_are_independent(axis: int, step: int) -> None:
+    centered = DRAWN.double() - P
+    pairs = centered.narrow(axis, 0, SIZES[axis] - step) * centered.narrow(axis, step, SIZES[axis] - step)
     assert abs(pairs.mean() / (P * (1 - P)) * math.sqrt(pairs.numel())) < 4.5
 
 

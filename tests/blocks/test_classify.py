@@ -11,7 +11,7 @@ from flexmask.blocks.classify import classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 from flexmask.plotting.raster import FULL, PARTIAL, rasterize
 
 LENGTHS = 50, 43
@@ -30,7 +30,7 @@ MASKS: list[Mask] = [
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_strategies_classify_alike(mask: Mask) -> None:
     context = bind(mask, *LENGTHS)
-    bounds, grid, sets = analyse(context), BlockGrid(context, *SIZES), BlockSets(context, *SIZES)
+    bounds, grid, sets = analyze(context), BlockGrid(context, *SIZES), BlockSets(context, *SIZES)
     shape = context.batch, context.heads, grid.q_blocks
     columns = torch.arange(grid.kv_blocks)
     one, other = classify(bounds, grid), classify(bounds, sets)

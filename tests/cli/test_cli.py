@@ -163,7 +163,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["explain", "causal", "--block-size", "4,4,4"], "'4,4,4' is neither"),
     (["explain", "causal", "--block-size", "big"], "'big' is neither"),
     (["explain"], "Missing argument 'EXPR'"),
-    (["explain", "causal", "--colour"], "No such option"),
+    (["explain", "causal", "--color"], "No such option"),
     (["render", "key_padding([3, 5, 4])", "--batch", "3"], "batch 3 is out of range: the sequences are 0 to 2"),
     (["render", "causal", "--batch", "1"], "batch 1 is out of range"),
     (["render", "causal", "--batch", "-1"], "-1"),

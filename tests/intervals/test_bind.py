@@ -17,7 +17,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.packing import document_ids
 from flexmask.expr.tables import Literal, along
 from flexmask.intervals.bind import bind
-from flexmask.intervals.bounds import analyse
+from flexmask.intervals.bounds import analyze
 from flexmask.tracing.as_mask import as_mask
 from tests.support import oracle
 
@@ -244,7 +244,7 @@ def test_a_text_keeps_no_tensors_alive(text: str) -> None:
         mask = as_mask(text) if device.type == "cpu" else as_mask(text, device=device)
         context = bind(mask, 12, device=device)
         if device.type == "cpu":
-            analyse(context)
+            analyze(context)
         gone = [weakref.ref(table) for table in context.tables.values()]
         assert gone
         del mask, context

@@ -244,7 +244,7 @@ def test_memory_of_others_is_not_touched() -> None:
 def test_strides_of_full_blocks_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists with strides of their own are right where `block_sets` gives them, and wrong where it does not."""
     decoding = name.startswith("decoding")
-    monkeypatch.setattr(block_lists, "DECODING", 0)
+    monkeypatch.setattr(block_lists, "MIN_PREFILL_ROWS", 0)
     wrong = decoding or block_lists.SHARED_STRIDES
     monkeypatch.setattr(block_lists, "SHARED_STRIDES", False)
     with pytest.raises(Exception, match=r"close|leaves the memory") if wrong else nullcontext():

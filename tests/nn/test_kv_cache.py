@@ -24,7 +24,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.nn.cache_masks import CallTokens, _lookback, check_window
 from flexmask.report.compare import difference
 from tests.support import oracle
-from tests.support.decoding import turn
+from tests.support.rope import turn
 from tests.support.strategies import Case as DrawnCase
 from tests.support.strategies import Shape, mask_cases
 

@@ -17,7 +17,7 @@ import flexmask as fm
 from flexmask import MultiheadFlexAttention
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from tests.support import oracle
-from tests.support.decoding import turn
+from tests.support.rope import turn
 
 DOUBLE = torch.float64
 TOLERANCE = {DOUBLE: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

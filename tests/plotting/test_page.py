@@ -19,9 +19,9 @@ import pytest
 
 from flexmask.plotting import palette
 from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, compressed, inline_json, page, script, style
+from tests.plotting.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
 from tests.support import browser
 from tests.support.browser import Opened, opened, screenshot
-from tests.support.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
 
 chromium = browser.chromium
 
@@ -30,7 +30,7 @@ VISIBLE: Rgb = (0x00, 0x72, 0xB2)
 IN_PARTIAL: Rgb = (0x56, 0xB4, 0xE9)
 WASTED: Rgb = (0xFB, 0xE3, 0xB8)
 HIDDEN: Rgb = (0xEF, 0xEF, 0xEF)
-#: The colours of the first terms, of which cells have 30 %.
+#: The colors of the first terms, of which cells have 30 %.
 TERMS: list[Rgb] = [(0xE6, 0x9F, 0x00), (0x00, 0x9E, 0x73), (0xCC, 0x79, 0xA7)]
 
 NASTY = ["</script><b>", "&amp;", "a\u2028b\u2029", "<!--", "ü 漢 \U0001f600", "\ud800", "\n"]
@@ -89,14 +89,14 @@ def test_the_policy_allows_only_what_stands_in_the_page() -> None:
     assert "unsafe" not in policy
 
 
-def test_page_and_pictures_have_the_same_colours() -> None:
+def test_page_and_pictures_have_the_same_colors() -> None:
     found = re.findall(r"--flexmask-([\w-]+): (?:light-dark\()?(#\w{6})", style())
-    colours = {name: colour.upper() for name, colour in found}
+    colors = {name: color.upper() for name, color in found}
     names = {"visible": palette.VISIBLE, "in-partial": palette.IN_PARTIAL, "wasted": palette.WASTED, "hidden": palette.HIDDEN}
     names |= {"unknown": palette.UNDECIDED}
     names |= {role.replace("_", "-"): look.color for role, look in palette.LOOKS.items()}
-    assert {name: colours[name] for name in names} == names
-    terms = [colours[name] for name in sorted(colours) if name.startswith("term-")]
+    assert {name: colors[name] for name in names} == names
+    terms = [colors[name] for name in sorted(colors) if name.startswith("term-")]
     assert terms == [look.ink for look in palette.TERMS]
     assert re.findall(r"const TERMS = (\d+);", script()) == [str(len(palette.TERMS))]
 
@@ -106,7 +106,7 @@ def test_a_page_is_small() -> None:
     assert len(page(by_area())) < 110_000
 
 
-def test_without_scripts_the_page_gives_the_figures() -> None:
+def test_without_scripts_the_page_gives_the_statistics() -> None:
     html = page(packed_text().view)
     shown = html[html.index("<noscript>") : html.index("</noscript>")]
     assert "24 queries × 24 keys" in shown
@@ -164,17 +164,17 @@ class Drawn:
         start = 4 * (int(y) * self.width + int(x))
         return self.data[start], self.data[start + 1], self.data[start + 2]
 
-    def extent(self, colour: Rgb) -> tuple[int, int, int, int]:
-        """The smallest rectangle that holds all pixels of a colour: left, top, right, bottom."""
-        wanted, places = bytes((*colour, 255)), []
+    def extent(self, color: Rgb) -> tuple[int, int, int, int]:
+        """The smallest rectangle that holds all pixels of a color: left, top, right, bottom."""
+        wanted, places = bytes((*color, 255)), []
         rows = [self.data[4 * y * self.width : 4 * (y + 1) * self.width] for y in range(self.height)]
         for y, row in enumerate(rows):
             places += [(x, y) for x in range(self.width) if row[4 * x : 4 * x + 4] == wanted]
         xs, ys = [x for x, _ in places], [y for _, y in places]
         return min(xs), min(ys), max(xs) + 1, max(ys) + 1
 
-    def main_colour(self, x: float, y: float, reach: int = 6) -> Rgb:
-        """The most frequent colour around a place: that below a pattern."""
+    def main_color(self, x: float, y: float, reach: int = 6) -> Rgb:
+        """The most frequent color around a place: that below a pattern."""
         around = range(-reach, reach + 1)
         return Counter(self.at(x + dx, y + dy) for dx in around for dy in around).most_common(1)[0][0]
 
@@ -238,13 +238,13 @@ def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
         now, checked, random_ = drawn(view), 0, random.Random(notches)
         for _ in range(60):
             x, y = random_.uniform(left, right - 1), random_.uniform(top, bottom - 1)
-            said, colour = view.hover(x, y), now.at(x, y)
+            said, color = view.hover(x, y), now.at(x, y)
             found = re.match(r"b 0  h 0  q (\d+)  kv (\d+): (.*)$", said)
             assert found is not None
             assert found[3] == mask.says(0, int(found[1]), int(found[2]))
-            if colour in {VISIBLE, HIDDEN}:  # not a line of the grid
+            if color in {VISIBLE, HIDDEN}:  # not a line of the grid
                 checked += 1
-                assert (colour == VISIBLE) == (found[3] == "visible")
+                assert (color == VISIBLE) == (found[3] == "visible")
         assert checked > 30
 
 
@@ -401,13 +401,13 @@ def test_switches_change_what_is_drawn(shown: Shown) -> None:
         places = list(middles(unpadded(plain.extent(VISIBLE), PADDED[0]), N, N))
         kinds = {(q, kv): mask.hiding(0, q, kv) for q in range(N) for kv in range(N)}
         for q, kv, x, y in places:
-            assert plain.main_colour(x, y) == (HIDDEN if kinds[q, kv] else VISIBLE)
+            assert plain.main_color(x, y) == (HIDDEN if kinds[q, kv] else VISIBLE)
         toggle(view, "Why hidden")
         why = drawn(view)
         for q, kv, x, y in places:
             hiding = kinds[q, kv]
             expected = tint(TERMS[names.index(hiding[0])]) if hiding else VISIBLE
-            assert why.main_colour(x, y) == pytest.approx(expected, abs=1)
+            assert why.main_color(x, y) == pytest.approx(expected, abs=1)
             patterned = bool(hiding) and hiding[0] != names[0]  # the first term is plain
             found = {why.at(x + dx, y + dy) for dx in range(-6, 7) for dy in range(-6, 7)}
             assert (len(found) > 1) == patterned
@@ -419,11 +419,11 @@ def test_switches_change_what_is_drawn(shown: Shown) -> None:
             top, left = q // 4 * 4, kv // 4 * 4
             kind = block_kind([not kinds[row, column] for row in range(top, top + 4) for column in range(left, left + 4)], 16)
             expected = (WASTED if kind else HIDDEN) if kinds[q, kv] else (VISIBLE if kind == 2 else IN_PARTIAL)
-            assert blocks.main_colour(x, y) == expected
+            assert blocks.main_color(x, y) == expected
 
 
-def tint(colour: Rgb) -> Rgb:
-    red, green, blue = (round(channel * 0.3 + 255 * 0.7) for channel in colour)
+def tint(color: Rgb) -> Rgb:
+    red, green, blue = (round(channel * 0.3 + 255 * 0.7) for channel in color)
     return red, green, blue
 
 
@@ -474,12 +474,12 @@ def test_differences_have_their_own_kinds(shown: Shown) -> None:
         assert view.page.get_by_label("Why hidden").count() == 0
 
 
-def luminance(colour: list[float]) -> float:
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in colour)]
+def luminance(color: list[float]) -> float:
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-#: Every element with text of its own: the text, its colour, and the first colour behind it.
+#: Every element with text of its own: the text, its color, and the first color behind it.
 CONTRASTS = """() => {
   const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
   const own = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
@@ -487,8 +487,8 @@ CONTRASTS = """() => {
   return found.map((element) => {
     let behind = element;
     while (behind && numbers(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const colours = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor];
-    return [element.textContent, ...colours.map((colour) => numbers(colour).slice(0, 3))];
+    const colors = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor];
+    return [element.textContent, ...colors.map((color) => numbers(color).slice(0, 3))];
   });
 }"""
 
@@ -500,8 +500,8 @@ def test_light_and_dark_differ_and_are_legible(shown: Shown, tmp_path: Path) -> 
         with shown(packed_text().view, color_scheme=scheme) as view:
             contrasts = view.page.evaluate(CONTRASTS)
             assert len(contrasts) > 12
-            for text, *colours in contrasts:
-                low, high = sorted(map(luminance, colours))
+            for text, *colors in contrasts:
+                low, high = sorted(map(luminance, colors))
                 assert (high + 0.05) / (low + 0.05) >= 4.5, text
             pictures.append(drawn(view))
             screenshot(view.page, f"desktop-{scheme}", tmp_path)
@@ -585,7 +585,7 @@ def test_the_text_is_copied(shown: Shown) -> None:
 
 
 @pytest.mark.browser
-def test_where_the_system_forces_colours_cells_keep_theirs(shown: Shown, tmp_path: Path) -> None:
+def test_where_the_system_forces_colors_cells_keep_theirs(shown: Shown, tmp_path: Path) -> None:
     with shown(causal().view, color_scheme="dark", forced_colors="active") as view:
         canvas = "() => getComputedStyle(document.querySelector('.flexmask-frame')).backgroundColor"
         system = tuple(map(int, re.findall(r"\d+", view.page.evaluate(canvas))[:3]))
@@ -608,7 +608,7 @@ def test_no_other_script_runs(chromium: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.browser
-def test_paper_is_drawn_in_light_colours(shown: Shown) -> None:
+def test_paper_is_drawn_in_light_colors(shown: Shown) -> None:
     with shown(causal().view, color_scheme="dark") as view:
         assert sum(drawn(view).at(3, 3)) < 120
         view.page.evaluate("dispatchEvent(new Event('beforeprint'))")

@@ -1,4 +1,4 @@
-"""The colours of pictures: distinguishable with common colour blindness, and, with their patterns, in print."""
+"""The colors of pictures: distinguishable with common color blindness, and, with their patterns, in print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexmask.plotting.mpl.heat import scale_marks
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
 from flexmask.plotting.raster import Scores
 
-Colour = NDArray[np.float64]
+Color = NDArray[np.float64]
 
 #: Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 VISION = {
@@ -26,8 +26,8 @@ SRGB = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072
 WHITE = np.array([0.95047, 1.0, 1.08883])
 
 
-def lab(color: str, vision: str = "common") -> Colour:
-    """CIE L*a*b* of a colour as it is seen."""
+def lab(color: str, vision: str = "common") -> Color:
+    """CIE L*a*b* of a color as it is seen."""
     rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     xyz = SRGB @ (np.array(VISION[vision]) @ linear).clip(0, 1) / WHITE
@@ -39,7 +39,7 @@ def apart(one: str, other: str, vision: str) -> float:
     return float(np.linalg.norm(lab(one, vision) - lab(other, vision)))
 
 
-#: Colours next to each other in one picture.
+#: Colors next to each other in one picture.
 TOGETHER = {
     "cells": [Look(VISIBLE), LOOKS["hidden"]],
     "blocks": [Look(VISIBLE), Look(IN_PARTIAL), Look(WASTED), Look(HIDDEN)],

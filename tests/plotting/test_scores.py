@@ -105,7 +105,7 @@ def test_one_head_and_the_mean() -> None:
     assert np.array_equal(one.cells == 0, MASK.dense(6)[1, 0])
 
 
-def test_numbers_and_colours_are_the_weights() -> None:
+def test_numbers_and_colors_are_the_weights() -> None:
     weights = example()
     ax = plot_scores(weights, MASK, head=0, tokens="a b c d e f")
     written = {

@@ -47,8 +47,8 @@ def test_kinds_mean_the_same_in_every_panel() -> None:
         assert np.array_equal(picture.hidden_by >> number & 1, padded)
 
 
-def test_heads_with_many_terms_have_different_colours() -> None:
-    """Colours for each head's own terms would not do; so ``per_head`` is one term."""
+def test_heads_with_many_terms_have_different_colors() -> None:
+    """Colors for each head's own terms would not do; so ``per_head`` is one term."""
     heads = [fm.causal() & (fm.kv > place) & (fm.q != place) for place in range(8)]
     shown = panel_sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
     assert [kind.label for kind in shown.pictures[0].categories][2] == "key_padding(lengths=9)"

@@ -1,4 +1,4 @@
-"""Pictures in a terminal: drawn characters and colours are read back and compared with dense masks, at any width."""
+"""Pictures in a terminal: drawn characters and colors are read back and compared with dense masks, at any width."""
 
 import io
 import re
@@ -26,7 +26,7 @@ from flexmask.plotting.sheet import Sheet, panel_sheet, term_sheet
 from flexmask.plotting.terminal.show import show_sheet
 from tests.support.strategies import mask_cases, shapes
 
-#: What there is to draw on: colours, and the encoding.
+#: What there is to draw on: colors, and the encoding.
 CONSOLES: dict[str, dict[str, Any]] = {
     "pipe": {"force_terminal": False},
     "ascii": {"force_terminal": True, "color_system": "truecolor", "encoding": "ascii"},
@@ -41,7 +41,7 @@ PLAIN = {"pipe", "ascii", "latin"}
 
 
 def output(drawn: Mask | Sheet, *lengths: int, on: str = "pipe", width: int = 80, **options: Any) -> str:
-    """What a console gets, colours included."""
+    """What a console gets, colors included."""
     settings = {"_environ": {}, **CONSOLES[on]}
     file = io.TextIOWrapper(io.BytesIO(), encoding=settings.pop("encoding", "utf-8"), newline="\n")
     console = Console(file=file, width=width, height=50, **settings)
@@ -392,7 +392,7 @@ def test_pixels_that_differ_both_ways() -> None:
 
 
 def pixels(text: str) -> list[list[tuple[int, int, int]]]:
-    """The colours of half blocks, two lines for each line of characters."""
+    """The colors of half blocks, two lines for each line of characters."""
     rows: list[list[tuple[int, int, int]]] = []
     for line in Text.from_ansi(text).split("\n"):
         upper: list[tuple[int, int, int]] = []
@@ -437,7 +437,7 @@ def test_colors_of_terms_by_area() -> None:
 
 
 def pixels_of_legend(text: str) -> set[tuple[int, ...]]:
-    """The colours of the signs of the legend."""
+    """The colors of the signs of the legend."""
     return {
         tuple(span.style.color.get_truecolor())
         for line in Text.from_ansi(text).split("\n")

@@ -4,7 +4,7 @@ from click.testing import CliRunner, Result
 
 from flexmask.cli import main
 
-#: The variables that rich reads; without these a test sees the same width and no colours wherever it runs.
+#: The variables that rich reads; without these a test sees the same width and no colors wherever it runs.
 PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "TTY_INTERACTIVE": None, "NO_COLOR": None}
 
 

@@ -27,7 +27,7 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr(lowering, "MAX_ROOM", _sync.PerDevice(0, 0))
                 patch.setattr("flexmask.lowering.block_lists.LEAST_PITCH", 1)
                 patch.setattr("flexmask.lowering.block_lists.SHARED_STRIDES", name != "packed sets")
-                patch.setattr("flexmask.lowering.block_lists.DECODING", 0)
+                patch.setattr("flexmask.lowering.block_lists.MIN_PREFILL_ROWS", 0)
             case "host syncs avoided":
                 patch.setattr(_sync, "needs_sync", lambda tensor: True)
             case "host syncs avoided, cell by cell":
@@ -35,10 +35,10 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
             case "runs of queries":
                 patch.setattr(runs, "MANY", 1)
-                patch.setattr(bounds, "DECODING", 1)
+                patch.setattr(bounds, "MAX_KEPT_QUERIES", 0)
             case "single queries":
                 patch.setattr(runs, "MANY", 2**30)
-                patch.setattr(bounds, "DECODING", 2**30)
+                patch.setattr(bounds, "MAX_KEPT_QUERIES", 2**30)
             case _:
                 raise ValueError(name)
         yield

@@ -72,7 +72,7 @@ const near = new IntersectionObserver((seen) => {
   }
 }, { rootMargin: "300px" });
 
-/** Draws again what has been drawn, when the colours or the sizes are others. */
+/** Draws again what has been drawn, when the colors or the sizes are others. */
 function redraw() {
   drawn.forEach(draw);
 }
@@ -103,7 +103,7 @@ function fill(entry) {
   document.title = `${entry.title} · ${title}`;
   for (const key of ["family", "title", "caption", "text", "command", "python", "lengths"]) byId(key).textContent = entry[key];
   byId("family").textContent = entry.family[0].toUpperCase() + entry.family.slice(1);
-  byId("figures").replaceChildren(...entry.figures.map(([label, text]) => made("div", {}, made("dt", {}, label), made("dd", {}, text))));
+  byId("statistics").replaceChildren(...entry.statistics.map(([label, text]) => made("div", {}, made("dt", {}, label), made("dd", {}, text))));
   byId("tags").replaceChildren(...entry.tags.map((tag) => made("li", {}, tag)));
   byId("source").replaceChildren(...entry.source.map(([text, address]) => (address ? made("a", { href: address, rel: "noreferrer" }, text) : text)));
   byId("said").textContent = "";

@@ -33,7 +33,7 @@ __all__ = [
 
 HERE = "flexmask.plotting.html"
 #: The parts of the script, each built on those before it.
-PARTS = ("data.js", "elements.js", "colours.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
+PARTS = ("data.js", "elements.js", "colors.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
 
 
 class CategoryData(TypedDict):
@@ -55,7 +55,7 @@ class BandData(TypedDict):
         axis: the axis.
         label: what the stretches are.
         starts: where each begins; it ends where the next does, the last at the end of the axis.
-        values: the name of each; ``""`` draws nothing, ``"padding"`` is grey.
+        values: the name of each; ``""`` draws nothing, ``"padding"`` is gray.
     """
 
     axis: Literal["q", "kv"]
@@ -135,7 +135,7 @@ def page(view: ViewData) -> str:
         css=f"{style()}\n{web(HERE, 'page.css')}",
         js=f"{script()}\n{web(HERE, 'page.js')}",
         title=escape(view["text"]),
-        figures="\n".join(f"<li>{escape(line)}</li>" for line in _figures(view)),
+        statistics="\n".join(f"<li>{escape(line)}</li>" for line in _statistics(view)),
         data=inline_json(view),
     )
 
@@ -171,7 +171,7 @@ def script() -> str:
 
 
 def style() -> str:
-    """The style sheet of the view; its colours are custom properties that a page may set."""
+    """The style sheet of the view; its colors are custom properties that a page may set."""
     return web(HERE, "viewer.css")
 
 
@@ -185,7 +185,7 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _figures(view: ViewData) -> list[str]:
+def _statistics(view: ViewData) -> list[str]:
     """What is said where no script runs: the lengths, and the cells of each category in each panel."""
     cells = view["q_len"] * view["kv_len"]
     lines = [f"{view['q_len']:,} queries × {view['kv_len']:,} keys"]

@@ -22,7 +22,7 @@ __all__ = ["MAX_SQUARES", "draw_cells", "faded", "opacity", "squares"]
 MAX_SQUARES = 64
 #: The roles that are drawn as the background of the axes.
 BACKGROUND = ("hidden", "neither")
-#: How much of the colour is left to what empty blocks hide.
+#: How much of the color is left to what empty blocks hide.
 IN_EMPTY = 0.45
 
 
@@ -68,12 +68,12 @@ def _draw_categories(shown: Picture, ax: Axes) -> None:
 
 
 def opacity(fraction: Any) -> Any:
-    """How opaque a colour is drawn for a share of a pixel: what is not 0 is never too faint to be seen."""
+    """How opaque a color is drawn for a share of a pixel: what is not 0 is never too faint to be seen."""
     return np.where(fraction > 0, 0.3 + 0.7 * fraction, 0)
 
 
 def faded(color: str, share: float) -> str:
-    """A colour over the background of hidden cells."""
+    """A color over the background of hidden cells."""
     red, green, blue = (share * x + (1 - share) * y for x, y in zip(to_rgb(color), to_rgb(HIDDEN), strict=True))
     return to_hex((red, green, blue))
 
@@ -112,7 +112,7 @@ def _draw_blocks(shown: Picture, ax: Axes, state: int, color: str, alpha: float 
 
 
 def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
-    """Images that show shares: the colours of what is not prominent mixed, and over them the others by their opacity."""
+    """Images that show shares: the colors of what is not prominent mixed, and over them the others by their opacity."""
     ordinary = [number for number, look in enumerate(looks) if not look.prominent]
     if is_detailed(shown.categories):
         weights = shown.shares[ordinary]

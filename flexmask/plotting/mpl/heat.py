@@ -1,4 +1,4 @@
-"""Attention weights as colours: a scale that grows steadily darker, and the numbers in cells that have room for them."""
+"""Attention weights as colors: a scale that grows steadily darker, and the numbers in cells that have room for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM, DARK = 0.2, 0.5
 
 
 def colored_scores(scores: Scores, visible: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The colour of each pixel, ``float32[rows, columns, 3]``; of one that shows nothing that of hidden cells."""
+    """The color of each pixel, ``float32[rows, columns, 3]``; of one that shows nothing that of hidden cells."""
     image = np.asarray(SCALE(_relative(scores)), dtype=np.float32)[..., :3]
     image[visible == 0] = [int(HIDDEN[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return image
@@ -51,7 +51,7 @@ def _written(weight: float) -> str:
 
 
 def scale_marks(scores: Scores) -> list[tuple[str, str]]:
-    """Colours along the scale, each with its weight."""
+    """Colors along the scale, each with its weight."""
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     colors = [tuple(round(255 * part) for part in SCALE(share)[:3]) for share in shares]
     return [("#{:02X}{:02X}{:02X}".format(*c), f"{share * scores.most:.2g}") for c, share in zip(colors, shares, strict=True)]

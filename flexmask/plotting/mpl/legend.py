@@ -1,4 +1,4 @@
-"""The legend of a picture: the meaning of each colour, with its number of cells or blocks."""
+"""The legend of a picture: the meaning of each color, with its number of cells or blocks."""
 
 from __future__ import annotations
 

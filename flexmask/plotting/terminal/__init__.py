@@ -1,1 +1,1 @@
-"""Pictures as text, with rich: in colour in a terminal, else in ASCII."""
+"""Pictures as text, with rich: in color in a terminal, else in ASCII."""

@@ -1,4 +1,4 @@
-"""Downsampled pictures as text: a pixel covers many cells, and is a coloured half block or a sign.
+"""Downsampled pictures as text: a pixel covers many cells, and is a colored half block or a sign.
 
 A pixel with any visible cell, or with any cell that is visible in one mask only, looks different from others. A hidden pixel has
 the sign of its most frequent category.
@@ -31,7 +31,7 @@ __all__ = ["coarsen", "draw_area"]
 
 RGB: TypeAlias = tuple[int, int, int]
 
-#: The colours of pixels of one category.
+#: The colors of pixels of one category.
 DARK, BRIGHT = (58, 58, 58), (86, 180, 233)
 COLORS: dict[str, RGB] = {
     "visible": BRIGHT,
@@ -43,7 +43,7 @@ COLORS: dict[str, RGB] = {
 }
 #: Categories that are drawn over the others in this order, and their least opacity.
 FAINTEST = {"visible": 0.3, "both": 0.3, "only_a": 0.5, "only_b": 0.5}
-#: Shades of a colour.
+#: Shades of a color.
 LEVELS = 20
 
 
@@ -58,7 +58,7 @@ def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
 
 
 def _step(shown: Picture, canvas: Canvas) -> tuple[int, int]:
-    """Queries and keys in a pixel. A character is twice as high as wide; with colours it is two pixels."""
+    """Queries and keys in a pixel. A character is twice as high as wide; with colors it is two pixels."""
     side = max(1, -(-shown.kv_len // canvas.room(shown)), -(-shown.q_len // (2 * MAX_LINES)))
     side = -(-side // shown.step[1]) * shown.step[1]
     every_cell = side == 1 and shown.q_len <= MAX_LINES
@@ -127,7 +127,7 @@ def _halves(shown: Picture) -> tuple[list[Text], list[LegendEntry]]:
 
 
 def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDArray[np.uint8]:
-    """The colour of each pixel: the mixed colours of hidden categories, with the prominent ones drawn over them."""
+    """The color of each pixel: the mixed colors of hidden categories, with the prominent ones drawn over them."""
     colors = [np.array(_color(category, sign)) for category, sign in zip(categories, signs_of(categories), strict=True)]
     under = [number for number, category in enumerate(categories) if category.role not in FAINTEST]
     weights = shares[under] / np.maximum(shares[under].sum(0), 1e-9)
@@ -141,7 +141,7 @@ def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDA
 
 
 def _color(category: Category, sign: Sign) -> RGB:
-    """The colour of pixels of one category; half as bright as its sign for cells that a term masks out."""
+    """The color of pixels of one category; half as bright as its sign for cells that a term masks out."""
     if category.hides is None:
         return COLORS[category.role]
     red, green, blue = Color.parse(sign.style).get_truecolor()
@@ -150,7 +150,7 @@ def _color(category: Category, sign: Sign) -> RGB:
 
 @lru_cache(maxsize=4096)
 def _style(upper: RGB, lower: RGB | None) -> Style:
-    """The style of a half block that colours two pixels, or one."""
+    """The style of a half block that colors two pixels, or one."""
     return Style(color=Color.from_rgb(*upper), bgcolor=None if lower is None else Color.from_rgb(*lower))
 
 

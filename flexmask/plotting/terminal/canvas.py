@@ -38,7 +38,7 @@ class Drawing:
     Attributes:
         shown: the picture as it is drawn, which may be downsampled.
         lines: the cells with their labels, line by line.
-        legend: the meanings of its signs and colours.
+        legend: the meanings of its signs and colors.
         by_area: whether it shows pixels instead of cells or blocks.
     """
 
@@ -55,7 +55,7 @@ class Canvas:
     Attributes:
         plain: whether the drawing is ASCII.
         ascii_only: whether all other text must be ASCII too.
-        mixing: whether there are enough colours to mix them.
+        mixing: whether there are enough colors to mix them.
         width: characters of a line.
     """
 

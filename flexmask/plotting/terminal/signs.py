@@ -1,4 +1,4 @@
-"""The signs and colours of a drawing in characters. Signs differ in themselves too, so that no meaning is only a colour."""
+"""The signs and colors of a drawing in characters. Signs differ in themselves too, so that no meaning is only a color."""
 
 from __future__ import annotations
 

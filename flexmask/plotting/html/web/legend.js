@@ -1,6 +1,6 @@
 // The legend next to the drawing, in words and numbers.
 
-/** What the legend says: a row for each colour that the mode can show. */
+/** What the legend says: a row for each color that the mode can show. */
 function legendRows(data, panel, mode) {
   const grid = mode.blocks && panel.blocks ? panel.grid : null;
   const visible = data.categories.findIndex((category) => category.role === "visible");

@@ -215,11 +215,11 @@ class Stage {
   }
 
   /** Lines across an axis, at every `step` of its indices. */
-  paintEvery(axis, step, colour, width, seen) {
+  paintEvery(axis, step, color, width, seen) {
     const { pen, ratio } = this, size = this.size[axis] * step;
     const [from, to, start] = axis === "q" ? [seen.top, seen.bottom, this.top] : [seen.left, seen.right, this.left];
     const thick = Math.max(1, Math.round(width * ratio)) / ratio, before = Math.floor(thick * ratio / 2) / ratio;
-    pen.fillStyle = colour;
+    pen.fillStyle = color;
     for (let line = Math.max(1, Math.floor((from - start) / size)); start + line * size < to; line++) {
       const place = this.at(axis, line * step) - before;
       if (axis === "q") pen.fillRect(seen.left, place, seen.right - seen.left, thick);
@@ -243,8 +243,8 @@ class Stage {
     pen.beginPath();
     pen.rect(plot.left - 4, plot.top - 4, plot.right - plot.left + 8, plot.bottom - plot.top + 8);
     pen.clip();
-    for (const [colour, width] of [[palette.paper, 4], [palette.ink, 2]]) {
-      pen.strokeStyle = css(colour);
+    for (const [color, width] of [[palette.paper, 4], [palette.ink, 2]]) {
+      pen.strokeStyle = css(color);
       pen.lineWidth = width;
       pen.strokeRect(box.left - grow, box.top - tall, box.right - box.left + 2 * grow, box.bottom - box.top + 2 * tall);
     }
@@ -268,12 +268,12 @@ class Stage {
     pen.textBaseline = "middle";
     for (const [start, stop, value] of stretches(data, band, [0, Infinity])) {
       if (value === "") continue;
-      const padding = value === "padding", colour = padding ? palette["band-padding"] : palette[tint ? "band-b" : "band-a"];
+      const padding = value === "padding", color = padding ? palette["band-padding"] : palette[tint ? "band-b" : "band-a"];
       if (!padding) tint = 1 - tint;
       const low = Math.max(from, this.at(band.axis, start)), high = Math.min(to, this.at(band.axis, stop));
       if (high <= low) continue;
       const length = Math.max(1 / this.ratio, high - low - (high - low > 4 ? 1 : 0));
-      pen.fillStyle = css(colour);
+      pen.fillStyle = css(color);
       if (down) pen.fillRect(place, low, BAND, length);
       else pen.fillRect(low, place, length, BAND);
       const text = this.shortened(readable(value), length - 4);
@@ -361,10 +361,10 @@ class Stage {
   }
 
   /** A label along the axis: upright above columns if it is a number, on its side if it is a token. */
-  paintLabel(axis, text, place, edge, colour, named) {
+  paintLabel(axis, text, place, edge, color, named) {
     const { pen } = this, cut = this.shortened(text, this.labels[axis] + (axis === "kv" && !named ? 1000 : 1));
     pen.save();
-    pen.fillStyle = colour;
+    pen.fillStyle = color;
     if (axis === "q") {
       pen.textAlign = "right";
       pen.textBaseline = "middle";

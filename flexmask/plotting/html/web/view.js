@@ -108,7 +108,7 @@ class View {
     observer.observe(canvas);
     signal.addEventListener("abort", () => observer.disconnect());
     onThemeChange(() => this.refresh(), signal);
-    // Paper is white: what is printed is drawn in the light colours.
+    // Paper is white: what is printed is drawn in the light colors.
     for (const [event, printing] of [["beforeprint", true], ["afterprint", false]]) {
       addEventListener(event, () => {
         this.element.classList.toggle("flexmask-printing", printing);
@@ -167,7 +167,7 @@ class View {
     this.paint();
   }
 
-  /** Draws again with the colours and the mode as they are now. */
+  /** Draws again with the colors and the mode as they are now. */
   refresh() {
     if (!this.panel) return;
     this.palette = this.image = null;
@@ -203,7 +203,7 @@ class View {
     const rows = legendRows(data, panel, mode).map(({ label, cells, category, block }) => {
       const square = made("canvas", { "aria-hidden": "true" });
       const term = mode.why && hasTerms(data) && data.categories[category].role === "hidden" ? termOf(data, category) : null;
-      swatch(square, this.palette, cellColour(data, this.palette, mode, category, block), panel.cells ? term : null, window.devicePixelRatio || 1);
+      swatch(square, this.palette, cellColor(data, this.palette, mode, category, block), panel.cells ? term : null, window.devicePixelRatio || 1);
       const [least, most] = cells ?? [null, null], exact = least === most;
       const count = least === null ? "" : exact ? grouped(least) : `${grouped(least)} to ${grouped(most)}`;
       const share = least === null ? "" : exact ? percent(least / all) : `${percent(least / all)} to ${percent(most / all)}`;
@@ -288,7 +288,7 @@ class View {
 
   press(event) {
     if (!this.panel || event.button > 0) return;
-    this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY, travelled: 0 });
+    this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY, traveled: 0 });
     this.canvas.setPointerCapture(event.pointerId);
   }
 
@@ -306,11 +306,11 @@ class View {
       const [other] = others, reach = (to) => Math.hypot(to.x - other.x, to.y - other.y);
       this.zoom(Math.max(10, reach({ x, y })) / Math.max(10, reach(held)), (x + other.x) / 2, (y + other.y) / 2);
       this.stage.pan((x - held.x) / 2, (y - held.y) / 2);
-      other.travelled = Infinity;
+      other.traveled = Infinity;
     } else {
       this.stage.pan(x - held.x, y - held.y);
     }
-    held.travelled += Math.hypot(x - held.x, y - held.y);
+    held.traveled += Math.hypot(x - held.x, y - held.y);
     [held.x, held.y] = [x, y];
     this.queue();
   }
@@ -319,7 +319,7 @@ class View {
   release(event, complete) {
     const held = this.pointers.get(event.pointerId);
     this.pointers.delete(event.pointerId);
-    if (held && complete && held.travelled < 6) this.pin(this.stage.pixelAt(event.offsetX, event.offsetY));
+    if (held && complete && held.traveled < 6) this.pin(this.stage.pixelAt(event.offsetX, event.offsetY));
   }
 }
 

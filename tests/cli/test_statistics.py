@@ -58,7 +58,7 @@ def visible(mask: fm.Mask, q_len: int, kv_len: int) -> list[list[bool]]:
     ("text", "q_len", "kv_len"),
     [("causal", 10, 10), ("sliding_window(size=3) - (q == 4)", 9, 14), ("empty", 5, 5), ("full", 8, 8)],
 )
-def test_figures(text: str, q_len: int, kv_len: int) -> None:
+def test_statistics(text: str, q_len: int, kv_len: int) -> None:
     found = answer("stats", text, "--q-len", str(q_len), "--kv-len", str(kv_len), "--block-size", "4,2")
     cells = visible(fm.parse(text), q_len, kv_len)
     kinds = [kind for row in oracle.classify_blocks(cells, 4, 2) for kind in row]

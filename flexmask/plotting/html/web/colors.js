@@ -1,9 +1,9 @@
-// How it looks: colours from the style sheet, patterns, and panels as images of one pixel a cell.
+// How it looks: colors from the style sheet, patterns, and panels as images of one pixel a cell.
 
 const TERMS = 6;
-/** How much of a term's own colour its cells have, and how much its pattern. */
+/** How much of a term's own color its cells have, and how much its pattern. */
 const TINT = 0.3, MARKS = 0.75;
-const COLOUR_NAMES = [
+const COLOR_NAMES = [
   "visible", "in-partial", "wasted", "hidden", "unknown", "both", "only-a", "only-b", "neither",
   "band-a", "band-b", "band-padding", ...Array.from({ length: TERMS }, (_, term) => `term-${term}`),
 ];
@@ -11,7 +11,7 @@ const COLOUR_NAMES = [
 const mixed = (one, other, part) => one.map((value, channel) => Math.round(value * part + other[channel] * (1 - part)));
 const css = ([red, green, blue]) => `rgb(${red}, ${green}, ${blue})`;
 
-/** The colours of the theme in force, read from the style sheet so that a page may set others. */
+/** The colors of the theme in force, read from the style sheet so that a page may set others. */
 function readPalette(element) {
   const pen = made("canvas").getContext("2d", { willReadFrequently: true });
   const channels = (text) => {
@@ -29,27 +29,27 @@ function readPalette(element) {
   probe.style.backgroundColor = "var(--flexmask-paper)";
   palette.paper = channels(style.backgroundColor);
   palette.faint = mixed(palette.ink, palette.paper, 0.7);
-  // With forced colours the system sets text and paper; categories keep our colours.
+  // With forced colors the system sets text and paper; categories keep our colors.
   probe.style.forcedColorAdjust = "none";
-  for (const name of COLOUR_NAMES) palette[name] = read(name);
+  for (const name of COLOR_NAMES) palette[name] = read(name);
   probe.remove();
   return palette;
 }
 
-/** Calls back when the colours may have become others, until the signal. */
+/** Calls back when the colors may have become others, until the signal. */
 function onThemeChange(changed, signal) {
   for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)", "(prefers-contrast: more)"]) {
     matchMedia(query).addEventListener("change", changed, { signal });
   }
 }
 
-/** Which of the terms' colours and patterns a category has: the first category that hides has the first. */
+/** Which of the terms' colors and patterns a category has: the first category that hides has the first. */
 const termOf = (data, category) => data.categories.slice(0, category).filter((other) => other.role === "hidden").length % TERMS;
 
 const hasTerms = (data) => data.categories.filter((category) => category.role === "hidden").length > 1;
 
-/** The colour of a cell of a category in a block of a state (null: none), as red, green and blue. */
-function cellColour(data, palette, mode, category, block) {
+/** The color of a cell of a category in a block of a state (null: none), as red, green and blue. */
+function cellColor(data, palette, mode, category, block) {
   const { role } = data.categories[category];
   if (role === "visible") {
     if (block === UNKNOWN) return palette.unknown;
@@ -61,9 +61,9 @@ function cellColour(data, palette, mode, category, block) {
   return mode.blocks && block === UNKNOWN ? palette.unknown : palette.hidden;
 }
 
-/** The colours of every category of cell in every state of block; the last column is for cells in no block. */
-const colourTable = (data, palette, mode) =>
-  data.categories.map((_, category) => [EMPTY, PARTIAL, FULL, UNKNOWN, null].map((block) => cellColour(data, palette, mode, category, block)));
+/** The colors of every category of cell in every state of block; the last column is for cells in no block. */
+const colorTable = (data, palette, mode) =>
+  data.categories.map((_, category) => [EMPTY, PARTIAL, FULL, UNKNOWN, null].map((block) => cellColor(data, palette, mode, category, block)));
 
 /** The state of block that each pixel lies in: partial where it lies in several that differ; 4 where there are none. */
 function pixelBlocks(data, panel) {
@@ -89,9 +89,9 @@ function pixelBlocks(data, panel) {
 function panelImage(data, panel, palette, mode) {
   const [rows, columns] = data.shape;
   const blocks = mode.blocks ? pixelBlocks(data, panel) : new Uint8Array(rows * columns).fill(4);
-  const table = colourTable(data, palette, mode);
-  const colours = panel.cells ? (index) => table[panel.cells[index]][blocks[index]] : blender(data, panel.shares, table, blocks);
-  return painted(rows, columns, colours);
+  const table = colorTable(data, palette, mode);
+  const colors = panel.cells ? (index) => table[panel.cells[index]][blocks[index]] : blender(data, panel.shares, table, blocks);
+  return painted(rows, columns, colors);
 }
 
 /** Where the pattern of each term goes: images of one pixel a cell, transparent elsewhere. */
@@ -104,11 +104,11 @@ function termImages(data, panel, mode) {
   }]));
 }
 
-/** The colours of pixels that stand for several cells. What matters is never too faint to be seen, be it ever so rare. */
+/** The colors of pixels that stand for several cells. What matters is never too faint to be seen, be it ever so rare. */
 function blender(data, shares, table, blocks) {
   const size = data.shape[0] * data.shape[1];
   const matters = data.categories.map(({ role }) => role === "visible" || role.startsWith("only"));
-  const weights = new Float64Array(data.categories.length), colour = [0, 0, 0];
+  const weights = new Float64Array(data.categories.length), color = [0, 0, 0];
   return (index) => {
     let above = 0, below = 0;
     for (let category = 0; category < weights.length; category++) {
@@ -118,27 +118,27 @@ function blender(data, shares, table, blocks) {
       else below += share;
     }
     const most = below > 0 ? Math.min(above, 0.95) : 1;
-    colour[0] = colour[1] = colour[2] = 0;
+    color[0] = color[1] = color[2] = 0;
     for (let category = 0; category < weights.length; category++) {
       if (weights[category] === 0) continue;
       const weight = weights[category] * (matters[category] ? most / above : (1 - (above > 0 ? most : 0)) / below);
       const own = table[category][blocks[index]];
-      for (let channel = 0; channel < 3; channel++) colour[channel] += own[channel] * weight;
+      for (let channel = 0; channel < 3; channel++) color[channel] += own[channel] * weight;
     }
-    return colour;
+    return color;
   };
 }
 
-/** A canvas of one pixel for each index, transparent where `colours` gives null. */
-function painted(rows, columns, colours) {
+/** A canvas of one pixel for each index, transparent where `colors` gives null. */
+function painted(rows, columns, colors) {
   const canvas = made("canvas", { width: columns, height: rows });
   const pen = canvas.getContext("2d"), image = pen.createImageData(columns, rows);
   for (let index = 0; index < rows * columns; index++) {
-    const colour = colours(index);
-    if (colour) {
-      image.data[4 * index] = colour[0];
-      image.data[4 * index + 1] = colour[1];
-      image.data[4 * index + 2] = colour[2];
+    const color = colors(index);
+    if (color) {
+      image.data[4 * index] = color[0];
+      image.data[4 * index + 1] = color[1];
+      image.data[4 * index + 2] = color[2];
       image.data[4 * index + 3] = 255;
     }
   }
@@ -146,7 +146,7 @@ function painted(rows, columns, colours) {
   return canvas;
 }
 
-/** The pattern of a term, as a repeating tile: it distinguishes terms where colours cannot. */
+/** The pattern of a term, as a repeating tile: it distinguishes terms where colors cannot. */
 function termPattern(pen, palette, term, ratio) {
   const side = Math.max(4, Math.round(7 * ratio)), tile = made("canvas", { width: side, height: side });
   const brush = tile.getContext("2d"), half = side / 2;
@@ -175,12 +175,12 @@ function termPattern(pen, palette, term, ratio) {
   return pen.createPattern(tile, "repeat");
 }
 
-/** A square of the legend: the colour, and the pattern if there is one. */
-function swatch(canvas, palette, colour, term, ratio) {
+/** A square of the legend: the color, and the pattern if there is one. */
+function swatch(canvas, palette, color, term, ratio) {
   const side = 18;
   canvas.width = canvas.height = Math.round(side * ratio);
   const pen = canvas.getContext("2d");
-  pen.fillStyle = css(colour);
+  pen.fillStyle = css(color);
   pen.fillRect(0, 0, canvas.width, canvas.height);
   if (term !== null) {
     pen.fillStyle = termPattern(pen, palette, term, ratio);

@@ -99,13 +99,13 @@ def test_words_longer_than_the_terminal_are_broken(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines() == ["label", "  " + "x" * 18, "  " + "x" * 18, "  " + "x" * 14]
 
 
-# ---------------------------------------------------------------- colours and encodings
+# ---------------------------------------------------------------- colors and encodings
 
 
-def test_colours_only_where_they_are_wanted() -> None:
-    for changes, coloured in (({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)):
+def test_colors_only_where_they_are_wanted() -> None:
+    for changes, colored in (({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)):
         done = command("list", **changes)
-        assert (b"\x1b[" in done.stdout) is coloured
+        assert (b"\x1b[" in done.stdout) is colored
 
 
 @pytest.mark.parametrize("arguments", [COMMANDS[place] for place in (0, 1, 3, 7)], ids=" ".join)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexmask.report.stats import Stats
 
-__all__ = ["figure_rows", "figures"]
+__all__ = ["statistics", "statistics_rows"]
 
 
-def figures(stats: Stats) -> dict[str, object]:
+def statistics(stats: Stats) -> dict[str, object]:
     """Every figure by its name."""
     derived = ("visible_fraction", "empty_blocks", "block_sparsity", "partial_fill", "cost")
     return asdict(stats) | {name: getattr(stats, name) for name in derived}
 
 
-def figure_rows(stats: Stats) -> list[tuple[str, str]]:
-    """The figures as pairs of a label and a text."""
+def statistics_rows(stats: Stats) -> list[tuple[str, str]]:
+    """The statistics as pairs of a label and a text."""
     from flexmask.report.explain import memory_text
 
     return [

@@ -113,7 +113,7 @@ def test_page_holds_the_masks(page: str) -> None:
 def test_page_holds_the_figures(page: str) -> None:
     for one, entry in zip(data_of(page), ENTRIES, strict=True):
         cells = cells_of(entry)
-        (label, visible), (sparsity_label, sparsity), (_, cost) = one["figures"]
+        (label, visible), (sparsity_label, sparsity), (_, cost) = one["statistics"]
         size = entry.block_size or int(sparsity_label.split()[-1])
         blocks = [block for panel in cells.flatten(0, 1) for rows in panel.split(size) for block in rows.split(size, 1)]
         computed = sum(bool(block.any()) for block in blocks)

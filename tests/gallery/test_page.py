@@ -201,8 +201,8 @@ def test_detail_says_all_and_copies(chromium: Browser, file: Path) -> None:
     with opened(chromium, file, entry.slug, permissions=["clipboard-read", "clipboard-write"]) as page:
         page.settle()
         stats = fm.parse(entry.text, **entry.params).stats(entry.q_len, entry.kv_len, q_offset=entry.q_offset, block_size=8)
-        figures = [text.split("\n") for text in page.page.locator("#figures div").all_inner_texts()]
-        assert figures == [
+        statistics = [text.split("\n") for text in page.page.locator("#statistics div").all_inner_texts()]
+        assert statistics == [
             ["Visible, of all 3 sequences", f"{100 * stats.visible_fraction:.1f} %"],
             ["Block sparsity, blocks of 8", f"{100 * stats.block_sparsity:.1f} %"],
             ["Cost against dense", f"{100 * stats.cost:.1f} %"],
@@ -247,7 +247,7 @@ def cells_of(entry: Entry) -> list[list[list[list[bool]]]]:
 
 
 def test_small_drawings_are_the_masks(chromium: Browser, file: Path) -> None:
-    """One pixel in the middle of each cell of the first panel, against the colour of what is visible."""
+    """One pixel in the middle of each cell of the first panel, against the color of what is visible."""
     entries = [entry for entry in ENTRIES if {entry.batch, entry.head} == {0}][:12]
     with opened(chromium, file, color_scheme="light") as page:
         for entry in entries:
