@@ -15,8 +15,8 @@ from torch.autograd.function import Function
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import hessian_product, tangent
-from flexmask.backends.tile_passes import backward, empty_output, forward
-from flexmask.backends.tile_weights import DropoutState
+from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
+from flexmask.backends.tile_weights import DropoutState, precise_dtype
 
 __all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
 
@@ -34,10 +34,12 @@ def attend_tiles(
     """The output, [B, H, Q, Dv]. Arguments as for `block_sdpa`; the seed may be int64[n], one for each n-th part of the batch."""
     arguments = query, key, value, bounds, cells, scale, dropout_p, seed
     if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
-        return cast(Tensor, _block_sdpa(*arguments))
-    if _is_differentiated(query, key, value):
-        return cast(Tensor, _Attention.apply(*arguments))  # type: ignore[no-untyped-call]
-    return _Attention.forward(*arguments)
+        out, _ = _block_sdpa(*arguments)
+    elif _is_differentiated(query, key, value):
+        out, _ = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        out, _ = _Attention.forward(*arguments)
+    return cast(Tensor, out)
 
 
 def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
@@ -82,7 +84,7 @@ def _block_sdpa(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     return forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
 
 
@@ -93,31 +95,32 @@ def _block_sdpa_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    logsumexp: Tensor,
     bounds: Tensor,
     cells: Tensor | None,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, query, key, value, out, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
+    return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
 
 
 @_block_sdpa.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return empty_output(query, value)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_output(query, value), empty_logsumexp(query, key, value, has_dropout=rest[-1] is not None)
 
 
 @_block_sdpa_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return empty_output(query, query), empty_output(key, key), empty_output(value, value)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, seed = inputs
-    ctx.save_for_backward(query, key, value, output, bounds, cells, seed)
+    ctx.save_for_backward(query, key, value, *output, bounds, cells, seed)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, seed = ctx.saved_tensors
     return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, seed), *[None] * 5)
 
@@ -155,37 +158,38 @@ def _derivative_arguments(
 
 
 class _Attention(Function):
-    """Attention in tiles."""
+    """Attention in tiles: the output, and the logsumexp for the gradient."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         query, key, value, bounds, cells, scale, p, seed = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
-            return cast(Tensor, _block_sdpa(*arguments))
+            return cast("tuple[Tensor, Tensor]", _block_sdpa(*arguments))
         return forward(query, key, value, bounds, cells, scale, DropoutState.make(p, seed, query, key))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         query, key, value, *rest = inputs
-        _Saved.save(ctx, (query, key, value, output), *rest)
+        ctx.mark_non_differentiable(output[1])
+        _Saved.save(ctx, (query, key, value, *output), *rest)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         tensors, rest = _Saved.restore(ctx)
         compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
         return (*compute(grad, *tensors, *rest), *[None] * 5)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (*tensors, _), rest = _Saved.restore(ctx)
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        (*tensors, _, _), rest = _Saved.restore(ctx)
         with outer_tangents():
             tensors = [without_tangent(tensor) for tensor in tensors]
-            return tangent(tensors, tangents[:3], *_derivative_arguments(tensors, *rest))
+            return tangent(tensors, tangents[:3], *_derivative_arguments(tensors, *rest)), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-        out = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
-        return _unfold_mapped(out, info.batch_size), 0
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        outputs = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
+        return tuple(_unfold_mapped(output, info.batch_size) for output in outputs), (0, 0)
 
 
 class _Gradient(Function):
@@ -193,14 +197,14 @@ class _Gradient(Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out, bounds, cells, scale, p, seed = arguments
+        grad, query, key, value, out, logsumexp, bounds, cells, scale, p, seed = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
-        return backward(grad, query, key, value, out, bounds, cells, scale, DropoutState.make(p, seed, query, key))
+        return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(p, seed, query, key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad, query, key, value, _, *rest = inputs
+        grad, query, key, value, _, _, *rest = inputs
         _Saved.save(ctx, (grad, query, key, value), *rest)
 
     @staticmethod
@@ -211,23 +215,23 @@ class _Gradient(Function):
         return (
             tangent(tensors, tangents, *arguments),
             *hessian_product(grad, tensors, tangents, *arguments),
-            *[None] * 6,
+            *[None] * 7,
         )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         (grad, *tensors), rest = _Saved.restore(ctx)
-        to_grad, *of_tensors, _ = tangents[:5]
+        to_grad, *of_tensors = tangents[:4]
         with outer_tangents():
             grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
-            out = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
-            linear = _Gradient.apply(to_grad, *tensors, out, *rest)  # type: ignore[no-untyped-call]
+            outputs = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
+            linear = _Gradient.apply(to_grad, *tensors, *outputs, *rest)  # type: ignore[no-untyped-call]
             curved = hessian_product(grad, tensors, of_tensors, *_derivative_arguments(tensors, *rest))
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 5))  # type: ignore[no-untyped-call]
+        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 6))  # type: ignore[no-untyped-call]
         return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0, 0, 0)
 
 
@@ -246,7 +250,8 @@ class _Fused(Function):
             return grad, *[None] * 5
         tensors = ctx.saved_tensors
         bounds = plain_bounds(tensors[0], tensors[1], ctx.is_causal)
-        grads = _Gradient.apply(grad, *tensors, bounds, None, ctx.scale, 0.0, None)  # type: ignore[no-untyped-call]
+        no_logsumexp = tensors[0].new_empty((0, *tensors[0].shape[1:3]), dtype=precise_dtype(tensors[0]))
+        grads = _Gradient.apply(grad, *tensors, no_logsumexp, bounds, None, ctx.scale, 0.0, None)  # type: ignore[no-untyped-call]
         return None, *grads, None, None
 
 

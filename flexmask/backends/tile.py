@@ -45,6 +45,12 @@ class Tile:
     mask_id: int
 
     @property
+    def scores(self) -> int:
+        """The number of its scores, b * n * g * m * t."""
+        keys = sum(hi - lo for lo, hi in self.runs)
+        return len(self.elements) * len(self.key_heads) * self.group * len(self.rows) * keys
+
+    @property
     def slices(self) -> tuple[slice, slice, slice]:
         """The part of [B, H, Q, ...] that the tile covers."""
         heads = slice(self.key_heads.start * self.group, self.key_heads.stop * self.group)

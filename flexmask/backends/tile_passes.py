@@ -5,25 +5,23 @@ Shapes as in `tile`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask.backends.fused_kernel import fused_backward, fused_forward, has_fused_kernel
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import DropoutState, attend, compute_weights, has_nonfinite, precise_dtype, without_autocast
 from flexmask.backends.tiling import plan_tiles
 
-__all__ = ["backward", "empty_output", "forward"]
+__all__ = ["backward", "empty_logsumexp", "empty_output", "forward"]
 
-# The most scores of a tile. The backward pass writes several arrays of that size, which on a CPU should fit the cache.
-FORWARD_SCORES = 2**26
-BACKWARD_SCORES = 2**25
-BACKWARD_SCORES_PER_THREAD = 2**19
-# How many biases are kept for later tiles: a window needs 1, packed documents of n blocks each need n.
-MAX_KEPT_BIASES = 4
+# The most scores of a tile. Passes without a fused kernel write several arrays of that size, which on a CPU should fit the cache.
+FUSED_SCORES = 2**26
+UNFUSED_SCORES = 2**25
+UNFUSED_SCORES_PER_THREAD = 2**19
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
@@ -34,38 +32,55 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty_strided((batch, heads, q_len, width), (q_len * heads * width, width, heads * width, 1))
 
 
+def empty_logsumexp(query: Tensor, key: Tensor, value: Tensor, *, has_dropout: bool) -> Tensor:
+    """An empty [B, H, Q] in the layout of the fused kernel, or [0, H, Q] where that is not used."""
+    batch, heads, q_len, _ = query.shape
+    batch = batch if not has_dropout and has_fused_kernel(query, key, value) else 0
+    return query.new_empty_strided((batch, heads, q_len), (q_len * heads, 1, heads), dtype=precise_dtype(query))
+
+
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
-) -> Tensor:
-    """The output, [B, H, Q, Dv]."""
+) -> tuple[Tensor, Tensor]:
+    """The output, [B, H, Q, Dv], and the logsumexp of the scores for `backward`: see `empty_logsumexp`."""
     out = empty_output(query, value)
-    most_scores = FORWARD_SCORES if drop is None else _backward_scores(query)
-    tiles, all_rows_attend = plan_tiles(bounds, query, key, most_scores=most_scores)
-    unmasked_bounds, fully_masked = _unmask_fully_masked_rows(bounds, key.size(2), all_rows_attend)
+    logsumexp = empty_logsumexp(query, key, value, has_dropout=drop is not None)
+    is_fused = len(logsumexp) > 0
+    most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
+    tiling = plan_tiles(bounds, query, key, most_scores=most_scores)
+    is_whole = is_fused and tiling.is_dense and tiling.tiles[0].group == 1
     nonfinite = False
     with without_autocast(query):
-        for tile, bias, fully_masked_rows in _with_bias(tiles, unmasked_bounds, cells, query.dtype):
+        for tile in tiling.tiles:
+            bias, fully_masked_rows = tiling.bias(tile, cells, query.dtype)
             q, k, v = tile.fold(query), tile.gather_keys(key), tile.gather_keys(value)
-            if drop is None:
+            if is_fused:
+                part, part_logsumexp = fused_forward(q, k, v, bias, scale)
+            elif drop is None:
                 part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
             else:
                 part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
             if fully_masked_rows is not None:
                 part = part.masked_fill(fully_masked_rows, 0)
             nonfinite = nonfinite or has_nonfinite(part)  # here, while the part is in the cache of the CPU
+            if is_whole:
+                out, logsumexp = part, part_logsumexp
+                continue
             out[tile.slices] = tile.unfold(part)
-    if fully_masked is not None:
-        out.masked_fill_(fully_masked, 0)
+            if is_fused:
+                logsumexp[tile.slices] = tile.unfold(part_logsumexp.unsqueeze(-1)).squeeze(-1)
+    if tiling.fully_masked is not None:
+        out.masked_fill_(tiling.fully_masked, 0)
     if nonfinite:
         _recompute_nonfinite(out, query, key, value, bounds, cells, scale, drop)
-    return out
+    return out, logsumexp
 
 
 def _recompute_nonfinite(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
 ) -> None:
     """Computes the tiles with NaN or inf again, so that these reach only the rows that attend to them."""
-    for tile in plan_tiles(bounds, query, key, most_scores=_backward_scores(query))[0]:
+    for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
         if has_nonfinite(out[tile.slices]):
             q, k, v = (
                 part.to(precise_dtype(query)) for part in (tile.fold(query), tile.gather_keys(key), tile.gather_keys(value))
@@ -83,9 +98,9 @@ def _dropped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: f
     return (torch.softmax(scores, -1).mul_(drop.factors(tile, scores)) @ v.to(precise)).to(q.dtype)
 
 
-def _backward_scores(query: Tensor) -> int:
+def _unfused_scores(query: Tensor) -> int:
     on_cpu = query.device.type == "cpu"
-    return BACKWARD_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else BACKWARD_SCORES
+    return UNFUSED_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else UNFUSED_SCORES
 
 
 def backward(
@@ -94,57 +109,81 @@ def backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    logsumexp: Tensor,
     bounds: Tensor,
     cells: Cells,
     scale: float,
     drop: DropoutState | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, computed in float32 at least."""
-    tiles, all_rows_attend = plan_tiles(bounds, query, key, most_scores=_backward_scores(query))
-    unmasked_bounds, fully_masked = _unmask_fully_masked_rows(bounds, key.size(2), all_rows_attend)
-    if fully_masked is not None:
-        grad = grad.masked_fill(fully_masked, 0)
+    is_fused = len(logsumexp) > 0 and has_fused_kernel(query, key, value)
+    tiling = plan_tiles(bounds, query, key, most_scores=FUSED_SCORES if is_fused else _unfused_scores(query))
+    if tiling.fully_masked is not None:
+        grad = grad.masked_fill(tiling.fully_masked, 0)
     dtype, precise = query.dtype, precise_dtype(query)
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
-    grad_query = torch.empty_like(query) if fully_masked is None else torch.zeros_like(query)
-    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-    query = query * scale
-    shift = (grad * out).sum(-1, keepdim=True)
+    is_whole = is_fused and tiling.is_dense and tiling.tiles[0].group == 1
+    if not is_whole:
+        grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
     nonfinite = False
     with without_autocast(query):
-        for tile, bias, fully_masked_rows in _with_bias(tiles, unmasked_bounds, cells, precise):
-            q, k, v, grad_out = tile.fold(query), tile.gather_keys(key), tile.gather_keys(value), tile.fold(grad)
+        for tile in tiling.tiles:
+            bias, fully_masked_rows = tiling.bias(tile, cells, precise)
+            q, k, v, part_grad = tile.fold(query), tile.gather_keys(key), tile.gather_keys(value), tile.fold(grad)
             if fully_masked_rows is not None:
-                grad_out = grad_out.masked_fill(fully_masked_rows, 0)
-            scores = q @ k.mT
-            if bias is not None:
-                scores.add_(bias)
-            weights = torch.softmax(scores, -1)
-            factors = None if drop is None else drop.factors(tile, weights)
-            used = weights if factors is None else weights * factors
-            tile.add_to_keys(grad_value, used.mT @ grad_out)
-            grad_used = grad_out @ v.mT
-            if factors is not None:
-                grad_used.mul_(factors)
-            grad_scores = grad_used.sub_(tile.fold(shift)).mul_(weights)
-            tile.add_to_keys(grad_key, grad_scores.mT @ q)
-            part = grad_scores @ k
-            nonfinite = nonfinite or has_nonfinite(part)
-            grad_query[tile.slices] = tile.unfold(part)
+                part_grad = part_grad.masked_fill(fully_masked_rows, 0)
+            if is_fused:
+                part_logsumexp = tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
+                grads = fused_backward(part_grad, q, k, v, tile.fold(out), part_logsumexp, bias, scale)
+            else:
+                grads = _unfused_gradients(tile, (q, k, v), part_grad, tile.fold(out), bias, scale, drop)
+            nonfinite = nonfinite or has_nonfinite(grads[0])
+            if is_whole:
+                grad_query, grad_key, grad_value = grads
+                continue
+            grad_query[tile.slices] = tile.unfold(grads[0])
+            tile.add_to_keys(grad_key, grads[1])
+            tile.add_to_keys(grad_value, grads[2])
         if nonfinite:
             grad_query, grad_key, grad_value = (tensor.zero_() for tensor in (grad_query, grad_key, grad_value))
-            for tile in tiles:
-                parts = [tile.fold(query), tile.gather_keys(key), tile.gather_keys(value)]
+            for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
+                parts = [tile.fold(query) * scale, tile.gather_keys(key), tile.gather_keys(value)]
                 grads = _isolating_gradients(tile, parts, tile.fold(grad), tile.visible(bounds, cells), drop)
-                grad_query[tile.slices] = tile.unfold(grads[0])
+                grad_query[tile.slices] = tile.unfold(grads[0] * scale)
                 tile.add_to_keys(grad_key, grads[1])
                 tile.add_to_keys(grad_value, grads[2])
-    return grad_query.mul_(scale).to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+    return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+
+
+def _unfused_gradients(
+    tile: Tile,
+    parts: Sequence[Tensor],
+    grad: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    drop: DropoutState | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the folded query, key and value of a tile."""
+    q, k, v = parts
+    q = q * scale
+    scores = q @ k.mT
+    if bias is not None:
+        scores.add_(bias)
+    weights = torch.softmax(scores, -1)
+    factors = None if drop is None else drop.factors(tile, weights)
+    used = weights if factors is None else weights * factors
+    grad_value = used.mT @ grad
+    grad_used = grad @ v.mT
+    if factors is not None:
+        grad_used.mul_(factors)
+    grad_scores = grad_used.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
+    return (grad_scores @ k).mul_(scale), grad_scores.mT @ q, grad_value
 
 
 def _isolating_gradients(
     tile: Tile, parts: Sequence[Tensor], grad_out: Tensor, visible: Tensor | None, drop: DropoutState | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a tile, in which NaN and inf of keys and values reach only the rows that attend to them."""
     q, k, v = parts
     nonfinite_keys = ~k.isfinite().all(-1)
@@ -156,27 +195,3 @@ def _isolating_gradients(
         grad_scores = tile.unfold(grad_scores).masked_fill(~visible, 0).reshape(weights.shape)
     grad_q = grad_scores @ k.masked_fill(nonfinite_keys.unsqueeze(-1), 0)
     return grad_q, grad_scores.mT @ q, (weights * factors).mT @ grad_out
-
-
-def _with_bias(
-    tiles: list[Tile], bounds: Tensor, cells: Cells, dtype: torch.dtype
-) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
-    """Each tile with its bias and its fully masked rows, which are kept for later tiles with equal masks."""
-    to_come = Counter(tile.mask_id for tile in tiles if cells is None)
-    held: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-    for tile in tiles:
-        found = held.pop(tile.mask_id, None) or tile.bias(bounds, cells, dtype)
-        to_come[tile.mask_id] -= 1
-        if to_come[tile.mask_id] > 0:
-            held[tile.mask_id] = found
-        if len(held) > MAX_KEPT_BIASES:
-            held.pop(next(iter(held)))
-        yield tile, *found
-
-
-def _unmask_fully_masked_rows(bounds: Tensor, kv_len: int, all_rows_attend: bool) -> tuple[Tensor, Tensor | None]:
-    """Bounds in which fully masked rows are unmasked, to avoid NaN, and which rows these are: bool [B', H', Q', 1]."""
-    if all_rows_attend:
-        return bounds, None
-    fully_masked = (bounds[..., 0] >= bounds[..., 1]).all(-1, keepdim=True)
-    return torch.where(fully_masked[..., None], bounds.new_tensor([0, kv_len]), bounds), fully_masked

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from flexmask._transforms import has_values, is_captured
-from flexmask.backends.tile import Runs, Tile
+from flexmask._transforms import has_values, is_captured, is_observed, is_wrapped
+from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
-__all__ = ["plan_tiles"]
+__all__ = ["Tiling", "plan_tiles"]
 
 BLOCK_ROWS = 128
 # Kernels are up to a fifth faster where a tile's keys are whole vectors.
@@ -26,10 +28,63 @@ GAP = 128
 # call that they save counts as this many keys.
 JOINT_WORK = 1.25
 CALL_WORK = 64
+# A call of a kernel costs as much as this many scores: one call for all rows may be cheaper than tiles. It is tried up to a size.
+CALL_SCORES = 2**16
+MAX_DENSE_SCORES = 2**23
+# The most elements of the biases that are kept with a tiling.
+MAX_KEPT_BIASES = 2**18
 
 
-def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None) -> tuple[list[Tile], bool]:
-    """The tiles that cover all visible cells, and whether no row is fully masked. Reads the bounds on the host once.
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """The tiles that cover all visible cells.
+
+    Attributes:
+        tiles: no two have a cell in common.
+        bounds: int [B', H', Q', K, 2], from which they were made.
+        kv_len: KV.
+        all_rows_attend: whether no row is fully masked.
+        is_dense: whether there is one tile, of all rows and all keys.
+    """
+
+    tiles: list[Tile]
+    bounds: Tensor
+    kv_len: int
+    all_rows_attend: bool
+    is_dense: bool = False
+    _biases: dict[tuple[int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    @cached_property
+    def fully_masked(self) -> Tensor | None:
+        """Which rows are fully masked, bool [B', H', Q', 1]; None where no row is."""
+        return None if self.all_rows_attend else (self.bounds[..., 0] >= self.bounds[..., 1]).all(-1, keepdim=True)
+
+    def bias(self, tile: Tile, cells: Cells, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """As `Tile.bias`, where fully masked rows attend to all keys, to avoid NaN. Tiles with equal masks share one."""
+        if tile.all_visible and cells is None:
+            return None, None
+        key = tile.mask_id, dtype
+        if cells is not None or key not in self._biases:
+            made = tile.bias(self._unmasked_bounds, cells, dtype)
+            size = sum(bias.numel() for bias, _ in (made, *self._biases.values()) if bias is not None)
+            if cells is not None or size > MAX_KEPT_BIASES:
+                return made
+            self._biases[key] = made
+        return self._biases[key]
+
+    @cached_property
+    def _unmasked_bounds(self) -> Tensor:
+        if self.fully_masked is None:
+            return self.bounds
+        return torch.where(self.fully_masked[..., None], self.bounds.new_tensor([0, self.kv_len]), self.bounds)
+
+
+#: The tilings of bounds that still exist: the passes of all layers that share a lowered mask use one.
+_TILINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None) -> Tiling:
+    """The tiles that cover all visible cells. Reads the bounds on the host once.
 
     Args:
         bounds: int [B', H', Q', K, 2], the disjoint key intervals of each row.
@@ -41,14 +96,29 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    batch, heads, q_len, _ = query.shape
+    if is_observed(bounds) or is_wrapped(bounds) or bounds.is_inference():
+        return _plan_tiles(bounds, query, key, most_scores)
+    setting = *query.shape[:3], *key.shape[1:3], most_scores, bounds._version
+    found = _TILINGS.setdefault(bounds, {})
+    if setting not in found:  # the tiling must not keep the bounds alive, but their memory
+        found[setting] = _plan_tiles(bounds.detach(), query, key, most_scores)
+    tiling: Tiling = found[setting]
+    return tiling
+
+
+def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | None) -> Tiling:
+    (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
     if 0 in (batch, heads, q_len):
-        return [], True
-    elements, key_heads = range(batch), range(key.size(1))
-    group = heads // len(key_heads)
+        return Tiling([], bounds, kv_len, True)
+    elements, key_heads = range(batch), range(n_key_heads)
+    group = heads // n_key_heads
     if not has_values(bounds):
-        return _all_visible(elements, key_heads, group, q_len, key.size(2)), True
-    blocks = _Blocks.read(bounds, key.size(2), group)
+        return Tiling(_all_visible(elements, key_heads, group, q_len, kv_len), bounds, kv_len, True)
+    scores = batch * heads * q_len * kv_len
+    may_be_dense = most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
+    if may_be_dense and scores <= CALL_SCORES and bounds.size(3):
+        return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
+    blocks = _Blocks.read(bounds, kv_len, group)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
     for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
@@ -63,7 +133,35 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
             for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, whole, mask_ids.setdefault(mask_key, len(mask_ids))))
-    return tiles, min(blocks.fewest) > 0
+    fewest = min(blocks.fewest)
+    if may_be_dense and CALL_SCORES + scores <= sum(CALL_SCORES + tile.scores for tile in tiles):
+        return _dense(fewest, bounds, elements, key_heads, group, q_len, kv_len)
+    return Tiling(tiles, bounds, kv_len, fewest > 0)
+
+
+def _dense(fewest: int, bounds: Tensor, elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> Tiling:
+    """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
+    tile = Tile(elements, key_heads, group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
+    return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=True)
+
+
+def _fewest(bounds: Tensor, kv_len: int) -> int:
+    """The least number of visible keys of a row.
+
+    Raises:
+        LoweringError: an interval outside 0..KV.
+    """
+    lo, hi = bounds.unbind(-1)
+    sizes = (hi - lo).clamp(min=0)
+    outside = ((lo < 0) | (hi > kv_len)) & (sizes > 0)
+    fewest, wrong = torch.stack((sizes.sum(-1).amin(), outside.any())).tolist()
+    _check_within(wrong, kv_len)
+    return int(fewest)
+
+
+def _check_within(wrong: int, kv_len: int) -> None:
+    if wrong:
+        raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
 
 
 def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
@@ -125,8 +223,7 @@ class _Blocks:
         sizes = [len(part) for part in parts]
         numbers = torch.cat(parts).tolist()
         (wrong,), *host = (numbers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
-        if wrong:
-            raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
+        _check_within(wrong, kv_len)
         runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
         for at, *run in zip(*host[3:], strict=True):
             runs[at].append((run[0], run[1]))

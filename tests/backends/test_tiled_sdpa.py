@@ -182,6 +182,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_plan, "GAP", 3)
     monkeypatch.setattr(tile_plan, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
+    monkeypatch.setattr(tile_plan, "CALL_SCORES", 0)
 
 
 def shape_of(mask: Tensor, q_len: int = 50) -> dict[str, int]:
@@ -203,7 +204,7 @@ class TestAgainstDense:
     @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
     def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tiles of so many scores are cut along heads and batch."""
-        for limit in ("FORWARD_SCORES", "BACKWARD_SCORES_PER_THREAD"):
+        for limit in ("FUSED_SCORES", "UNFUSED_SCORES_PER_THREAD"):
             monkeypatch.setattr(f"flexmask.backends.tile_passes.{limit}", 1000)
         mask = MASKS[name]()
         bounds = intervals(mask)
@@ -382,7 +383,7 @@ class TestCost:
 
     def plan(self, bounds: Tensor, batch: int = 1, heads: int = 2, key_heads: int = 2, most: int = 2**26) -> list[Tile]:
         query = torch.empty(batch, heads, self.LONG, 1)
-        return plan_tiles(bounds, query, query[:, :key_heads], most_scores=most)[0]
+        return plan_tiles(bounds, query, query[:, :key_heads], most_scores=most).tiles
 
     def test_sinks_and_a_window(self) -> None:
         row = torch.arange(self.LONG)
@@ -539,7 +540,9 @@ class TestOperator:
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
-        arguments = (query, query, key, value, query, intervals(causal(20, 20)), None, 0.5, 0.0, None)
+        bounds = intervals(causal(20, 20))
+        outputs = torch.ops.flexmask.block_sdpa(query, key, value, bounds, None, 0.5, 0.0, None)
+        arguments = (query, query, key, value, *outputs, bounds, None, 0.5, 0.0, None)
         operator = torch.ops.flexmask.block_sdpa_backward.default
         checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
