@@ -1,0 +1,153 @@
+"""The attention function of ``attn_implementation="flexmask"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexmask
+from flexmask import Mask, causal, document, full
+from flexmask.errors import LoweringError
+from flexmask.tracing import as_mask
+from flexmask_transformers.dense import dense_attention
+from flexmask_transformers.model_mask import ModelMask
+from flexmask_transformers.packing import document_ids, packing_argument
+from flexmask_transformers.recording import record
+from flexmask_transformers.request import dropped_documents, is_user_mask
+from flexmask_transformers.scores import Scores, append_sink, with_sink
+
+__all__ = ["attention_forward"]
+
+#: Arguments of attention that change its result in ways that `Scores` does not have.
+UNSUPPORTED = {"cache": "continuous batching", "sinks": "sinks for each token", "block_indices": "blocks chosen by an indexer"}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        module: the layer.
+        query: ``[B, H, q_len, D]``.
+        key: ``[B, H_kv, kv_len, D]``.
+        value: ``[B, H_kv, kv_len, D_v]``.
+        attention_mask: a :class:`ModelMask`; a Mask, its text or a mask_mod; ``bool`` or additive ``float``
+            ``[B, 1 or H, q_len, kv_len]``; None for no mask, or the causal one where the layer is causal, as in SDPA.
+        scaling: factor of the scores; ``1 / sqrt(D)`` by default.
+        dropout: probability that a weight is dropped.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        s_aux: ``[H]``, the score of a sink, a further key with the value 0.
+        position_bias: ``[B or 1, H, q_len, kv_len]``, added to the scores.
+        is_causal: whether None as a mask means causal; by default the layer's ``is_causal``.
+        kwargs: ``cu_seq_lens_q`` or ``seq_idx`` of packed rows. Others do not change attention.
+
+    Returns:
+        ``[B, q_len, H, D_v]``, and None for the weights.
+
+    Raises:
+        LoweringError: the mask does not fit the keys, or continuous batching.
+    """
+    for name, what in UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise LoweringError(f"flexmask does not support {what} ({name}=); use another attn_implementation for this model")
+    query = query.expand(key.shape[0], -1, -1, -1)
+    (batch, _, q_len, width), kv_len = query.shape, key.shape[2]
+    scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = is_causal and q_len > 1 and attention_mask is None
+    if (isinstance(attention_mask, Tensor) and not isinstance(attention_mask, ModelMask)) or torch.compiler.is_compiling():
+        packing = packing_argument(kwargs)
+        documents = None if packing is None else document_ids(packing, batch, q_len, kv_len)
+        out = dense_attention(
+            query, key, value, attention_mask, scores, is_causal=is_causal, documents=documents, dropout=dropout
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if not isinstance(attention_mask, ModelMask):
+        mask = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
+        attention_mask = ModelMask.make(mask, batch, q_len, kv_len, 0, query.device)
+    mask = _packed(module, attention_mask, batch, q_len, kv_len, kwargs)
+    record(module, mask)
+    return _attend(query, key, value, attention_mask, mask, scores, dropout).transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    module: torch.nn.Module, model_mask: ModelMask, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]
+) -> Mask:
+    """The mask of a layer within the documents that its arguments describe."""
+    if model_mask.shape[-1] != kv_len:
+        raise LoweringError(
+            f"the model made a mask for {model_mask.shape[-1]} keys, and its attention has {kv_len}; flexmask does not support "
+            "this combination of model and cache. Use attn_implementation='sdpa' for it"
+        )
+    packing = packing_argument(kwargs)
+    if packing is not None:
+        return model_mask.variant("packing", packing, lambda: _within_ids(model_mask, packing, batch, q_len, kv_len))
+    request, positions = model_mask.request, kwargs.get("position_ids")
+    if request.has_positions or positions is None or not getattr(module, "is_causal", False):
+        return model_mask.mask
+
+    def within_documents() -> Mask:
+        documents = dropped_documents(request.keep, request.cache, positions, batch, q_len, kv_len, model_mask.q_offset)
+        return model_mask.mask if documents is None else model_mask.within(documents)
+
+    return model_mask.variant("positions", positions, within_documents)
+
+
+def _within_ids(model_mask: ModelMask, packing: Tensor, batch: int, q_len: int, kv_len: int) -> Mask:
+    if model_mask.is_chunked:
+        raise LoweringError(
+            "this model's chunks start with each document, whose positions cu_seq_lens and seq_idx do not give; also give "
+            "position_ids that restart at each document"
+        )
+    return model_mask.mask & document(document_ids(packing, batch, q_len, kv_len))
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, model_mask: ModelMask, mask: Mask, scores: Scores, dropout: float
+) -> Tensor:
+    """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask."""
+    keys = key.shape[2]
+    if scores.sink is not None:
+        query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
+        mask = model_mask.variant("sink", mask, partial(with_sink, mask))
+    with model_mask.cache:
+        return flexmask.attention(
+            query,
+            key,
+            value,
+            mask,
+            score_mod=scores.score_mod(len(query), keys),
+            scale=scores.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            q_offset=model_mask.q_offset,
+            dropout_p=dropout,
+        )
+
+
+def _user_mask(mask: Any, q_len: int, kv_len: int) -> Mask:
+    """A mask that a caller gave for a layer type, in the dict that models of several types take."""
+    if not is_user_mask(mask):
+        raise LoweringError(f"attention_mask must be a Mask, its text, a mask_mod, a tensor or None, got {type(mask).__name__}")
+    if q_len != kv_len:
+        raise LoweringError(
+            f"the position of {q_len} queries among {kv_len} keys is not known for a mask in a dict; give it with "
+            "flexmask_transformers.use_mask(model, {...}, combine='replace')"
+        )
+    return as_mask(mask, "attention_mask")

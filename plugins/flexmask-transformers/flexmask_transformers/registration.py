@@ -1,0 +1,60 @@
+"""Makes ``attn_implementation="flexmask"`` available in transformers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from flexmask_transformers.attention import attention_forward
+from flexmask_transformers.masks import make_mask
+from flexmask_transformers.request import preprocess
+
+__all__ = ["NAME", "register"]
+
+#: The name of the attention implementation.
+NAME = "flexmask"
+#: The function of ``masking_utils`` that reads the arguments of each mask, and its parameters that `preprocess` relies on.
+PREPROCESS = "_preprocess_mask_arguments"
+PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
+
+
+def register() -> None:
+    """Registers flexmask's attention and masks with transformers; again, it changes nothing.
+
+    Raises:
+        ImportError: a version of transformers with other interfaces.
+    """
+    if NAME in AttentionInterface._global_mapping:
+        return
+    original: Any = getattr(masking_utils, PREPROCESS, None)
+    if original is None or list(inspect.signature(original).parameters)[: len(PARAMETERS)] != PARAMETERS:
+        raise ImportError(
+            f"flexmask_transformers supports transformers 5.4 to 5.23, and this is {transformers.__version__}, which makes its "
+            "masks in another way; install one of these versions"
+        )
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+    replacement = preprocess(original)
+    for name, module in list(sys.modules.items()):  # models that are imported already may have it by name
+        if name.startswith("transformers.") and vars(module).get(PREPROCESS) is original:
+            setattr(module, PREPROCESS, replacement)
+    PreTrainedModel.get_correct_attn_implementation = _checked(PreTrainedModel.get_correct_attn_implementation)
+
+
+def _checked(original: Callable[..., str]) -> Callable[..., str]:
+    """The method that checks an ``attn_implementation``, which would accept any registered name for models that ignore it."""
+
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention == NAME and not self._can_set_attn_implementation():
+            raise ValueError(
+                f"{type(self).__name__} does not support attn_implementation='{NAME}': transformers {transformers.__version__} "
+                "computes its attention without the AttentionInterface; use 'eager' for it"
+            )
+        return original(self, requested_attention, is_init_check)
+
+    return get_correct_attn_implementation

@@ -1,0 +1,179 @@
+"""What flexmask adds to a mask that transformers asks for: documents that it would drop, and masks that the user gives.
+
+transformers reads the arguments of each mask in ``_preprocess_mask_arguments(config, inputs_embeds, attention_mask,
+past_key_values, position_ids, layer_idx)`` and calls the mask function after it, without most of them. `preprocess` replaces it:
+it keeps what the mask function (`masks`) needs in a `Request`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexmask import Mask
+from flexmask.errors import LoweringError
+
+__all__ = ["Documents", "Request", "dropped_documents", "is_user_mask", "preprocess", "take_request"]
+
+#: The attribute of a cache whose keys belong to several documents.
+PACKED_CACHE = "_flexmask_is_packed"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows.
+
+    Attributes:
+        ids: ``int[B, kv_len]``, the document of each token, -1 after the last.
+        positions: ``int[B, kv_len]``, the position of each token in its document.
+    """
+
+    ids: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the next mask needs in addition to the arguments of a mask function.
+
+    Attributes:
+        documents: the documents of packed rows; None where rows are not packed.
+        user_mask: the Mask, text or mask_mod that the caller gave as ``attention_mask``, or a dict of them for each layer type.
+        keep: the 2-D mask, ``bool[B, tokens]``, or None.
+        cache: the model's cache of keys, or None.
+        has_positions: whether the model gave its ``position_ids`` to the mask. Some give them to attention alone.
+    """
+
+    documents: Documents | None = None
+    user_mask: Any = None
+    keep: Tensor | None = None
+    cache: Any = None
+    has_positions: bool = True
+
+
+_NEXT: ContextVar[Request | None] = ContextVar("flexmask_transformers.request", default=None)
+
+
+def take_request() -> Request:
+    """The request of the mask that is being made; empty where a model calls a mask function directly."""
+    request = _NEXT.get()
+    _NEXT.set(None)
+    return request or Request()
+
+
+def is_user_mask(value: object) -> bool:
+    """Whether an ``attention_mask`` is a mask of flexmask: a Mask, a text, a mask_mod, or a dict of them."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(is_user_mask, value.values()))
+    return isinstance(value, Mask | str) or (callable(value) and not isinstance(value, Tensor) and not hasattr(value, "shape"))
+
+
+def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``_preprocess_mask_arguments`` for models with ``attn_implementation="flexmask"``."""
+
+    @functools.wraps(original)
+    def wrapped(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        layer_idx: int | None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        if config._attn_implementation != "flexmask":
+            return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+        if torch.compiler.is_compiling():
+            found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+            return _packed_in_graph(found, past_key_values, position_ids)
+        _NEXT.set(None)
+        user_mask = None
+        if is_user_mask(attention_mask):
+            user_mask, attention_mask = attention_mask, None
+        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+        early_exit, attention_mask, documents, q_len, kv_len, q_offset, kv_offset = found
+        if early_exit:
+            return found
+        batch = inputs_embeds.shape[0]
+        if documents is None:
+            packed = dropped_documents(attention_mask, past_key_values, position_ids, batch, q_len, int(kv_len), q_offset)
+        else:
+            assert position_ids is not None
+            packed = Documents(documents, position_ids.expand(batch, -1))
+        _NEXT.set(Request(packed, user_mask, attention_mask, past_key_values, position_ids is not None))
+        return False, attention_mask, None, q_len, kv_len, q_offset, kv_offset
+
+    return wrapped
+
+
+def dropped_documents(
+    keep: Tensor | None,
+    cache: Any,
+    position_ids: Tensor | None,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: int | Tensor,
+) -> Documents | None:
+    """The documents of rows that transformers takes for one sequence, or None where they are that.
+
+    It drops them where there is a cache, which is the default, or a 2-D mask.
+
+    Raises:
+        LoweringError: there are documents, and keys of earlier forwards.
+    """
+    is_packed_cache = getattr(cache, PACKED_CACHE, False)
+    if q_len == 1 and not is_packed_cache:
+        return None
+    is_first = cache is None or int(q_offset) == 0
+    if is_packed_cache and not is_first:
+        raise LoweringError(
+            "the cache holds the keys of several packed documents, so that further tokens would attend to all of them; give each "
+            "document a row, or do not pass the cache on"
+        )
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != q_len:
+        return None
+    positions = position_ids.expand(batch, -1)
+    restarts = _restarts(positions, keep, q_len)
+    is_packed = bool(restarts.any())
+    if cache is not None and is_first:
+        setattr(cache, PACKED_CACHE, is_packed)
+    if not is_packed:
+        return None
+    if not is_first:
+        raise LoweringError(
+            f"position_ids restart inside a row, where the cache holds {int(q_offset)} tokens already: their documents are not "
+            "known. Pack rows only where the cache is empty, or give each document a row"
+        )
+    free = (0, kv_len - q_len)  # places of a static cache
+    return Documents(F.pad(restarts.cumsum(-1), free, value=-1), F.pad(positions, free))
+
+
+def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
+    """``bool[B, q_len]``: whether a token is the first of a further document. Positions of padding have no meaning."""
+    restarts = torch.zeros_like(position_ids, dtype=torch.bool)
+    restarts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
+    if keep is not None:
+        real = keep[:, :q_len]
+        restarts[:, 1:] &= real[:, 1:] & real[:, :-1]
+    return restarts
+
+
+def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None) -> Any:
+    """The same in a graph, where values cannot be read: rows count as packed, with one document where they are not."""
+    early_exit, attention_mask, documents, q_len, kv_len, q_offset, kv_offset = found
+    if early_exit or documents is not None or position_ids is None or q_len == 1 or position_ids.dim() != 2:
+        return found
+    if (cache is not None and not (isinstance(q_offset, int) and q_offset == 0)) or q_len != kv_len:
+        return found
+    batch = position_ids.shape[0] if attention_mask is None else attention_mask.shape[0]
+    documents = _restarts(position_ids.expand(batch, -1), attention_mask, q_len).cumsum(-1)
+    return False, attention_mask, documents, q_len, kv_len, q_offset, kv_offset

@@ -1,0 +1,65 @@
+"""What models do with scores besides scaling them: soft-capping, a position bias, and sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flexmask import Mask, kv, kv_len, minimum
+
+__all__ = ["Scores", "append_sink", "with_sink"]
+
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Scores(NamedTuple):
+    """How the scores of a layer follow from ``query @ key.T``.
+
+    Attributes:
+        scale: their factor.
+        softcap: they become ``softcap * tanh(score / softcap)``.
+        position_bias: ``[B or 1, H, q_len, kv_len]``, added after that.
+        sink: ``[H]``, the score of a sink, a further key with the value 0.
+    """
+
+    scale: float
+    softcap: float | None = None
+    position_bias: Tensor | None = None
+    sink: Tensor | None = None
+
+    def score_mod(self, batch: int, keys: int) -> ScoreMod | None:
+        """The part of them that FlexAttention's ``score_mod`` computes, for ``keys`` keys before the sink."""
+        softcap, bias, has_sink = self.softcap, self.position_bias, self.sink is not None
+        if softcap is None and bias is None:
+            return None
+        if bias is not None:
+            bias = bias.expand(batch, -1, -1, -1)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            found = score if softcap is None else softcap * torch.tanh(score / softcap)
+            if bias is not None:
+                found = found + bias[b, h, q_idx, kv_idx.clamp(max=keys - 1) if has_sink else kv_idx]
+            return torch.where(kv_idx < keys, found, score) if has_sink else found
+
+        return score_mod
+
+
+def append_sink(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with a sink as their last key, and a further channel that gives it its score.
+
+    Exact and differentiable in ``sink`` on every backend: ``scale * (sink / scale) * 1`` for the sink, and 0 for other keys.
+    """
+    batch, heads, q_len, _ = query.shape
+    channel = (sink.to(query.dtype) / scale).view(1, heads, 1, 1).expand(batch, heads, q_len, 1)
+    key, value = torch.nn.functional.pad(key, (0, 1, 0, 1)), torch.nn.functional.pad(value, (0, 0, 0, 1))
+    at_sink = torch.zeros(key.shape[-2:], dtype=torch.bool, device=key.device)
+    at_sink[-1, -1] = True
+    return torch.cat([query, channel], -1), torch.where(at_sink, 1.0, key), value
+
+
+def with_sink(mask: Mask) -> Mask:
+    """The mask for one more key, the sink, which every query attends to."""
+    return (kv == kv_len - 1) | mask.substitute(kv=minimum(kv, kv_len - 2), kv_len=kv_len - 1)

@@ -1,0 +1,108 @@
+"""The masks that users give for a model: by ``use_mask``, or as its ``attention_mask``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from flexmask import Mask
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.tracing import MaskLike, as_mask
+
+__all__ = ["use_mask", "user_mask_for"]
+
+
+@dataclass
+class _UserMask:
+    """A mask for the layers of some configs."""
+
+    configs: list[Any]
+    masks: Mapping[str, Mask] | Mask
+    replaces: bool
+    uses: int = field(default=0)
+
+
+_ACTIVE: ContextVar[tuple[_UserMask, ...]] = ContextVar("flexmask_transformers.user_masks", default=())
+
+
+@contextmanager
+def use_mask(
+    model: torch.nn.Module,
+    mask: MaskLike | Mapping[str, MaskLike],
+    *,
+    combine: Literal["and", "replace"] = "and",
+    **data: Any,
+) -> Iterator[None]:
+    """Within ``with use_mask(model, mask): ...`` the attention layers of a model use a mask of your own.
+
+    Args:
+        model: a model of transformers with ``attn_implementation="flexmask"``, or a part of it, such as ``model.encoder``, whose
+            config is its own.
+        mask: a Mask, its text, or a ``mask_mod``, of positions in the whole sequence; or a dict of them for each layer type,
+            ``"full_attention"``, ``"sliding_attention"`` and ``"chunked_attention"``.
+        combine: ``"and"`` for the model's own mask and this one; ``"replace"`` for this one alone, without the model's padding
+            and documents.
+        data: the data of the parameters in the mask, such as ``ids=tensor``.
+
+    Raises:
+        OperandError: the model has another ``attn_implementation``, or the mask is none.
+        ExpressionError: another value of ``combine``; no layer of the model used the mask.
+    """
+    if combine not in ("and", "replace"):
+        raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
+    if "flexmask" not in chosen:
+        raise OperandError(
+            f"use_mask needs a model with attn_implementation='flexmask', got {type(model).__name__} with "
+            f"{', '.join(sorted(map(repr, chosen))) or 'none'}; call model.set_attn_implementation('flexmask')"
+        )
+    masks = {name: _bound(own, data) for name, own in mask.items()} if isinstance(mask, Mapping) else _bound(mask, data)
+    own = _UserMask(configs, masks, combine == "replace")
+    before = _ACTIVE.set((*_ACTIVE.get(), own))
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(before)
+    if not own.uses:
+        raise ExpressionError(
+            f"no attention layer of {type(model).__name__} used the mask: the model was not called, is compiled, or makes no mask"
+        )
+
+
+def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None, bool]:
+    """The mask of the user for a layer type, and whether it replaces the model's own.
+
+    Args:
+        config: the config of the model that asks.
+        layer_type: such as ``"full_attention"``.
+        given: what the caller gave as ``attention_mask`` where that is a mask of flexmask; it replaces the model's own.
+    """
+    mask = None if given is None else _of_type(given, layer_type)
+    replaces = mask is not None
+    for active in _ACTIVE.get():
+        if not any(config is own for own in active.configs):
+            continue
+        active.uses += 1
+        own = _of_type(active.masks, layer_type)
+        if own is not None and active.replaces:
+            mask, replaces = own, True
+        elif own is not None:
+            mask = own if mask is None else mask & own
+    return mask, replaces
+
+
+def _of_type(masks: Any, layer_type: str) -> Mask | None:
+    if isinstance(masks, Mapping):
+        masks = masks.get(layer_type)
+    return None if masks is None else as_mask(masks, "attention_mask")
+
+
+def _bound(mask: MaskLike, data: Mapping[str, Any]) -> Mask:
+    found = as_mask(mask)
+    return found.bind(**{name: value for name, value in data.items() if name in found.params}) if data else found
