@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from flexmask import registry
 from flexmask._checks import nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
+from flexmask.expr.data import table
 from flexmask.expr.index import Index, Symbol, maximum, minimum
 from flexmask.expr.mask import Mask, where
 from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
-from flexmask.expr.tables import Literal, Param, Table, param, table
+from flexmask.expr.tables import Literal, Param, Table, param
 from flexmask.registry import call_error
 
 if TYPE_CHECKING:

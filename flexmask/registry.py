@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from flexmask._checks import is_tensor, kind_of, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
+from flexmask.expr.data import as_table
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
 from flexmask.expr.names import NAMES, signature_of
 from flexmask.expr.node import within_depth
-from flexmask.expr.tables import RESERVED, Table, as_table
+from flexmask.expr.tables import RESERVED, Table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint

@@ -131,7 +131,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cel
             "wanted [B, H, Q, D], [B, H_kv, KV, D] and [B, H_kv, KV, Dv]"
         )
     if key.size(1) == 0 or heads % key.size(1):
-        raise LoweringError(f"query has {heads} heads and key has {key.size(1)}; wanted a multiple")
+        raise LoweringError(f"query has {heads} heads and key has {key.size(1)}; wanted a multiple of those of key")
     if bounds.is_floating_point() or bounds.dtype == torch.bool:
         raise OperandError(f"bounds is {bounds.dtype}; wanted an integer dtype")
     if bounds.dim() != 5 or bounds.size(4) != 2 or not _broadcasts(bounds, (batch, heads, q_len)):

@@ -41,11 +41,11 @@ class BlockLayout:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Single members of the sets of some rows, in order: for block rows, single blocks.
+    """Entries of a sparse table ``bool[B, H, rows, columns]``, row by row; of a table of blocks, single blocks.
 
     Attributes:
-        row: index of the row in ``[B, H, q]`` flattened, ``int64[n]``.
-        column: the member, ``int[n]``.
+        row: index of the row in ``[B, H, rows]`` flattened, ``int64[n]``.
+        column: index of the column, ``int[n]``.
     """
 
     row: Tensor
@@ -53,7 +53,7 @@ class Entries:
 
     @classmethod
     def from_rows(cls, rows: Rows) -> Self:
-        """The members of every row; forces a host sync."""
+        """The columns in the intervals of every row; forces a host sync."""
         length = (rows.hi - rows.lo).flatten().long()
         total = int(length.sum())
         interval = torch.repeat_interleave(length, output_size=total)
@@ -61,20 +61,20 @@ class Entries:
 
     @classmethod
     def from_grid(cls, grid: Tensor) -> Self:
-        """The members where ``bool[B, H, q, columns]`` is True; forces a host sync."""
+        """The elements of ``bool[B, H, rows, columns]`` that are True; forces a host sync."""
         index = grid.flatten().nonzero().squeeze(-1)
         row = index.div(grid.shape[-1], rounding_mode="floor")
         return cls(row, index - row * grid.shape[-1])
 
     @classmethod
     def whole_grid(cls, grid: Tensor) -> Self:
-        """One member for each element of ``[B, H, q, columns]``, whether it is True or False."""
+        """All elements of ``[B, H, rows, columns]``, True or False."""
         row, column = (torch.arange(size, device=grid.device) for size in (grid.shape[:-1].numel(), grid.shape[-1]))
         return cls(row.repeat_interleave(column.numel(), output_size=grid.numel()), column.repeat(row.numel()))
 
     @classmethod
     def chunks(cls, rows: Rows, size: int) -> Iterator[Self]:
-        """The members of every row in order, those of as many rows at a time as have ``size`` of them; forces a host sync."""
+        """As :meth:`from_rows` in parts of whole rows, with at most ``size`` entries or one row each; forces a host sync."""
         lo, hi = rows.lo.flatten(0, 2), rows.hi.flatten(0, 2)
         total = (hi - lo).sum(-1).cumsum(0)
         start, done, count = 0, 0, int(total[-1])
@@ -87,12 +87,17 @@ class Entries:
             start, done = stop, int(total[stop - 1])
 
     def select(self, index: Tensor | slice) -> Self:
-        """Some of the members."""
+        """Some of the entries."""
         return type(self)(self.row[index], self.column[index])
 
 
 def rank_in_row(row: Tensor, count: Tensor) -> Tensor:
-    """The rank of each member in its row, from 0, given the rows of all members in order and the size of each row."""
+    """The rank of each entry in its row, from 0.
+
+    Args:
+        row: the row of each entry, in order, ``int64[n]``.
+        count: the number of entries of each row.
+    """
     return torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row]
 
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import as_table, per_batch
 from flexmask.expr.index import Index, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask
-from flexmask.expr.tables import Literal, Lookup, Param, Table, as_table, per_batch
+from flexmask.expr.tables import Literal, Lookup, Param, Table
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "per_sequence"]
 

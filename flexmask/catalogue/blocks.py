@@ -11,7 +11,7 @@ from flexmask.expr.mask import Mask
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_chunk"]
 

@@ -13,7 +13,7 @@ from flexmask.expr.names import describe_non_mask
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["coarse", "from_dense", "paged", "per_head", "reorder", "shift", "transpose"]
 

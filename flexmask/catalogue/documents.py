@@ -9,14 +9,16 @@ from flexmask.catalogue.arguments import check_mask
 from flexmask.catalogue.local import with_local_positions
 from flexmask.errors import ExpressionError
 from flexmask.expr import tables
+from flexmask.expr.data import along, as_table
 from flexmask.expr.index import Index, kv, maximum, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import document_ids, document_starts
-from flexmask.expr.tables import Param, along, as_table
+from flexmask.expr.tables import Param
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data, Table
+    from flexmask.expr.data import Data
+    from flexmask.expr.tables import Table
 
 __all__ = ["cross_document", "document", "per_document"]
 

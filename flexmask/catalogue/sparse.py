@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from flexmask.catalogue.arguments import int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import as_table
 from flexmask.expr.index import Index, as_index, b, h, kv, q
 from flexmask.expr.mask import And, Mask, Truth
-from flexmask.expr.tables import Param, as_table
+from flexmask.expr.tables import Param
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["eviction", "qk_sparse", "random_cells"]
 

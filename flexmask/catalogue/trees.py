@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, per_sequence
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import along, as_table
 from flexmask.expr.index import Index, b, kv, maximum, minimum, q
 from flexmask.expr.mask import Mask, Or
-from flexmask.expr.tables import Literal, Param, along, as_table
+from flexmask.expr.tables import Literal, Param
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data, Table
+    from flexmask.expr.data import Data
+    from flexmask.expr.tables import Table
 
 __all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
 

@@ -13,7 +13,7 @@ from flexmask.expr.mask import Mask, Truth
 from flexmask.registry import named
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["causal", "dilated_window", "empty", "full", "global_window", "sink_window", "sliding_window"]
 

@@ -24,9 +24,9 @@ __all__ = [
     "Parameters",
     "REFERENCE",
     "block_size_option",
+    "checked_lengths",
     "expression_argument",
     "json_option",
-    "lengths_of",
     "lowering_options",
     "mask_options",
     "read_mask",
@@ -83,7 +83,7 @@ class LoweringOptions:
             UsageError: contradicting options of lengths.
             UserError: more rows than fit into memory.
         """
-        q_len, kv_len = lengths_of(masks, self.seq_len, self.q_len, self.kv_len)
+        q_len, kv_len = checked_lengths(*masks, seq_len=self.seq_len, q_len=self.q_len, kv_len=self.kv_len)
         symbols = {symbol for mask in masks for symbol in mask.expand().symbols}
         rows = q_len * ((self.batch or 1) if "b" in symbols else 1) * ((self.heads or 1) if "h" in symbols else 1)
         if rows > MAX_QUERIES:
@@ -221,8 +221,8 @@ def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
     return bound
 
 
-def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, else from the data of a mask, else equal to the other one, else 16.
+def checked_lengths(*masks: Mask, seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
+    """As :func:`flexmask.report.lengths.resolve_lengths`, of the options for lengths.
 
     Raises:
         UsageError: ``seq_len`` together with another length.
@@ -234,8 +234,7 @@ def lengths_of(masks: Mask | Sequence[Mask], seq_len: int | None, q_len: int | N
         q_len = kv_len = seq_len
     from flexmask.report.lengths import resolve_lengths
 
-    mask, *others = masks if isinstance(masks, Sequence) else [masks]
-    found = resolve_lengths(mask, q_len, kv_len, *others)
+    found = resolve_lengths(*masks, q_len=q_len, kv_len=kv_len)
     for name, length in zip(("q_len", "kv_len"), found, strict=True):
         if length > MAX_QUERIES:
             raise UserError(f"{name} {length:,} is too long; at most {MAX_QUERIES:,}")

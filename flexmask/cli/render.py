@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexmask.cli.drawings import IndexList, label_options, output_option, writing
-from flexmask.cli.inputs import Parameters, lengths_of, mask_options, read_mask
+from flexmask.cli.inputs import Parameters, checked_lengths, mask_options, read_mask
 from flexmask.cli.messages import UserError
 from flexmask.cli.progress import spinner
 from flexmask.cli.values import BlockSize
@@ -74,7 +74,7 @@ def render(
             if len(tokens) <= q_offset:
                 raise UserError(f"{len(tokens)} tokens do not reach --q-offset {q_offset}; label all positions, or give --q-len")
             q_len = len(tokens) - q_offset
-    queries, across = lengths_of(mask, seq_len, q_len, kv_len)
+    queries, across = checked_lengths(mask, seq_len=seq_len, q_len=q_len, kv_len=kv_len)
     options: ContentOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
     if why:
         options["why"] = True

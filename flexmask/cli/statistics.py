@@ -25,7 +25,7 @@ def statistics_rows(stats: Stats) -> list[tuple[str, str]]:
         ("cells", f"{stats.cells:,}"),
         ("visible", f"{stats.visible:,}"),
         ("visible fraction", f"{stats.visible_fraction:.2%}"),
-        ("empty rows", f"{stats.empty_rows:,}"),
+        ("fully masked rows", f"{stats.fully_masked_rows:,}"),
         ("blocks", f"{stats.blocks:,}"),
         ("  full", f"{stats.full_blocks:,}"),
         ("  partial", f"{stats.partial_blocks:,}"),

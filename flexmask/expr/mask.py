@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
 from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import as_table
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import DocumentTable, document_ids, document_starts
-from flexmask.expr.tables import Lookup, Param, TensorTable, as_table
+from flexmask.expr.tables import Lookup, Param, TensorTable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "Truth", "Xor", "where"]
+__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor", "where"]
 
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}

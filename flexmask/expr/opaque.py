@@ -52,7 +52,18 @@ class Opaque(Index):
         return Key(("Opaque", self.function, arguments, self.keywords))
 
     def write(self, bare: bool) -> tuple[str, int]:
-        texts = [value.write(bare)[0] if isinstance(value, Node) else repr(value) for value in self.arguments]
+        return f"<{self._call_text(bare)}>", PRECEDENCE["atom"]
+
+    def _call_text(self, bare: bool) -> str:
+        """The call without the angle brackets that mark the outermost of nested calls."""
+
+        def text_of(value: Any) -> str:
+            if isinstance(value, Opaque):
+                return value._call_text(bare)
+            return value.write(bare)[0] if isinstance(value, Node) else repr(value)
+
+        texts = [text_of(value) for value in self.arguments]
         first = len(texts) - len(self.keywords)
         texts[first:] = [f"{name}={text}" for name, text in zip(self.keywords, texts[first:], strict=True)]
-        return f"<{getattr(self.function, '__name__', repr(self.function))}({', '.join(texts)})>", PRECEDENCE["atom"]
+        name = getattr(self.function, "__name__", repr(self.function)).strip("<>_")
+        return f"{name}({', '.join(texts)})"

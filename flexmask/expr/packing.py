@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import as_table, ranged
 from flexmask.expr.index import PRECEDENCE
-from flexmask.expr.tables import Param, Table, as_table, ranged, write_data
+from flexmask.expr.tables import Param, Table, write_data
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr.data import Data
 
 __all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts"]
 

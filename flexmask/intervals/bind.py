@@ -26,7 +26,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.extent import Extent
 
-__all__ = ["bind", "own_sizes"]
+__all__ = ["bind", "check_bound", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
@@ -47,10 +47,8 @@ def bind(
         LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
         OperandError: a length that is not an integer.
     """
+    check_bound(mask)
     parts = _parts(mask)
-    if parts.params:
-        given = ", ".join(f"{name}=..." for name in mask.params)
-        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
     q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
     kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
     where = _device(parts.tensors, device, q_offset)
@@ -75,6 +73,13 @@ def bind(
     for lookup in parts.lookups:
         _check_covers(lookup, context)
     return context
+
+
+def check_bound(mask: Mask) -> None:
+    """Raises a LoweringError if a mask has unbound parameters."""
+    if _parts(mask).params:
+        given = ", ".join(f"{name}=..." for name in mask.params)
+        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,10 @@
 
 Expressions that a user wrote do not overflow, which :mod:`flexmask.intervals.checks` has checked. Sums from solving a comparison
 may be greater than 64 bits, so they are evaluated exactly, or not at all.
+
+Expressions have a second evaluator, :mod:`flexmask.intervals.closures`, for single cells: a function of ``b``, ``h``, ``q`` and
+``kv`` that kernels compile, in which every operation is one of torch. An :class:`Evaluation` knows all positions and the extents
+of what it adds up, so that it slices tables instead of looking up each value, and chooses operations by the extents.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["EQUIVALENTS", "sizes_from_torch", "state_from_torch", "to_torch"]
 
 #: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
 EQUIVALENTS = {
-    "is_causal": "here the mask says it: mask='causal', of a decoding step with its cache",
+    "is_causal": "write mask='causal', in a decoding step together with cache=",
     "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.from_dense(attn_mask); "
     "of scaled_dot_product_attention's, whose True is for visible, flexmask.from_dense(attn_mask); of an additive one, "
     "flexmask.from_dense(attn_mask == 0)",

@@ -11,9 +11,10 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
 from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
-from flexmask.expr.tables import Literal, TensorTable, as_table
+from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_masks import CallTokens, PaddedKeys, check_window, mask_over_cache, padded_keys
 
 __all__ = ["KVCache"]

@@ -110,5 +110,5 @@ def picture_lengths(mask: Mask, q_len: int | None, kv_len: int | None, options: 
         q_len = len(_split(tokens)) - (offset if isinstance(offset, int) else 0)
     q_len, kv_len = (n if n is None else checked_int(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))
     if q_len is None:
-        return resolve_lengths(mask, None, kv_len)
+        return resolve_lengths(mask, kv_len=kv_len)
     return q_len, q_len if kv_len is None else kv_len

@@ -72,10 +72,10 @@ class Explanation:
         stats = self.stats
         sizes = " x ".join(map(str, stats.block_size))
         groups = f"{_count_text(stats.batch, 'sequence')}, {_count_text(stats.heads, 'head')}"
-        hidden = _count_text(stats.empty_rows, "fully masked row")
+        hidden = _count_text(stats.fully_masked_rows, "fully masked row")
         kinds = {"BlockMask": stats.block_mask_bytes, "rows": self.row_bytes, "dense": self.dense_bytes}
         memory = ", ".join(f"{kind} {memory_text(size)}" for kind, size in kinds.items())
-        rows = f"at most {_count_text(self.intervals, 'interval')} of keys, {self.mean_intervals:.2f} on average"
+        rows = f"at most {_count_text(self.intervals, 'key interval')}, {self.mean_intervals:.2f} on average"
         blocks = "from the rows alone"
         if not self.exact:
             rows += ", of bounds within which the mask lies"
@@ -89,7 +89,7 @@ class Explanation:
             ("mask_mod", self.form),
             ("blocks", f"{sizes}, {blocks}"),
             ("", f"{stats.partial_blocks:,} partial, {stats.full_blocks:,} full, {stats.empty_blocks:,} skipped"),
-            ("", f"partial blocks are {stats.partial_fill:.1%} visible"),
+            *([("", f"partial blocks are {stats.partial_fill:.1%} visible")] if stats.partial_blocks else []),
             ("visible", f"{stats.visible_fraction:.2%} of {stats.cells:,} cells; {hidden}"),
             ("memory", memory),
             ("attention", _cost_text(stats.cost)),
@@ -162,17 +162,17 @@ def _leaf(mask: Mask, context: Context, bounds: RowBounds) -> Leaf:
     leaf = _listed_leaf(mask)
     if bounds.exact or not leaf.separable or analyze(replace(context, mask=mask)).exact:
         return leaf
-    return replace(leaf, kind=f"{leaf.kind}; in more intervals than are listed")
+    return replace(leaf, kind=f"{leaf.kind}; in more key intervals than are listed")
 
 
 def _listed_leaf(mask: Mask) -> Leaf:
     match mask:
         case Span():
-            return Leaf(str(mask)[1:-1], "one interval of keys", True)
+            return Leaf(str(mask)[1:-1], "one key interval", True)
         case Compare("==" | "!=") if is_separable(mask):
             return Leaf(str(mask), "runs of keys with the query's value", True)
         case Compare() if is_separable(mask):
-            return Leaf(str(mask), "one interval of keys in each non-decreasing piece", True)
+            return Leaf(str(mask), "one key interval in each non-decreasing piece", True)
         case Compare() if "kv" not in mask.symbols:
             return Leaf(str(mask), "a test of the query", True)
         case Compare() if "q" not in mask.symbols:
@@ -184,7 +184,7 @@ def _listed_leaf(mask: Mask) -> Leaf:
 
 def _form_text(bounds: RowBounds) -> str:
     count = interval_count(bounds)
-    return "the expression" if count is None else f"intervals: tests {count} of them, one kernel for all such masks"
+    return "the expression" if count is None else f"tests {count} key intervals, one kernel for all such masks"
 
 
 def _cost_text(cost: float) -> str:

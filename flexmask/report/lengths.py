@@ -21,17 +21,16 @@ UNLIMITED = 2**60
 MAX_LIMIT = 2**31
 
 
-def resolve_lengths(mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, *others: MaskLike) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, else as the mask implies, else the other one, else 16.
+def resolve_lengths(*masks: MaskLike, q_len: int | None = None, kv_len: int | None = None) -> tuple[int, int]:
+    """The numbers of queries and keys: as given, else as the masks imply, else the other one, else 16.
 
     Args:
-        mask: the mask.
+        masks: masks that are lowered at the same lengths.
         q_len: queries, if given.
         kv_len: keys, if given.
-        others: masks that are lowered at the same lengths and may imply them, too.
     """
     if q_len is None or kv_len is None:
-        implied = implied_lengths(as_mask(mask), *map(as_mask, others))
+        implied = implied_lengths(*map(as_mask, masks))
         q_len = implied.get("q") if q_len is None else q_len
         kv_len = implied.get("kv") if kv_len is None else kv_len
     q_len = (DEFAULT_LENGTH if kv_len is None else kv_len) if q_len is None else q_len

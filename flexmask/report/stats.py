@@ -29,7 +29,7 @@ class Stats:
         block_size: queries and keys in a block.
         cells: all (query, key) pairs.
         visible: cells where the query attends to the key.
-        empty_rows: fully masked rows, for which attention gives 0.
+        fully_masked_rows: fully masked rows, for which attention gives 0.
         blocks: all blocks.
         partial_blocks: blocks that the kernel computes with ``mask_mod``.
         full_blocks: blocks that the kernel computes without it.
@@ -43,7 +43,7 @@ class Stats:
     block_size: tuple[int, int]
     cells: int
     visible: int
-    empty_rows: int
+    fully_masked_rows: int
     blocks: int
     partial_blocks: int
     full_blocks: int
@@ -108,7 +108,7 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         block_size=(sets.q_size, sets.kv_size),
         cells=groups * context.q_len * context.kv_len,
         visible=int(counts.sum()),
-        empty_rows=int((counts == 0).sum()),
+        fully_masked_rows=int((counts == 0).sum()),
         blocks=groups * q_blocks * kv_blocks,
         partial_blocks=sets.count(blocks.partial),
         full_blocks=sets.count(blocks.full),

@@ -71,10 +71,12 @@ class Call:
             again = self()
         if not first.isfinite().all():
             b, q = (~first.isfinite()).any(-1).nonzero()[0].tolist()
-            raise AssertionError(f"the output is not finite in batch {b} at query {q}, so that nothing can be said of it")
+            raise AssertionError(
+                f"the output is not finite in batch {b} at query {q}; give inputs without NaN or inf in the output"
+            )
         if not torch.equal(first, again):
             raise ExpressionError(
-                "the function gives two outputs for one input; put modules into eval(), and seed what is drawn inside of it"
+                "the function gives two outputs for one input; put modules into eval(), and seed its random numbers"
             )
 
     def changed(self, name: str) -> Tensor:

@@ -83,11 +83,13 @@ def assert_batch_invariant(
     alone = [call([[number]])[number] for number in range(len(sizes))]
     for number, (out, *_) in enumerate(alone):
         if out.is_floating_point() and not out.isfinite().all():
-            raise AssertionError(f"the output of document {number} alone is not finite, so that nothing can be said of it")
+            raise AssertionError(
+                f"the output of document {number} alone is not finite; give inputs without NaN or inf in the output"
+            )
     for found, wanted in zip(call([[0]])[0], alone[0], strict=True):
         if _differs(found, wanted).any():
             raise ExpressionError(
-                "the function gives two outputs for one input; put modules into eval(), and seed what is drawn inside of it"
+                "the function gives two outputs for one input; put modules into eval(), and seed its random numbers"
             )
     for packing, sequences in _packings(len(sizes)):
         for number, found_parts in call(sequences).items():

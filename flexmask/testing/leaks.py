@@ -125,7 +125,9 @@ def assert_no_leak(
     for rule in rules:
         _check(call, rule)
     for source, other in mixed_sequences(call):
-        raise AssertionError(f"sequence {source} of the batch changes the output of sequence {other}; no mask has them meet")
+        raise AssertionError(
+            f"sequence {source} of the batch changes the output of sequence {other}; the sequences of a batch must be independent"
+        )
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,8 @@ def _own_mask(function: Callable[..., Any]) -> str:
     if name is None:
         return ""
     return (
-        f"\n\nThe function takes {name}, which it is not given, as it is no flexmask mask. Where that is so, wrap it: "
-        f"assert_no_leak(lambda x: function(x, {name}=cells), mask, x), in which cells are mask.dense(length)[0, 0] if its True "
-        "is for visible, as in scaled_dot_product_attention, and ~mask.dense(length)[0, 0] if its True is for hidden, as in "
-        "torch.nn.MultiheadAttention and TransformerEncoderLayer"
+        f"\n\nThe function takes {name}, but assert_no_leak passes only mask=, a flexmask mask. Wrap the function: "
+        f"assert_no_leak(lambda x: function(x, {name}=cells), mask, x). Where True means visible, as in "
+        "scaled_dot_product_attention, cells = mask.dense(length)[0, 0]; where True means hidden, as in "
+        "torch.nn.MultiheadAttention and TransformerEncoderLayer, cells = ~mask.dense(length)[0, 0]"
     )

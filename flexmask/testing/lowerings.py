@@ -91,7 +91,7 @@ def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) 
     full = int((visible == q_size * kv_size).sum())
     statistics = {
         "visible": int(cells.sum()),
-        "empty_rows": int((~cells.any(-1)).sum()),
+        "fully_masked_rows": int((~cells.any(-1)).sum()),
         "partial_blocks": int((visible > 0).sum()) - full,
         "full_blocks": full,
         "empty_blocks": int((visible == 0).sum()),

@@ -98,7 +98,7 @@ def check_counts(case: Case, shape: Shape, expected: Tensor, block_size: tuple[i
     found = case.mask.stats(**shape.lowering, block_size=block_size)
     repeated = shape.batch * shape.heads // (found.batch * found.heads)
     assert found.visible * repeated == int(expected.sum())
-    assert found.empty_rows * repeated == int((~expected.any(-1)).sum())
+    assert found.fully_masked_rows * repeated == int((~expected.any(-1)).sum())
     against = case.mask.difference(fm.empty(), **shape.lowering)
     assert against.only_self * expected.numel() == int(expected.sum()) * against.cells
 

@@ -14,8 +14,9 @@ import torch
 import flexmask as fm
 from flexmask import attention, b, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.data import along
 from flexmask.expr.packing import document_ids
-from flexmask.expr.tables import Literal, along
+from flexmask.expr.tables import Literal
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.tracing.as_mask import as_mask

@@ -263,7 +263,7 @@ def differences(mask: Mask, setting: Setting, wanted: Tensor, numbers: random.Ra
         check(f"{name} blocks", listed(number.expand(size), indices.expand(*size, -1)) == expected)
     stats = mask.stats(**where, block_size=block_size)
     share = wanted.shape[0] * wanted.shape[1] // (stats.batch * stats.heads)
-    check("stats", stats.visible * share == int(wanted.sum()) and stats.empty_rows * share == int((~wanted.any(-1)).sum()))
+    check("stats", stats.visible * share == int(wanted.sum()) and stats.fully_masked_rows * share == int((~wanted.any(-1)).sum()))
     check("counted blocks", stats.partial_blocks * share == sum(map(len, partial)))
     check("counted full blocks", stats.full_blocks * share == sum(map(len, full)))
     index = [torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)]

@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "is_causal": (
         call(is_causal=True),
         ExpressionError,
-        "is_causal.*no such parameter.*is_causal: here the mask says it: mask='causal'",
+        "is_causal.*no such parameter.*is_causal: write mask='causal'",
     ),
     "attn_mask": (
         call(attn_mask=torch.ones(5, 5).bool()),

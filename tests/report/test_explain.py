@@ -45,7 +45,7 @@ def test_numbers(mask: fm.Mask, exact: bool) -> None:
     assert kinds.count(oracle.EMPTY) == stats.empty_blocks
     assert 0 <= found.open_blocks <= len(kinds)
     assert stats.visible_fraction == pytest.approx(float(cells.double().mean()))
-    assert stats.empty_rows == int((~cells.any(-1)).sum())
+    assert stats.fully_masked_rows == int((~cells.any(-1)).sum())
     assert found.dense_bytes == cells.numel()
     assert found.row_bytes > 0
 
@@ -60,18 +60,18 @@ def test_open_blocks() -> None:
 def test_text() -> None:
     text = str(fm.explain(fm.causal() & fm.document(lengths=[7, 3, 10]), LENGTH, block_size=8))
     assert text.splitlines()[0].split() == ["mask", "causal", "&", "document(lengths=[7,", "3,", "10])"]
-    for wanted in ("definition", "20 queries x 20 keys, 1 sequence, 1 head", "kv <= q", "one interval of keys", "8 x 8"):
+    for wanted in ("definition", "20 queries x 20 keys, 1 sequence, 1 head", "kv <= q", "one key interval", "8 x 8"):
         assert wanted in text
-    assert "at most 1 interval of keys, 1.00 on average" in text
+    assert "at most 1 key interval, 1.00 on average" in text
     assert text.count("visible") == 2
 
 
 LEAVES: list[tuple[fm.Mask, list[tuple[str, bool]]]] = [
-    (fm.causal(), [("one interval of keys", True)]),
+    (fm.causal(), [("one key interval", True)]),
     (fm.document([0, 0, 1, 1]), [("runs of keys with the query's value", True), ("a test of the query", True)]),
     (q % 3 == 0, [("a test of the query", True)]),
     (kv % 3 == 0, [("runs of keys", True)]),
-    (kv % 4 <= q % 4, [("one interval of keys in each non-decreasing piece", True)]),
+    (kv % 4 <= q % 4, [("one key interval in each non-decreasing piece", True)]),
     ((q - kv) % 3 == 0, [("not separable in q and kv: evaluated cell by cell", False)]),
     (fm.full(), [("every key", True)]),
     (fm.empty(), [("no key", True)]),

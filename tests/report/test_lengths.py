@@ -86,15 +86,15 @@ def test_the_length_ends_with_the_last_visible_key(text: str) -> None:
 def test_given_lengths_come_first() -> None:
     mask = fm.document([0, 0, 1], kv_ids=[0, 0, 1, 1, 1])
     assert resolve_lengths(mask) == (3, 5)
-    assert resolve_lengths(mask, 2) == (2, 5)
+    assert resolve_lengths(mask, q_len=2) == (2, 5)
     assert resolve_lengths(mask, kv_len=4) == (3, 4)
-    assert resolve_lengths(mask, 7, 8) == (7, 8)
+    assert resolve_lengths(mask, q_len=7, kv_len=8) == (7, 8)
     assert resolve_lengths(fm.causal(), kv_len=4) == (4, 4)
-    assert resolve_lengths(fm.causal(), 5) == (5, 5)
+    assert resolve_lengths(fm.causal(), q_len=5) == (5, 5)
 
 
 def test_the_longest_of_several_masks_counts() -> None:
-    assert resolve_lengths(fm.causal(), None, None, fm.key_padding([3, 9]), fm.query_padding(4)) == (4, 9)
+    assert resolve_lengths(fm.causal(), fm.key_padding([3, 9]), fm.query_padding(4)) == (4, 9)
 
 
 def test_data_of_every_kind() -> None:

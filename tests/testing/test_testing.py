@@ -461,9 +461,9 @@ def test_a_module_that_takes_another_mask_is_wrapped() -> None:
     check_fails(
         lambda: assert_no_leak(module, fm.causal(), X),
         "pairs leak",
-        "The function takes attn_mask, which it is not given",
+        "The function takes attn_mask, but assert_no_leak passes only mask=",
         "assert_no_leak(lambda x: function(x, attn_mask=cells), mask, x)",
-        "~mask.dense(length)[0, 0] if its True is for hidden, as in torch.nn.MultiheadAttention",
+        "as in torch.nn.MultiheadAttention and TransformerEncoderLayer, cells = ~mask.dense(length)[0, 0]",
     )
 
 

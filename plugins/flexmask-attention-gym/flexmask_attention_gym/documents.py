@@ -11,7 +11,7 @@ from flexmask.registry import named
 from flexmask_attention_gym.generators import MaskMod, generated, inner, offsets, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr import Data
 
 __all__ = ["gym_batchify", "gym_causal_document", "gym_document", "gym_prefix_lm", "gym_shared_prefix"]
 

@@ -10,7 +10,7 @@ from flexmask.registry import named
 from flexmask_attention_gym.generators import MaskMod, each_axis, generated, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr import Data
 
 __all__ = [
     "gym_flamingo",

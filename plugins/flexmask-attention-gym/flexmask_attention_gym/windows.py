@@ -10,7 +10,7 @@ from flexmask.registry import named
 from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor
 
 if TYPE_CHECKING:
-    from flexmask.expr.tables import Data
+    from flexmask.expr import Data
 
 __all__ = ["gym_causal", "gym_dilated_window", "gym_global_window", "gym_sliding_window"]
 
