@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from flexmask import Mask, causal, document, full
 from flexmask.errors import LoweringError
 from flexmask.tracing import as_mask
 from flexmask_transformers.dense import dense_attention
-from flexmask_transformers.model_mask import ModelMask
+from flexmask_transformers.model_mask import ModelMask, to_mask
 from flexmask_transformers.packing import document_ids, packing_argument
 from flexmask_transformers.recording import record
-from flexmask_transformers.request import dropped_documents, is_user_mask
+from flexmask_transformers.request import documents_in_graph, dropped_documents, is_user_mask
 from flexmask_transformers.scores import Scores, append_sink, with_sink
 
 __all__ = ["attention_forward"]
@@ -72,19 +71,52 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and q_len > 1 and attention_mask is None
-    if (isinstance(attention_mask, Tensor) and not isinstance(attention_mask, ModelMask)) or torch.compiler.is_compiling():
-        packing = packing_argument(kwargs)
-        documents = None if packing is None else document_ids(packing, batch, q_len, kv_len)
+    is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
+    if is_dense and not isinstance(attention_mask, ModelMask):
+        documents = _dense_documents(module, batch, q_len, kv_len, kwargs)
+        record(module, lambda: _dense_mask(attention_mask, is_causal))
         out = dense_attention(
             query, key, value, attention_mask, scores, is_causal=is_causal, documents=documents, dropout=dropout
         )
-        return out.transpose(1, 2).contiguous(), None
-    if not isinstance(attention_mask, ModelMask):
-        mask = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
-        attention_mask = ModelMask.make(mask, batch, q_len, kv_len, 0, query.device)
-    mask = _packed(module, attention_mask, batch, q_len, kv_len, kwargs)
-    record(module, mask)
-    return _attend(query, key, value, attention_mask, mask, scores, dropout).transpose(1, 2).contiguous(), None
+    else:
+        if not isinstance(attention_mask, ModelMask):
+            mask = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
+            attention_mask = ModelMask.make(mask, batch, q_len, kv_len, 0, query.device)
+        out = _attend(module, query, key, value, attention_mask, scores, dropout, kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # in layers that are compiled one by one, whose masks are made outside of their graphs
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    model_mask: ModelMask,
+    scores: Scores,
+    dropout: float,
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask."""
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    mask = _packed(module, model_mask, batch, q_len, kv_len, kwargs)
+    record(module, lambda: model_mask.placed(mask))
+    sunk = mask
+    if scores.sink is not None:
+        query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
+        sunk = model_mask.variant("sink", mask, lambda: with_sink(mask))
+    with model_mask.cache:
+        return flexmask.attention(
+            query,
+            key,
+            value,
+            sunk,
+            score_mod=scores.score_mod(batch, kv_len),
+            scale=scores.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            q_offset=model_mask.q_offset,
+            dropout_p=dropout,
+        )
 
 
 def _packed(
@@ -119,26 +151,18 @@ def _within_ids(model_mask: ModelMask, packing: Tensor, batch: int, q_len: int, 
     return model_mask.mask & document(document_ids(packing, batch, q_len, kv_len))
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, model_mask: ModelMask, mask: Mask, scores: Scores, dropout: float
-) -> Tensor:
-    """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask."""
-    keys = key.shape[2]
-    if scores.sink is not None:
-        query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
-        mask = model_mask.variant("sink", mask, partial(with_sink, mask))
-    with model_mask.cache:
-        return flexmask.attention(
-            query,
-            key,
-            value,
-            mask,
-            score_mod=scores.score_mod(len(query), keys),
-            scale=scores.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            q_offset=model_mask.q_offset,
-            dropout_p=dropout,
-        )
+def _dense_documents(module: torch.nn.Module, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The documents ``int[B, S]`` that the arguments of a layer describe, next to a mask that is a tensor."""
+    packing = packing_argument(kwargs)
+    if packing is not None:
+        return document_ids(packing, batch, q_len, kv_len)
+    if torch.compiler.is_compiling() and getattr(module, "is_causal", False):
+        return documents_in_graph(kwargs.get("position_ids"), batch, q_len, kv_len)
+    return None
+
+
+def _dense_mask(mask: Tensor | None, is_causal: bool) -> Mask:
+    return causal() if is_causal else full() if mask is None else to_mask(mask)
 
 
 def _user_mask(mask: Any, q_len: int, kv_len: int) -> Mask:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 
-from flexmask import Mask, from_mask_mod, kv
+from flexmask import Mask, from_mask_mod, full, kv
 from flexmask_transformers.model_mask import ModelMask
 from flexmask_transformers.request import take_request
 from flexmask_transformers.user_masks import user_mask_for
 
 __all__ = ["make_mask"]
+
+#: How transformers writes the mask of all cells, ``q_idx >= 0``.
+BIDIRECTIONAL = from_mask_mod(bidirectional_mask_function)
 
 
 def make_mask(
@@ -73,7 +83,8 @@ def _traced(
     # Reading it on a GPU would force a host sync.
     if padding is not None and not (padding.device.type == "cpu" and bool(padding[:, kv_offset : kv_offset + kv_len].all())):
         mask_function = and_masks(mask_function, padding_mask_function(padding))
-    return from_mask_mod(mask_function, device=device)
+    mask = from_mask_mod(mask_function, device=device)
+    return cast(Mask, mask.replace(lambda node: full() if node.key == BIDIRECTIONAL.key else None))
 
 
 def _layer_type(config: Any, local_size: int | None) -> str:

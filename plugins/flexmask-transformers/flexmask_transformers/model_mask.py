@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask import Mask, MaskCache, document
+from flexmask import Mask, MaskCache, document, from_dense, key_padding, q
+from flexmask.errors import OperandError
 from flexmask.masks import reorder
 from flexmask_transformers.request import Documents, Request
 
-__all__ = ["ModelMask"]
+__all__ = ["ModelMask", "to_mask"]
 
 #: Attributes and methods that a model may use: they ask for the shape and the dtype, or give the same mask.
 METADATA = {
@@ -66,14 +67,22 @@ class ModelMask(Tensor):
         """A mask for ``batch`` sequences of ``q_len`` queries and ``kv_len`` keys."""
         made = Tensor._make_wrapper_subclass(ModelMask, (batch, 1, q_len, kv_len), dtype=torch.bool, device=torch.device(device))
         assert isinstance(made, ModelMask)
+        if isinstance(q_offset, Tensor):
+            q_offset = q_offset.clone()  # a static cache counts on in this tensor when a layer adds its keys
         made.mask, made.q_offset, made.is_chunked, made.request = mask, q_offset, is_chunked, request
         made.cache, made._variants = MaskCache(), {}
         return made
 
     def within(self, documents: Documents) -> Mask:
         """The mask in each document of packed rows."""
-        mask = reorder(self.mask, q=documents.positions, kv=documents.positions) if self.is_chunked else self.mask
-        return mask & document(documents.ids)
+        ids, positions, q_len = documents.ids, documents.positions, self.shape[2]
+        mask = reorder(self.mask, q=positions[:, :q_len], kv=positions) if self.is_chunked else self.mask
+        return mask & (document(ids) if ids.shape[1] == q_len else document(ids[:, :q_len], ids))
+
+    def placed(self, mask: Mask) -> Mask:
+        """A mask whose queries start at ``q_offset`` as one whose queries start at 0."""
+        offset = int(self.q_offset)
+        return mask.substitute(q=q + offset) if offset else mask
 
     def variant(self, kind: str, data: object, build: Callable[[], Mask]) -> Mask:
         """The mask that ``build`` makes from this one and ``data``; the layers of a model share it."""
@@ -117,3 +126,32 @@ def _takes_all(mask: Tensor, index: Any) -> bool:
             place is Ellipsis or (isinstance(place, slice) and place.indices(size) == (0, size, 1))
             for place, size in zip(places[::-1], mask.shape[::-1], strict=False)
         )
+
+
+def to_mask(attention_mask: Tensor) -> Mask:
+    """The Mask that a tensor of transformers stands for.
+
+    Args:
+        attention_mask: what ``create_causal_mask`` and its relatives give: a :class:`ModelMask`, ``bool[B, H, q_len, kv_len]`` of
+            ``"sdpa"``, or ``float[B, H, q_len, kv_len]`` of ``"eager"``, with 0 for visible and the least number or ``-inf`` for
+            masked out; or the 2-D mask of a tokenizer, ``[B, kv_len]`` with 1 for real tokens.
+
+    Raises:
+        OperandError: another number of axes, or a float tensor with other values.
+    """
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask.placed(attention_mask.mask)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() not in (2, 4):
+        shape = f"{list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise OperandError(f"to_mask takes a tensor [B, H, q_len, kv_len] or [B, kv_len], got {shape}")
+    if attention_mask.dim() == 2:
+        return key_padding(keep=attention_mask)
+    if not attention_mask.is_floating_point():
+        return from_dense(attention_mask.bool())
+    visible = attention_mask == 0
+    if bool((attention_mask[~visible] > torch.finfo(attention_mask.dtype).min).any()):
+        raise OperandError(
+            "to_mask takes float masks of 0 and the least number of their dtype or -inf; this one has other values, as a "
+            "position bias has, which is no mask"
+        )
+    return from_dense(visible)

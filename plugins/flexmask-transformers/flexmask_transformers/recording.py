@@ -2,19 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
 from flexmask import Mask
 
-__all__ = ["record"]
+__all__ = ["masks_of", "record", "using"]
 
-RECORD: ContextVar[list[tuple[torch.nn.Module, Mask]] | None] = ContextVar("flexmask_transformers.record", default=None)
+_RECORD: ContextVar[dict[int, Mask] | None] = ContextVar("flexmask_transformers.record", default=None)
 
 
-def record(module: torch.nn.Module, mask: Mask) -> None:
+def masks_of(model: Any, **inputs: Any) -> dict[str, Mask]:
+    """The mask that each attention layer of a model uses for some inputs: to print, draw, compare and test.
+
+    The model runs once, without gradients, in evaluation mode and with ``attn_implementation="flexmask"``; then it is as before.
+
+    Args:
+        model: a model of transformers.
+        inputs: the arguments of its forward, such as ``input_ids``, ``attention_mask`` and ``position_ids``.
+
+    Returns:
+        The mask of each layer under the layer's name, such as ``"model.layers.0.self_attn"``. Its queries start at 0 also with a
+        cache. With one query it is a table.
+
+    Raises:
+        ValueError: the model does not support flexmask.
+    """
+    found: dict[int, Mask] = {}
+    before = _RECORD.set(found)
+    training = model.training
+    try:
+        with using(model, "flexmask"), torch.no_grad():
+            model.eval()(**inputs)
+    finally:
+        model.train(training)
+        _RECORD.reset(before)
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[module]: mask for module, mask in found.items()}
+
+
+def record(module: torch.nn.Module, mask: Callable[[], Mask]) -> None:
     """Notes the mask of a layer, within :func:`masks_of`."""
-    found = RECORD.get()
+    if torch.compiler.is_compiling():
+        return
+    found = _RECORD.get()
     if found is not None:
-        found.append((module, mask))
+        found[id(module)] = mask()
+
+
+@contextmanager
+def using(model: Any, implementation: str) -> Iterator[None]:
+    """Within it a model has another ``attn_implementation``.
+
+    Raises:
+        ValueError: the model does not support it.
+    """
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    before = [(config, config._attn_implementation) for config in configs]
+    model.get_correct_attn_implementation(implementation)
+    try:
+        model.set_attn_implementation(implementation)
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own

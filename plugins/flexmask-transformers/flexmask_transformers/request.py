@@ -20,7 +20,7 @@ from torch import Tensor
 from flexmask import Mask
 from flexmask.errors import LoweringError
 
-__all__ = ["Documents", "Request", "dropped_documents", "is_user_mask", "preprocess", "take_request"]
+__all__ = ["Documents", "Request", "documents_in_graph", "dropped_documents", "is_user_mask", "preprocess", "take_request"]
 
 #: The attribute of a cache whose keys belong to several documents.
 PACKED_CACHE = "_flexmask_is_packed"
@@ -61,6 +61,13 @@ class Request:
 _NEXT: ContextVar[Request | None] = ContextVar("flexmask_transformers.request", default=None)
 
 
+class _InGraph:
+    """The request of the masks in a graph of ``torch.compile``, which does not trace context variables."""
+
+    keep: Tensor | None = None
+    has_positions: bool = True
+
+
 def take_request() -> Request:
     """The request of the mask that is being made; empty where a model calls a mask function directly."""
     request = _NEXT.get()
@@ -93,6 +100,8 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         if torch.compiler.is_compiling():
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+            if not rest and not options:  # they are for the keys of an encoder
+                _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
             return _packed_in_graph(found, past_key_values, position_ids)
         _NEXT.set(None)
         user_mask = None
@@ -165,6 +174,16 @@ def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
         real = keep[:, :q_len]
         restarts[:, 1:] &= real[:, 1:] & real[:, :-1]
     return restarts
+
+
+def documents_in_graph(position_ids: Tensor | None, batch: int, q_len: int, kv_len: int) -> Tensor | None:
+    """The documents ``int[B, q_len]`` in a graph, of a model that gives its ``position_ids`` to attention and not to the mask."""
+    keep = _InGraph.keep
+    if _InGraph.has_positions or position_ids is None or position_ids.dim() != 2 or q_len == 1 or q_len != kv_len:
+        return None
+    if keep is not None and keep.shape[-1] != q_len:
+        return None
+    return _restarts(position_ids.expand(batch, -1), keep, q_len).cumsum(-1)
 
 
 def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None) -> Any:

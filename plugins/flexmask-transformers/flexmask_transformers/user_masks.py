@@ -62,7 +62,7 @@ def use_mask(
             f"use_mask needs a model with attn_implementation='flexmask', got {type(model).__name__} with "
             f"{', '.join(sorted(map(repr, chosen))) or 'none'}; call model.set_attn_implementation('flexmask')"
         )
-    masks = {name: _bound(own, data) for name, own in mask.items()} if isinstance(mask, Mapping) else _bound(mask, data)
+    masks = _bound(mask, data)
     own = _UserMask(configs, masks, combine == "replace")
     before = _ACTIVE.set((*_ACTIVE.get(), own))
     try:
@@ -103,6 +103,11 @@ def _of_type(masks: Any, layer_type: str) -> Mask | None:
     return None if masks is None else as_mask(masks, "attention_mask")
 
 
-def _bound(mask: MaskLike, data: Mapping[str, Any]) -> Mask:
-    found = as_mask(mask)
-    return found.bind(**{name: value for name, value in data.items() if name in found.params}) if data else found
+def _bound(mask: MaskLike | Mapping[str, MaskLike], data: Mapping[str, Any]) -> Mask | dict[str, Mask]:
+    if not isinstance(mask, Mapping):
+        return as_mask(mask).bind(**data)
+    masks = {name: as_mask(own) for name, own in mask.items()}
+    unknown = set(data).difference(*(own.params for own in masks.values()))
+    if unknown:
+        raise ExpressionError(f"no mask of the dict has a parameter {', '.join(sorted(unknown))}")
+    return {name: own.bind(**{key: data[key] for key in own.params if key in data}) for name, own in masks.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_models import CAUSAL, ENCODERS, SEQ2SEQ, gradients, padding, pair, tokens
 from torch.testing import assert_close
 
@@ -66,13 +67,15 @@ class TestCausal:
         for parameter in wanted:
             assert_close(got[parameter], wanted[parameter], rtol=1e-3, atol=1e-3)
 
-    def test_cached(self, name: str) -> None:
+    @pytest.mark.parametrize("is_static", [False, True])
+    def test_cached(self, name: str, is_static: bool) -> None:
         """A prompt in two parts, then single tokens, against the whole sequence at once."""
         eager, ours = pair(name)
         ids, keep = tokens(), padding("left")
         positions = (keep.cumsum(-1) - 1).clamp(min=0)
         expected = eager(ids, attention_mask=keep, position_ids=positions).logits
-        cache, parts = None, []
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=16) if is_static else None
+        parts = []
         for start, stop in ((0, 6), (6, 10), (10, 11), (11, 12)):
             part = ours(
                 ids[:, start:stop],

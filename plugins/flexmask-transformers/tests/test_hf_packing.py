@@ -1,0 +1,137 @@
+"""Packed rows: documents never see each other, however they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import pair, tokens
+from test_hf_masks import positions
+from test_hf_models import CLOSE, documents_alone
+from torch.testing import assert_close
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+
+from flexmask.errors import LoweringError
+
+LENGTHS = (5, 4, 3)
+
+
+def collate(**options: bool) -> dict[str, Any]:
+    ids = tokens(1)[0].split(LENGTHS)
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": document.tolist()} for document in ids])
+    del batch["labels"]
+    return dict(batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "llama4", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=lambda o: "".join(o))
+def test_the_collator_of_transformers(name: str, options: dict[str, bool]) -> None:
+    eager, ours = pair(name)
+    assert_close(ours(**collate(**options)).logits, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("option", ["return_flash_attn_kwargs", "return_seq_idx"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_without_positions(name: str, option: str, use_cache: bool) -> None:
+    """The models that have rotary positions alone need none that restart."""
+    eager, ours = pair(name)
+    batch = collate(return_position_ids=False, **{option: True})
+    assert "position_ids" not in batch
+    assert_close(ours(**batch, use_cache=use_cache).logits, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+
+
+def test_chunks_need_positions() -> None:
+    _, ours = pair("llama4")
+    with pytest.raises(LoweringError, match="also give position_ids"):
+        ours(**collate(return_position_ids=False, return_seq_idx=True))
+
+
+def test_two_rows_with_padding() -> None:
+    eager, ours = pair("llama")
+    ids, keep = tokens(2), torch.ones(2, 12, dtype=torch.int64)
+    keep[1, 9:] = 0
+    places = torch.cat([positions(5, 4, 3), positions(2, 7, 3)])
+    found = ours(ids, position_ids=places, attention_mask=keep).logits
+    assert_close(found[:1], documents_alone(eager, ids[:1], (5, 4, 3)), **CLOSE)
+    assert_close(found[1:, :9], documents_alone(eager, ids[1:, :9], (2, 7)), **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("filler", [0, 1])
+def test_positions_of_padding_do_not_start_documents(side: str, filler: int) -> None:
+    """Tokenizers number padding with 0 or 1, also where that is after or before larger numbers."""
+    eager, ours = pair("llama")
+    keep = torch.ones(1, 12, dtype=torch.int64)
+    keep[:, 9:] = 0
+    keep = keep.flip(1) if side == "left" else keep
+    places = (keep.cumsum(-1) - 1).masked_fill(keep == 0, filler)
+    found = ours(tokens(1), attention_mask=keep, position_ids=places).logits
+    wanted = eager(tokens(1), attention_mask=keep, position_ids=places).logits
+    assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
+
+
+def test_a_gap_in_the_padding_does_not_start_a_document() -> None:
+    eager, ours = pair("llama")
+    keep = torch.ones(1, 12, dtype=torch.int64)
+    keep[:, [1, 5, 6]] = 0
+    places = keep.cumsum(-1) - 1
+    found = ours(tokens(1), attention_mask=keep, position_ids=places).logits
+    wanted = eager(tokens(1), attention_mask=keep, position_ids=places).logits
+    assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+class TestCaches:
+    def test_a_static_cache(self, name: str) -> None:
+        eager, ours = pair(name)
+        cache = StaticCache(config=ours.config, max_cache_len=16)
+        found = ours(tokens(1), position_ids=positions(*LENGTHS), past_key_values=cache).logits
+        assert_close(found, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+
+    @pytest.mark.parametrize("length", [1, 3])
+    def test_tokens_after_packed_rows_are_refused(self, name: str, length: int) -> None:
+        _, ours = pair(name)
+        cache = ours(tokens(1), position_ids=positions(*LENGTHS), use_cache=True).past_key_values
+        with pytest.raises(LoweringError, match="the cache holds the keys of several packed documents"):
+            ours(tokens(1, length), past_key_values=cache)
+
+    def test_packed_rows_after_other_tokens_are_refused(self, name: str) -> None:
+        _, ours = pair(name)
+        cache = DynamicCache(config=ours.config)
+        ours(tokens(1, 4), past_key_values=cache)
+        with pytest.raises(LoweringError, match="the cache holds 4 tokens already"):
+            ours(tokens(1), position_ids=positions(*LENGTHS), past_key_values=cache)
+
+    def test_a_cache_is_usable_again_after_a_reset(self, name: str) -> None:
+        eager, ours = pair(name)
+        cache = StaticCache(config=ours.config, max_cache_len=16)
+        ours(tokens(1), position_ids=positions(*LENGTHS), past_key_values=cache)
+        cache.reset()
+        ours(tokens(1), past_key_values=cache)
+        found = ours(tokens(1, 1, seed=5), past_key_values=cache).logits
+        whole = torch.cat([tokens(1), tokens(1, 1, seed=5)], 1)
+        assert_close(found, eager(whole).logits[:, -1:], **CLOSE)
+
+
+def test_documents_with_another_number_of_keys_are_refused() -> None:
+    _, ours = pair("llama")
+    cache = ours(tokens(1, 4), use_cache=True).past_key_values
+    with pytest.raises(LoweringError, match="describe 12 tokens, but there are 16 keys"):
+        ours(tokens(1), seq_idx=torch.zeros(1, 12, dtype=torch.int32), past_key_values=cache)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    _, ours = pair("llama")
+    with pytest.raises(LoweringError, match=r"seq_idx \[1, 12\], got \[1, 5\]"):
+        ours(tokens(1), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_documents_next_to_a_tensor_of_four_axes(kind: str) -> None:
+    eager, ours = pair("llama")
+    cells = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    mask = cells if kind == "bool" else torch.where(cells, 0.0, torch.finfo(torch.float32).min)
+    found = ours(tokens(1), attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 5, 9, 12])).logits
+    assert_close(found, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)

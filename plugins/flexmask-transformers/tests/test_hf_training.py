@@ -1,0 +1,153 @@
+"""Training on the CPU: dropout, gradient checkpointing, the Trainer, and torch.compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import TEXT, gradients, initialise, make_pair, padding, pair, tokens
+from test_hf_masks import positions
+from test_hf_models import CLOSE, documents_alone
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning")  # names of transformers 5 for checkpointing
+
+
+def model(**options: Any) -> Any:
+    config = transformers.LlamaConfig(**{**TEXT, **options})
+    made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flexmask")
+    initialise(made)
+    return made.train()
+
+
+class TestDropout:
+    def loss(self, own: Any, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        loss = own(tokens(1), labels=tokens(1), position_ids=positions(5, 7)).loss
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def test_it_follows_the_generator_and_stops_in_evaluation(self) -> None:
+        own = model(attention_dropout=0.5)
+        assert torch.equal(self.loss(own, 1), self.loss(own, 1))
+        assert not torch.equal(self.loss(own, 1), self.loss(own, 2))
+        own.eval()
+        assert torch.equal(self.loss(own, 1), self.loss(own, 2))
+
+    def test_its_mean_is_attention_without_dropout(self) -> None:
+        config = transformers.LlamaConfig(**TEXT, attention_dropout=0.5)
+        layer = transformers.models.llama.modeling_llama.LlamaAttention(config, 0).train()
+        draw = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, heads, 6, 8, generator=draw).expand(4000, -1, -1, -1) for heads in (4, 2, 2))
+        attend = transformers.AttentionInterface()["flexmask"]
+        exact = attend(layer, query, key, value, None)[0]
+        torch.manual_seed(0)
+        found = attend(layer, query, key, value, None, dropout=0.5)[0]
+        assert_close(found.mean(0), exact[0], rtol=0, atol=0.12)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_gradient_checkpointing_repeats_it(self, reentrant: bool) -> None:
+        own = model(attention_dropout=0.5)
+        wanted = gradients(own, self.loss(own, 1))
+        own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            own.enable_input_require_grads()
+        found = gradients(own, self.loss(own, 1))
+        for name in wanted:
+            assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
+    """Documents of the same few tokens, which a model can learn."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [5 + (index + i) % 4 for i in range(4 + index % 5)]}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_trainer_learns_from_packed_rows(tmp_path: Path, checkpointing: bool) -> None:
+    own = model(attention_dropout=0.1)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=12,
+        learning_rate=1e-2,
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=checkpointing,
+    )
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer = transformers.Trainer(model=own, args=arguments, train_dataset=Rows(), data_collator=collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+class TestCompile:
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+    def test_one_graph_for_all_packings(self, name: str) -> None:
+        eager, ours = pair(name)
+        counters.clear()
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        for lengths in ((5, 7), (3, 2, 7), (12,)):
+            ids = tokens(1, seed=len(lengths))
+            found = compiled(ids, position_ids=positions(*lengths)).logits
+            assert_close(found, documents_alone(eager, ids, lengths), **CLOSE)
+        assert counters["stats"]["unique_graphs"] == 1
+        torch.compiler.reset()
+
+    @pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
+    def test_one_graph_for_all_padding(self, name: str) -> None:
+        eager, ours = pair(name)
+        counters.clear()
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        others = {"decoder_input_ids": tokens(2, 7, seed=1)} if name == "t5" else {}
+        for keep in (padding("right"), padding("left"), torch.ones(2, 12, dtype=torch.int64)):
+            found = compiled(tokens(), attention_mask=keep, **others).logits
+            wanted = eager(tokens(), attention_mask=keep, **others).logits
+            real = slice(None) if others else keep.bool()
+            assert_close(found[real], wanted[real], **CLOSE)
+        assert counters["stats"]["unique_graphs"] == 1
+        torch.compiler.reset()
+
+    def test_gradients(self) -> None:
+        eager, ours = pair("llama")
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        wanted = gradients(eager, documents_alone(eager, tokens(1), (5, 7)).square().sum())
+        found = gradients(ours, compiled(tokens(1), position_ids=positions(5, 7)).logits.square().sum())
+        for name in wanted:
+            assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+        torch.compiler.reset()
+
+    def test_layers_that_are_compiled_one_by_one(self) -> None:
+        eager, ours = make_pair(transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**TEXT))
+        for layer in ours.model.layers:
+            layer.compile(backend="eager")
+        keep = padding("left")
+        found, wanted = (own(tokens(), attention_mask=keep).logits for own in (ours, eager))
+        assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
+        torch.compiler.reset()
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_generation_with_a_static_cache_has_one_graph(self, name: str) -> None:
+        eager, ours = pair(name)
+        counters.clear()
+        compile_config = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+        compile_config._compile_all_devices = True
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        for keep in (padding("left", 8), torch.ones(2, 8, dtype=torch.int64)):
+            wanted = eager.generate(tokens(2, 8), attention_mask=keep, **options)
+            static = {"cache_implementation": "static", "compile_config": compile_config}
+            assert ours.generate(tokens(2, 8), attention_mask=keep, **options, **static).tolist() == wanted.tolist()
+        assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the second where lengths became dynamic
+        torch.compiler.reset()
