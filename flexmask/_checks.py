@@ -8,15 +8,29 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_function", "checked_int", "checked_number", "closest", "is_tensor", "kind_of", "nearest", "not_plain_reason"]
+__all__ = [
+    "check_function",
+    "checked_int",
+    "checked_number",
+    "closest",
+    "is_tensor",
+    "kind_of",
+    "names_explained",
+    "nearest",
+    "not_plain_reason",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
@@ -104,6 +118,26 @@ def check_function(value: Any, what: str, form: str) -> None:
         raise OperandError(f"{wanted}: {error}") from None
     except ValueError:
         pass  # functions written in C tell no signature
+
+
+def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: an argument by a name that other libraries have raises an OperandError with the one to write.
+
+    Args:
+        equivalents: for names that the function does not have, what to write.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name in equivalents:
+                    raise OperandError(f"{function.__name__.strip('_')} has no argument {name}: {equivalents[name]}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def is_tensor(data: object) -> bool:

@@ -57,6 +57,15 @@ OPERATORS: list[Row] = [
     ("index // 0", lambda: q // 0, "zero"),
     ("index % 0", lambda: q % 0, "zero"),
     ("index + tensor", lambda: q + torch.tensor([1, 2]), r"table\("),
+    ("tensor[index]", lambda: torch.zeros(2, 6)[b, q], r"tensor ... flexmask.table\(tensor\)\[b, q\]"),
+    ("tensor[index, slice]", lambda: torch.zeros(2, 6)[q, :], r"flexmask.table\(tensor\)\[q, slice"),
+    ("torch.abs", lambda: torch.abs(q - kv), r"abs takes tensors ... Write abs\(q - kv\)"),
+    ("torch.minimum", lambda: torch.minimum(q, torch.tensor(3)), r"Write flexmask.minimum\(q, tensor\)"),
+    ("torch.where", lambda: torch.where(fm.causal(), q, 0), r"Write flexmask.where\(causal, q, 0\)"),
+    ("torch.logical_not", lambda: torch.logical_not(fm.causal()), r"Write ~\(causal\)"),
+    ("torch.where by name", lambda: torch.where(input=q, condition=fm.causal(), other=0), r"where ... flexmask.where\(\)"),
+    ("torch.sin", lambda: torch.sin(q), r"sin takes tensors ... from_mask_mod\(mask_mod\)"),
+    ("torch.nn.functional.relu of a table", lambda: torch.relu(fm.table([1])), "relu takes tensors"),
     ("index + list", lambda: q + [1, 2], r"list ... table\("),  # noqa: RUF005
     ("where without a mask", lambda: fm.where(q, fm.causal(), fm.full()), "q ... compare"),
     ("where of two kinds", lambda: fm.where(fm.causal(), q, fm.full()), "two masks"),
@@ -157,6 +166,19 @@ DATA: list[Row] = [
 ]
 
 LOWERING: list[Row] = [
+    (
+        "names of create_block_mask",
+        lambda: fm.causal().block_mask(Q_LEN=8, KV_LEN=8),
+        "block_mask ... no argument Q_LEN: write q_len=",
+    ),
+    ("batch as B", lambda: fm.causal().dense(8, B=2), "dense has no argument B: write batch="),
+    ("lengths that may be a keep mask", lambda: fm.key_padding([1, 1, 0]).dense(3), "lengths ... 3 positions ... keep="),
+    (
+        "tensor of lengths that may be a keep mask",
+        lambda: fm.query_padding(torch.tensor([0, 1])).dense(2, 5),
+        "lengths ... keep=",
+    ),
+    ("batch of named data", lambda: ragged().dense(6, batch=2), r"2 by batch=2 and 3 by key_padding\(lengths=\[3, 5, 4\]\)"),
     ("q_len 0", lambda: fm.causal().dense(0), "q_len ... 0"),
     ("q_len negative", lambda: fm.causal().dense(-3), "q_len ... -3"),
     ("q_len float", lambda: fm.causal().dense(3.0), r"q_len ... 3\.0"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._checks import check_function, checked_number, not_plain_reason
+from flexmask._checks import check_function, checked_number, names_explained, not_plain_reason
 from flexmask.backends.backend import Call, check_backend, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
@@ -28,7 +28,17 @@ SWAPPED_AXES_HINT = "as [B, length, H, D]: if they are that, take tensor.transpo
 for _backend in (TILED_SDPA, FLEX):
     register_backend(_backend)
 
+#: For arguments of torch's functions, what to write.
+EQUIVALENTS = {
+    "attn_mask": "give it as mask=, a boolean one of scaled_dot_product_attention as flexmask.from_dense(attn_mask)",
+    "block_mask": "give it as mask=",
+    "is_causal": "write mask='causal'",
+    "kernel_options": "the backend 'flex' chooses them",
+    "return_lse": "flexmask.attention gives the output alone",
+}
 
+
+@names_explained(EQUIVALENTS)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -151,7 +161,7 @@ def choose_backend(
     chosen = select(call)
     name = ChosenBackend(chosen.name)
     name.reasons = {
-        other.name: other.supports(call) or f"{chosen.name} comes first on {query.device.type}"
+        other.name: other.reason_against(call) or f"{chosen.name} comes first on {query.device.type}"
         for other in ordered_backends(query.device)
         if other is not chosen
     }

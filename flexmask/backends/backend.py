@@ -72,6 +72,20 @@ class Backend:
     run: Callable[[Call], Tensor]
     preferred_on: tuple[str, ...] = ()
 
+    def reason_against(self, call: Call) -> str | None:
+        """The answer of ``supports``.
+
+        Raises:
+            OperandError: it is neither None nor a text.
+        """
+        reason = self.supports(call)
+        if reason is not None and not isinstance(reason, str):
+            raise OperandError(
+                f"supports of the backend {self.name!r} must return None for a call that it can run, else the reason why it "
+                f"cannot, as a text; it returned {kind_of(reason)}"
+            )
+        return reason
+
 
 _BACKENDS: dict[str, Backend] = {}
 
@@ -127,12 +141,12 @@ def select(call: Call, name: str = "auto") -> Backend:
     """
     if name != "auto":
         chosen = _BACKENDS[name]
-        if reason := chosen.supports(call):
+        if reason := chosen.reason_against(call):
             raise LoweringError(reason)
         return chosen
     reasons = []
     for backend in ordered_backends(call.query.device):
-        reason = backend.supports(call)
+        reason = backend.reason_against(call)
         if reason is None:
             return backend
         reasons.append(f"{backend.name}: {reason}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
+from flexmask._checks import names_explained
 from flexmask.expr.node import Node
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["MaskMethods"]
+
+#: For arguments of torch's create_block_mask, what to write.
+EQUIVALENTS = {
+    "B": "write batch=",
+    "BLOCK_SIZE": "write block_size=",
+    "H": "write heads=",
+    "KV_LEN": "write kv_len=",
+    "Q_LEN": "write q_len=",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -59,6 +69,7 @@ class MaskMethods(Node):
     Long masks are downsampled: a pixel is the visible fraction of its cells.
     """
 
+    @names_explained(EQUIVALENTS)
     def rows(
         self,
         q_len: int,
@@ -74,6 +85,7 @@ class MaskMethods(Node):
 
         return analyze(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
+    @names_explained(EQUIVALENTS)
     def dense(
         self,
         q_len: int,
@@ -93,6 +105,7 @@ class MaskMethods(Node):
 
         return dense(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
+    @names_explained(EQUIVALENTS)
     def mask_mod(
         self,
         q_len: int,
@@ -114,6 +127,7 @@ class MaskMethods(Node):
 
         return mask_mod(self._context(q_len, kv_len, batch, heads, q_offset, device), form)
 
+    @names_explained(EQUIVALENTS)
     def block_mask(
         self,
         q_len: int,
@@ -157,6 +171,7 @@ class MaskMethods(Node):
         context = self._context(q_len, kv_len, batch, heads, q_offset, device)
         return block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
 
+    @names_explained(EQUIVALENTS)
     def stats(
         self,
         q_len: int,

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 
-from flexmask.errors import ExpressionError
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.torch_functions import torch_function_message
 
 __all__ = ["Key", "MAX_DEPTH", "Node", "key_of", "nodes_in", "within_depth"]
 
@@ -141,6 +142,11 @@ class Node:
     __array_ufunc__: ClassVar[None] = None
     #: Looking up by index is no iteration, which would never end.
     __iter__: ClassVar[None] = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        """Torch calls this in place of a function that is given a node. Operators with a tensor go on to those of the node."""
+        raise OperandError(torch_function_message(function, args))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Node) and self.key == other.key)

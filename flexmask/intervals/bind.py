@@ -6,7 +6,7 @@ Values of tensors in another device's memory are not read, which would force a h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.extent import Extent
 
-__all__ = ["bind", "check_bound", "own_sizes"]
+__all__ = ["bind", "check_batch", "check_bound", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
+#: The arguments for the sizes of axes.
+KEYWORDS = (("b", "batch"), ("h", "heads"))
 
 
 def bind(
@@ -44,7 +46,8 @@ def bind(
     """The context in which a mask is lowered at some lengths and sizes, its data validated against them.
 
     Raises:
-        LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
+        LoweringError: an unbound parameter, data that contradicts the lengths, the sizes, the device or other data, or lengths
+            of padded sequences that may be a keep mask.
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
@@ -173,23 +176,13 @@ def _sizes(
     needed: dict[str, int | None],
 ) -> dict[str, int]:
     """The sizes of batch and heads, on which the arguments and all data of the mask must agree."""
-    claims_of: dict[str, dict[int, str]] = {"b": {}, "h": {}}
-    for axis, keyword in (("b", "batch"), ("h", "heads")):
-        if given[axis] is not None:
-            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
-    if isinstance(offset, Tensor) and offset.numel() > 1:
-        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    _add_claims(parts, claims_of)
+    claims_of = _claims(mask, given, offset)
     moved = not (isinstance(offset, int) and offset == 0)
     for lookup, place, axis in parts.axes:
         if axis in needed and (size := cast(Table, lookup.table).shape[place]) is not None:
             _check_axis(mask, lookup, axis, size, needed, moved=moved)
     sizes, symbols = {}, mask.expand().symbols
-    for axis, keyword in (("b", "batch"), ("h", "heads")):
-        if len(claims_of[axis]) > 1:
-            claims = " and ".join(f"{size} by {text}" for size, text in claims_of[axis].items())
-            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
-            raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
+    for axis, keyword in KEYWORDS:
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             called = any(isinstance(node, Opaque) for node in mask.expand().walk())
@@ -206,19 +199,46 @@ def _may_be_longer(node: Node) -> bool:
 
 def own_sizes(mask: Mask) -> dict[str, int]:
     """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
-    claims_of: dict[str, dict[int, str]] = {"b": {}, "h": {}}
+    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
     _add_claims(_parts(mask), claims_of)
     return {axis: min(claims) for axis, claims in claims_of.items() if claims}
 
 
-def _add_claims(parts: _Parts, claims_of: dict[str, dict[int, str]]) -> None:
+def check_batch(mask: Mask, batch: int) -> None:
+    """Raises a LoweringError if the data of a mask has another number of sequences."""
+    _claims(mask, {"b": batch, "h": None}, 0)
+
+
+#: The sizes of one axis, each with what determines it: data of the mask, or an argument.
+Claims: TypeAlias = dict[int, "Lookup | str"]
+
+
+def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> dict[str, Claims]:
+    """The sizes of ``"b"`` and ``"h"``; raises a LoweringError if one axis has several."""
+    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
+    for axis, keyword in KEYWORDS:
+        if given[axis] is not None:
+            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
+    if isinstance(offset, Tensor) and offset.numel() > 1:
+        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+    _add_claims(_parts(mask), claims_of)
+    for axis, keyword in KEYWORDS:
+        if len(claims_of[axis]) > 1:
+            texts = [(size, _owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
+            claims = " and ".join(f"{size} by {text}" for size, text in texts)
+            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
+            raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
+    return claims_of
+
+
+def _add_claims(parts: _Parts, claims_of: dict[str, Claims]) -> None:
     """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
     for switch in parts.switches:
         claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
     for lookup, place, axis in parts.axes:
         size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
         if size is not None and not (_may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
-            claims_of[axis].setdefault(size, lookup.brief())
+            claims_of[axis].setdefault(size, lookup)
 
 
 def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
@@ -305,3 +325,8 @@ def _check_range(ranged: Ranged, context: Context) -> None:
     if most > limit:
         is_number = isinstance(ranged.high, Constant)
         raise LoweringError(f"{ranged.what} must be at most {limit if is_number else f'{ranged.high} = {limit}'}, got {most}")
+    if extent == (0, 1) and ranged.role == "length" and 1 < values.numel() == limit:
+        raise LoweringError(
+            f"{ranged.what} has {limit} values, 0 and 1, for {limit} positions: it may be a keep mask, as a tokenizer's "
+            f"attention_mask. Write keep= for one; for {limit} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
+        )

@@ -23,7 +23,7 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.bind import check_bound
+from flexmask.intervals.bind import check_batch, check_bound
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.solve import Span, separate
@@ -85,10 +85,11 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     sequence.
 
     Raises:
-        LoweringError: an unbound parameter, data that ends before the tokens do, a mask that depends on the length of the whole
-            sequence, or lengths of padded sequences that make every token of the call padding.
+        LoweringError: an unbound parameter, data of another number of sequences, data that ends before the tokens do, a mask that
+            depends on the length of the whole sequence, or lengths of padded sequences that make every token of the call padding.
     """
     check_bound(mask)
+    check_batch(mask, tokens.batch)
     _check_symbols(mask, tokens)
     if not tokens.is_context:
         _check_padding(mask, tokens)

@@ -12,7 +12,7 @@ from flexmask.errors import LoweringError, OperandError
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["EQUIVALENTS", "sizes_from_torch", "state_from_torch", "to_torch"]
+__all__ = ["EQUIVALENTS", "SIZES", "sizes_from_torch", "state_from_torch", "to_torch"]
 
 #: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
 EQUIVALENTS = {
@@ -31,6 +31,18 @@ EQUIVALENTS = {
     "position_ids": "it is positions=",
     "past_key_value": "it is cache=flexmask.KVCache(capacity)",
     "past_key_values": "it is cache=flexmask.KVCache(capacity)",
+}
+#: For arguments with which other attention modules are made, what to write here.
+SIZES = {
+    "add_bias_kv": "it has no counterpart: no mask can hide the keys that it adds",
+    "add_zero_attn": "it has no counterpart: no mask can hide the key that it adds",
+    "batch_first": "the batch is always first, x is [B, length, d_in]",
+    "embed_dim": "write d_in= and d_out=",
+    "head_dim": "write d_head=",
+    "kdim": "write d_context=",
+    "num_heads": "write n_heads=",
+    "num_key_value_heads": "write n_kv_heads=",
+    "vdim": "write d_context=",
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
+from flexmask._checks import check_function, checked_int, kind_of, names_explained, not_plain_reason
 from flexmask.backends.api import attention, check_options
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
@@ -19,7 +19,7 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.convert import EQUIVALENTS, sizes_from_torch, state_from_torch, to_torch
+from flexmask.nn.convert import EQUIVALENTS, SIZES, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -58,8 +58,7 @@ class MultiheadFlexAttention(nn.Module):
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
         backend: see :func:`flexmask.attention`.
-        device: device of the weights.
-        dtype: dtype of the weights.
+        device, dtype: of the weights.
 
     Attributes:
         in_proj: the stacked projections to queries, keys and values:
@@ -74,6 +73,7 @@ class MultiheadFlexAttention(nn.Module):
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762; grouped queries: Ainslie et al., https://arxiv.org/abs/2305.13245
     """
 
+    @names_explained(SIZES)
     def __init__(
         self,
         d_in: int,
@@ -236,9 +236,9 @@ class MultiheadFlexAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: str = "auto") -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
-        Here the batch always comes first, and True means attend: where that module is called with ``key_padding_mask=hidden``
-        and a boolean ``attn_mask``, give this one ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row
-        gives 0 before the output projection, not NaN.
+        Here the batch always comes first, also for a module with ``batch_first=False``: give ``x.transpose(0, 1)``. True means
+        attend: for ``key_padding_mask=hidden`` and a boolean ``attn_mask`` of that module, give this one
+        ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row gives 0 before the output projection, not NaN.
 
         Args:
             module: torch's module. With ``kdim == vdim`` other than its width, the new module is for cross-attention.

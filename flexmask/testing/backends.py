@@ -35,7 +35,7 @@ def own_backends(setting: Setting) -> tuple[str, ...]:
         query = torch.empty(batch, heads, q_len, WIDTH, device=setting.device, requires_grad=True)
         key = torch.empty(batch, heads, kv_len, WIDTH, device=setting.device)
         call = Call(query, key, key, setting.mask, q_offset=setting.q_offset)
-        return tuple(name for name in backend_names() if get_backend(name).supports(call) is None)
+        return tuple(name for name in backend_names() if get_backend(name).reason_against(call) is None)
 
 
 def check_backends(
@@ -85,9 +85,9 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
     seen = visible.cpu()
     call = Call(*inputs, setting.mask, q_offset=setting.q_offset)
     with torch.enable_grad():
-        has_gradients = backend.supports(call) is None
+        has_gradients = backend.reason_against(call) is None
     with torch.set_grad_enabled(has_gradients):
-        if backend.supports(call):
+        if backend.reason_against(call):
             return
         out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend.name)
     wanted = _softmax(copies, seen)

@@ -428,6 +428,8 @@ REFUSED: dict[str, Row] = {
     "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
     "text that is no mask": (attend("casual"), FlexmaskError, "causal"),
     "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
+    "attn_mask": (attend(attn_mask=fm.causal()), OperandError, "attention has no argument attn_mask: give it as mask="),
+    "is_causal": (attend(is_causal=True), OperandError, "is_causal: write mask='causal'"),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
     "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),
     "too long": (attend(fm.key_padding([5, 6])), LoweringError, "lengths.*kv_len = 5.*6"),
@@ -439,6 +441,11 @@ REFUSED: dict[str, Row] = {
     "offset with a BlockMask": (attend(fm.causal().block_mask(5), q_offset=3), LoweringError, "q_offset.*block_mask"),
     "no tensors": (lambda: fm.attention(*cast(Any, (None, None, None))), OperandError, "query.*NoneType"),
     "module: backend": (lambda: MultiheadFlexAttention(8, 8, 2, backend="nope"), ExpressionError, "nope"),
+    "module: embed_dim": (
+        lambda: cast(Any, MultiheadFlexAttention)(embed_dim=8),
+        OperandError,
+        "embed_dim: write d_in= and d_out=",
+    ),
     "module: float width": (lambda: MultiheadFlexAttention(8, 8.0, 2), OperandError, "d_out.*8.0"),  # type: ignore[arg-type]
     "module: d_out": (lambda: MultiheadFlexAttention(8, 9, 2), ExpressionError, "n_heads.*d_out=9, n_heads=2"),
     "module: no heads": (lambda: MultiheadFlexAttention(8, 8, 0), ExpressionError, "n_heads=0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any, cast
 
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_a_wrong_name_lists_those_there_are(dense: list[Call]) -> None:
 def test_a_call_that_a_backend_does_not_support_says_why(dense: list[Call]) -> None:
     with pytest.raises(LoweringError, match="dense takes a Mask, and no dropout_p"):
         attention(QUERY, QUERY, QUERY, MASK, backend="dense", dropout_p=0.5)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_an_answer_that_is_no_reason_is_refused(dense: list[Call], answer: bool) -> None:
+    register_backend(Backend("answers", supports=lambda call: cast(Any, answer), run=run_dense))
+    wanted = f"supports of the backend 'answers' must return None .*or?.*reason.*returned bool {answer}"
+    for attempt in (lambda: attention(QUERY, QUERY, QUERY, backend="answers"), lambda: choose_backend(QUERY, QUERY, QUERY)):
+        with pytest.raises(OperandError, match=wanted):
+            attempt()
 
 
 def test_a_call_that_none_supports_has_all_reasons() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import flexmask as fm
 from flexmask import Mask
@@ -25,6 +26,22 @@ MASKS: list[Mask] = [
     fm.causal() & ((fm.q * fm.kv) % 3 == 0),
     fm.per_head([fm.causal() | ((fm.q - fm.kv) % 5 != 0), fm.full()]),
 ]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_open_blocks_are_those_that_key_intervals_do_not_classify(mask: Mask) -> None:
+    """A block that is open without need costs time and nothing else."""
+    context = bind(mask, *LENGTHS)
+    bounds = analyze(context)
+    found = classify(bounds, BlockGrid(context, *SIZES))
+    if found.open is None:
+        assert bounds.exact
+        return
+    (q_len, kv_len), (q_size, kv_size) = LENGTHS, SIZES
+    cells = F.pad(bounds.upper.holds(torch.arange(kv_len)).expand(-1, -1, q_len, -1), (0, -kv_len % kv_size, 0, -q_len % q_size))
+    may_be_visible = cells.unflatten(3, (-1, kv_size)).unflatten(2, (-1, q_size)).any(5).any(3)
+    assert found.open.any()
+    assert not (found.open & (found.partial | found.full | ~may_be_visible)).any()
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -326,6 +326,12 @@ def test_copies_and_pickles() -> None:
     assert repr(cache) == f"KVCache(capacity=None, window={WINDOW}, length={S})"
 
 
+def test_data_of_another_batch_is_named_as_the_user_wrote_it() -> None:
+    module = MultiheadFlexAttention(6, 8, 4)
+    with pytest.raises(LoweringError, match=r"3 by key_padding\(lengths=\[3, 4, 5\]\)"):
+        module(torch.zeros(2, 3, 6), "causal & key_padding(lengths=[3, 4, 5])", cache=KVCache(8))
+
+
 def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
     case, x = CASES["documents in a window, its keys only"], inputs()
     module, cache = case.module(), case.cache()

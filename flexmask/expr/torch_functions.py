@@ -1,0 +1,47 @@
+"""The message for a torch function that is called with an expression: what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["torch_function_message"]
+
+#: What to write for a torch function, by its name.
+EQUIVALENTS = {
+    "abs": "abs({0})",
+    "absolute": "abs({0})",
+    "clamp": "flexmask.minimum(flexmask.maximum({0}, low), high)",
+    "floor_divide": "{0} // {1}",
+    "logical_and": "{0} & {1}",
+    "logical_not": "~({0})",
+    "logical_or": "{0} | {1}",
+    "logical_xor": "{0} ^ {1}",
+    "maximum": "flexmask.maximum({0}, {1})",
+    "minimum": "flexmask.minimum({0}, {1})",
+    "remainder": "{0} % {1}",
+    "where": "flexmask.where({0}, {1}, {2})",
+}
+
+
+def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """The message for a torch function that was called with expressions.
+
+    Args:
+        function: the torch function.
+        args: its arguments by position.
+    """
+    name = getattr(function, "__name__", str(function)).strip("_")
+    if name in ("getitem", "setitem") and len(args) > 1:
+        indices = ", ".join(map(_text, args[1] if isinstance(args[1], tuple) else args[1:2]))
+        return f"a tensor is not indexed with [{indices}]: wrap it as data, flexmask.table(tensor)[{indices}]"
+    try:
+        written = EQUIVALENTS[name].format(*map(_text, args))
+    except (KeyError, IndexError):  # unknown, or called with arguments by name
+        symbols = "+ - * // %, abs(), flexmask.minimum(), flexmask.maximum(), flexmask.where(), comparisons, & | ^ and ~"
+        written = f"{symbols}; a mask_mod that calls torch functions is traced by flexmask.from_mask_mod(mask_mod)"
+    return f"torch's function {name} takes tensors, not masks or index expressions of flexmask. Write {written}"
+
+
+def _text(value: Any) -> str:
+    return "tensor" if hasattr(value, "dtype") else value.brief() if hasattr(value, "brief") else str(value)
