@@ -7,20 +7,30 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import flexmask
 from flexmask.cli.exits import ProgramExit, exit_code
+from flexmask.cli.messages import UserError
 from flexmask.cli.output import echo
 from flexmask.errors import PluginWarning
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["GROUP", "main"]
+
+#: The entry points of packages that add commands; each loads a ``click.Command``.
+GROUP = "flexmask.commands"
 
 
 class Commands(click.Group):
-    """A group with the exit codes of its help, whose commands report warnings about plugins in one line."""
+    """A group with the exit codes of its help, whose commands report warnings about plugins in one line.
+
+    Plugins add commands as entry points of `GROUP`. One is imported when it runs: the list of commands has its package's summary.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         run = partial(super().main, *args, **{**options, "standalone_mode": False})
@@ -37,6 +47,42 @@ class Commands(click.Group):
             warnings.showwarning = _in_a_line(warnings.showwarning)
             with _kept_from_click():
                 return super().invoke(ctx)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_plugin_commands()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own, entry = super().get_command(ctx, cmd_name), _plugin_commands().get(cmd_name)
+        if own is not None or entry is None:
+            return own
+        if ctx.resilient_parsing:  # completion in the shell
+            return _placeholder(entry)
+        try:
+            command = entry.load()
+        except Exception as error:
+            raise UserError(f"the command {cmd_name} of {_package(entry)} cannot be imported: {error}") from error
+        if not isinstance(command, click.Command):
+            raise UserError(f"the command {cmd_name} of {_package(entry)} must be a click.Command, got {type(command).__name__}")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        plugins = {name: _placeholder(entry) for name, entry in _plugin_commands().items()}
+        click.Group(commands={**plugins, **self.commands}).format_commands(ctx, formatter)
+
+
+def _plugin_commands() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # slow to import
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _placeholder(entry: EntryPoint) -> click.Command:
+    """A command with the summary of its package as help, in place of one that is not imported."""
+    return click.Command(entry.name, help=str(entry.dist.metadata["Summary"]) if entry.dist is not None else None)
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.value if entry.dist is None else entry.dist.name
 
 
 @contextmanager

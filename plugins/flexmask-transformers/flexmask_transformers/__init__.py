@@ -5,12 +5,13 @@ try:
 except ImportError as error:
     raise ImportError("flexmask_transformers needs Hugging Face Transformers: pip install 'transformers>=5.4,<6'") from error
 
+from flexmask_transformers.check import check_packing
 from flexmask_transformers.model_mask import to_mask
 from flexmask_transformers.recording import masks_of
 from flexmask_transformers.registration import register
 from flexmask_transformers.user_masks import use_mask
 
-__all__ = ["masks_of", "to_mask", "use_mask"]
+__all__ = ["check_packing", "masks_of", "to_mask", "use_mask"]
 
 __version__ = "0.1.0"
 

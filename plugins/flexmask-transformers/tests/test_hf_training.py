@@ -98,19 +98,19 @@ class TestCompile:
     def test_one_graph_for_all_packings(self, name: str) -> None:
         eager, ours = pair(name)
         counters.clear()
-        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
         for lengths in ((5, 7), (3, 2, 7), (12,)):
             ids = tokens(1, seed=len(lengths))
             found = compiled(ids, position_ids=positions(*lengths)).logits
             assert_close(found, documents_alone(eager, ids, lengths), **CLOSE)
         assert counters["stats"]["unique_graphs"] == 1
-        torch.compiler.reset()
+        torch._dynamo.reset()
 
     @pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
     def test_one_graph_for_all_padding(self, name: str) -> None:
         eager, ours = pair(name)
         counters.clear()
-        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
         others = {"decoder_input_ids": tokens(2, 7, seed=1)} if name == "t5" else {}
         for keep in (padding("right"), padding("left"), torch.ones(2, 12, dtype=torch.int64)):
             found = compiled(tokens(), attention_mask=keep, **others).logits
@@ -118,16 +118,16 @@ class TestCompile:
             real = slice(None) if others else keep.bool()
             assert_close(found[real], wanted[real], **CLOSE)
         assert counters["stats"]["unique_graphs"] == 1
-        torch.compiler.reset()
+        torch._dynamo.reset()
 
     def test_gradients(self) -> None:
         eager, ours = pair("llama")
-        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        compiled: Any = torch.compile(ours, backend="aot_eager", fullgraph=True)
         wanted = gradients(eager, documents_alone(eager, tokens(1), (5, 7)).square().sum())
         found = gradients(ours, compiled(tokens(1), position_ids=positions(5, 7)).logits.square().sum())
         for name in wanted:
             assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
-        torch.compiler.reset()
+        torch._dynamo.reset()
 
     def test_layers_that_are_compiled_one_by_one(self) -> None:
         eager, ours = make_pair(transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**TEXT))
@@ -136,7 +136,7 @@ class TestCompile:
         keep = padding("left")
         found, wanted = (own(tokens(), attention_mask=keep).logits for own in (ours, eager))
         assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
-        torch.compiler.reset()
+        torch._dynamo.reset()
 
     @pytest.mark.parametrize("name", ["llama", "gemma3"])
     def test_generation_with_a_static_cache_has_one_graph(self, name: str) -> None:
@@ -150,4 +150,4 @@ class TestCompile:
             static = {"cache_implementation": "static", "compile_config": compile_config}
             assert ours.generate(tokens(2, 8), attention_mask=keep, **options, **static).tolist() == wanted.tolist()
         assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the second where lengths became dynamic
-        torch.compiler.reset()
+        torch._dynamo.reset()
