@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
+from flexmask.backends.fused_kernel import has_fused_kernel
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import hessian_product, tangent
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
-from flexmask.backends.tile_weights import DropoutState, precise_dtype
+from flexmask.backends.tile_weights import DropoutState
 
 __all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
 
@@ -107,7 +108,8 @@ def _block_sdpa_backward(
 
 @_block_sdpa.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_output(query, value), empty_logsumexp(query, key, value, has_dropout=rest[-1] is not None)
+    is_fused = rest[-1] is None and has_fused_kernel(query, key, value)
+    return empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
 
 
 @_block_sdpa_backward.register_fake
@@ -250,7 +252,7 @@ class _Fused(Function):
             return grad, *[None] * 5
         tensors = ctx.saved_tensors
         bounds = plain_bounds(tensors[0], tensors[1], ctx.is_causal)
-        no_logsumexp = tensors[0].new_empty((0, *tensors[0].shape[1:3]), dtype=precise_dtype(tensors[0]))
+        no_logsumexp = empty_logsumexp(tensors[0], is_fused=False)
         grads = _Gradient.apply(grad, *tensors, no_logsumexp, bounds, None, ctx.scale, 0.0, None)  # type: ignore[no-untyped-call]
         return None, *grads, None, None
 

@@ -61,6 +61,10 @@ class Tile:
         part = tensor[self.slices]
         return part.reshape(len(self.elements), len(self.key_heads), self.group * len(self.rows), part.size(3))
 
+    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The folded queries of the tile, its keys and its values."""
+        return self.fold(query), self.gather_keys(key), self.gather_keys(value)
+
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
         return part.reshape(len(self.elements), len(self.key_heads) * self.group, len(self.rows), part.size(3))

@@ -147,7 +147,7 @@ def attend_with_score_mod(
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         precise = precise_dtype(query)
-        q, k, v = (part.to(precise) for part in (tile.fold(query), tile.gather_keys(key), tile.gather_keys(value)))
+        q, k, v = (part.to(precise) for part in tile.parts(query, key, value))
         visible = tile.visible(bounds, cells)
         with without_autocast(query):
             return tile.unfold(attend(tile, q * scale, k, v, visible, score_mod, drop, isolate_nonfinite=isolate_nonfinite)).to(

@@ -32,10 +32,10 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty_strided((batch, heads, q_len, width), (q_len * heads * width, width, heads * width, 1))
 
 
-def empty_logsumexp(query: Tensor, key: Tensor, value: Tensor, *, has_dropout: bool) -> Tensor:
+def empty_logsumexp(query: Tensor, *, is_fused: bool) -> Tensor:
     """An empty [B, H, Q] in the layout of the fused kernel, or [0, H, Q] where that is not used."""
     batch, heads, q_len, _ = query.shape
-    batch = batch if not has_dropout and has_fused_kernel(query, key, value) else 0
+    batch = batch if is_fused else 0
     return query.new_empty_strided((batch, heads, q_len), (q_len * heads, 1, heads), dtype=precise_dtype(query))
 
 
@@ -43,17 +43,17 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
 ) -> tuple[Tensor, Tensor]:
     """The output, [B, H, Q, Dv], and the logsumexp of the scores for `backward`: see `empty_logsumexp`."""
-    out = empty_output(query, value)
-    logsumexp = empty_logsumexp(query, key, value, has_dropout=drop is not None)
-    is_fused = len(logsumexp) > 0
+    is_fused = drop is None and has_fused_kernel(query, key, value)
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
     tiling = plan_tiles(bounds, query, key, most_scores=most_scores)
-    is_whole = is_fused and tiling.is_dense and tiling.tiles[0].group == 1
+    is_whole = is_fused and tiling.is_dense
+    if not is_whole:
+        out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
     nonfinite = False
     with without_autocast(query):
         for tile in tiling.tiles:
             bias, fully_masked_rows = tiling.bias(tile, cells, query.dtype)
-            q, k, v = tile.fold(query), tile.gather_keys(key), tile.gather_keys(value)
+            q, k, v = (query, key, value) if is_whole else tile.parts(query, key, value)
             if is_fused:
                 part, part_logsumexp = fused_forward(q, k, v, bias, scale)
             elif drop is None:
@@ -82,9 +82,7 @@ def _recompute_nonfinite(
     """Computes the tiles with NaN or inf again, so that these reach only the rows that attend to them."""
     for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
         if has_nonfinite(out[tile.slices]):
-            q, k, v = (
-                part.to(precise_dtype(query)) for part in (tile.fold(query), tile.gather_keys(key), tile.gather_keys(value))
-            )
+            q, k, v = (part.to(precise_dtype(query)) for part in tile.parts(query, key, value))
             part = attend(tile, q * scale, k, v, tile.visible(bounds, cells), None, drop, isolate_nonfinite=True)
             out[tile.slices] = tile.unfold(part).to(out.dtype)
 
@@ -122,21 +120,22 @@ def backward(
         grad = grad.masked_fill(tiling.fully_masked, 0)
     dtype, precise = query.dtype, precise_dtype(query)
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
-    is_whole = is_fused and tiling.is_dense and tiling.tiles[0].group == 1
+    is_whole = is_fused and tiling.is_dense
     if not is_whole:
         grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
     nonfinite = False
     with without_autocast(query):
         for tile in tiling.tiles:
             bias, fully_masked_rows = tiling.bias(tile, cells, precise)
-            q, k, v, part_grad = tile.fold(query), tile.gather_keys(key), tile.gather_keys(value), tile.fold(grad)
+            q, k, v = parts = (query, key, value) if is_whole else tile.parts(query, key, value)
+            part_grad, part_out = (grad, out) if is_whole else (tile.fold(grad), tile.fold(out))
             if fully_masked_rows is not None:
                 part_grad = part_grad.masked_fill(fully_masked_rows, 0)
             if is_fused:
-                part_logsumexp = tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
-                grads = fused_backward(part_grad, q, k, v, tile.fold(out), part_logsumexp, bias, scale)
+                part_logsumexp = logsumexp if is_whole else tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
+                grads = fused_backward(part_grad, q, k, v, part_out, part_logsumexp, bias, scale)
             else:
-                grads = _unfused_gradients(tile, (q, k, v), part_grad, tile.fold(out), bias, scale, drop)
+                grads = _unfused_gradients(tile, parts, part_grad, part_out, bias, scale, drop)
             nonfinite = nonfinite or has_nonfinite(grads[0])
             if is_whole:
                 grad_query, grad_key, grad_value = grads
@@ -147,8 +146,8 @@ def backward(
         if nonfinite:
             grad_query, grad_key, grad_value = (tensor.zero_() for tensor in (grad_query, grad_key, grad_value))
             for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
-                parts = [tile.fold(query) * scale, tile.gather_keys(key), tile.gather_keys(value)]
-                grads = _isolating_gradients(tile, parts, tile.fold(grad), tile.visible(bounds, cells), drop)
+                q, k, v = tile.parts(query, key, value)
+                grads = _isolating_gradients(tile, (q * scale, k, v), tile.fold(grad), tile.visible(bounds, cells), drop)
                 grad_query[tile.slices] = tile.unfold(grads[0] * scale)
                 tile.add_to_keys(grad_key, grads[1])
                 tile.add_to_keys(grad_value, grads[2])

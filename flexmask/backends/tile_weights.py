@@ -129,7 +129,9 @@ def compute_weights(
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which autocast is off on the device of a tensor."""
-    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    is_off = tensor.is_meta or not torch.is_autocast_enabled(kind)
+    return nullcontext() if is_off else torch.autocast(kind, enabled=False)
 
 
 def precise_dtype(tensor: Tensor) -> torch.dtype:

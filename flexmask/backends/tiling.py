@@ -30,6 +30,8 @@ JOINT_WORK = 1.25
 CALL_WORK = 64
 # A call of a kernel costs as much as this many scores: one call for all rows may be cheaper than tiles. It is tried up to a size.
 CALL_SCORES = 2**16
+# Reading the bounds costs as much as this many scores.
+READ_SCORES = 2**19
 MAX_DENSE_SCORES = 2**23
 # The most elements of the biases that are kept with a tiling.
 MAX_KEPT_BIASES = 2**18
@@ -44,7 +46,7 @@ class Tiling:
         bounds: int [B', H', Q', K, 2], from which they were made.
         kv_len: KV.
         all_rows_attend: whether no row is fully masked.
-        is_dense: whether there is one tile, of all rows and all keys.
+        is_dense: whether there is one tile, of all rows and all keys, which are not folded.
     """
 
     tiles: list[Tile]
@@ -116,7 +118,7 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
         return Tiling(_all_visible(elements, key_heads, group, q_len, kv_len), bounds, kv_len, True)
     scores = batch * heads * q_len * kv_len
     may_be_dense = most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
-    if may_be_dense and scores <= CALL_SCORES and bounds.size(3):
+    if may_be_dense and scores <= READ_SCORES and bounds.size(3):
         return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
     blocks = _Blocks.read(bounds, kv_len, group)
     tiles: list[Tile] = []
@@ -142,7 +144,7 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
 def _dense(fewest: int, bounds: Tensor, elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> Tiling:
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
     tile = Tile(elements, key_heads, group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
-    return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=True)
+    return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=group == 1)
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:

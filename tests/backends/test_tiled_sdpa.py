@@ -183,6 +183,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_plan, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 0)
+    monkeypatch.setattr(tile_plan, "READ_SCORES", 0)
 
 
 def shape_of(mask: Tensor, q_len: int = 50) -> dict[str, int]:
