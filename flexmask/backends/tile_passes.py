@@ -13,7 +13,15 @@ from torch import Tensor
 
 from flexmask.backends.fused_kernel import fused_backward, fused_forward, has_fused_kernel
 from flexmask.backends.tile import Cells, Tile
-from flexmask.backends.tile_weights import DropoutState, attend, compute_weights, has_nonfinite, precise_dtype, without_autocast
+from flexmask.backends.tile_weights import (
+    DropoutState,
+    attend,
+    compute_weights,
+    drop_weights,
+    has_nonfinite,
+    precise_dtype,
+    without_autocast,
+)
 from flexmask.backends.tiling import plan_tiles
 
 __all__ = ["backward", "empty_logsumexp", "empty_output", "forward"]
@@ -51,8 +59,7 @@ def forward(
         out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
     nonfinite = False
     with without_autocast(query):
-        for tile in tiling.tiles:
-            bias, fully_masked_rows = tiling.bias(tile, cells, query.dtype)
+        for tile, bias, fully_masked_rows in tiling.with_biases(cells, query.dtype):
             q, k, v = (query, key, value) if is_whole else tile.parts(query, key, value)
             if is_fused:
                 part, part_logsumexp = fused_forward(q, k, v, bias, scale)
@@ -93,7 +100,8 @@ def _dropped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: f
     scores = q.to(precise) * scale @ k.to(precise).mT
     if bias is not None:
         scores.add_(bias)
-    return (torch.softmax(scores, -1).mul_(drop.factors(tile, scores)) @ v.to(precise)).to(q.dtype)
+    used = drop_weights(torch.softmax(scores, -1), drop.keep(tile))
+    return (used @ v.to(precise)).mul_(drop.scale).to(q.dtype)
 
 
 def _unfused_scores(query: Tensor) -> int:
@@ -125,8 +133,7 @@ def backward(
         grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
     nonfinite = False
     with without_autocast(query):
-        for tile in tiling.tiles:
-            bias, fully_masked_rows = tiling.bias(tile, cells, precise)
+        for tile, bias, fully_masked_rows in tiling.with_biases(cells, precise):
             q, k, v = parts = (query, key, value) if is_whole else tile.parts(query, key, value)
             part_grad, part_out = (grad, out) if is_whole else (tile.fold(grad), tile.fold(out))
             if fully_masked_rows is not None:
@@ -169,14 +176,15 @@ def _unfused_gradients(
     scores = q @ k.mT
     if bias is not None:
         scores.add_(bias)
-    weights = torch.softmax(scores, -1)
-    factors = None if drop is None else drop.factors(tile, weights)
-    used = weights if factors is None else weights * factors
-    grad_value = used.mT @ grad
-    grad_used = grad @ v.mT
-    if factors is not None:
-        grad_used.mul_(factors)
-    grad_scores = grad_used.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
+    used = weights = torch.softmax(scores, -1)
+    mean = (grad * out).sum(-1, keepdim=True)
+    if drop is not None:
+        keep, grad = drop.keep(tile), grad * drop.scale
+        used = drop_weights(weights, keep)
+    grad_value, grad_weights = used.mT @ grad, grad @ v.mT
+    if drop is not None:
+        grad_weights = drop_weights(grad_weights, keep)
+    grad_scores = grad_weights.sub_(mean).mul_(weights)
     return (grad_scores @ k).mul_(scale), grad_scores.mT @ q, grad_value
 
 

@@ -15,7 +15,16 @@ from flexmask._transforms import has_values, is_captured
 from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
 from flexmask.backends.tile import Tile
 
-__all__ = ["DropoutState", "ScoreMod", "attend", "compute_weights", "has_nonfinite", "precise_dtype", "without_autocast"]
+__all__ = [
+    "DropoutState",
+    "ScoreMod",
+    "attend",
+    "compute_weights",
+    "drop_weights",
+    "has_nonfinite",
+    "precise_dtype",
+    "without_autocast",
+]
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -46,12 +55,27 @@ class DropoutState:
         seed = seed.reshape(-1, 1, 1)
         return cls(p, row_hashes(seed, b[:, None, None], h[:, None], q), key_hashes(seed, kv).unsqueeze(1))
 
-    def factors(self, tile: Tile, like: Tensor) -> Tensor:
-        """The factors of the folded weights of a tile: 0 where dropped, else 1 / (1 - p)."""
+    @property
+    def scale(self) -> float:
+        """The factor of the kept weights."""
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
+
+    def keep(self, tile: Tile) -> Tensor:
+        """Which weights of a tile are kept: int32 [b, n, g * m, t] of 0 and 1."""
         first, second = (numbers[tile.slices].unsqueeze(-1) for numbers in self.rows)
         keep = keep_weights(first, second, tile.gather_cells(self.keys), self.p)
-        folded = keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), keep.size(3))
-        return folded.to(like.dtype).mul_(1 / (1 - self.p) if self.p < 1 else 0)
+        return keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), keep.size(3))
+
+    def factors(self, tile: Tile, like: Tensor) -> Tensor:
+        """The factors of the folded weights of a tile: 0 where dropped, else `scale`."""
+        return self.keep(tile).to(like.dtype).mul_(self.scale)
+
+
+def drop_weights(weights: Tensor, keep: Tensor) -> Tensor:
+    """Weights, or gradients by them, with 0 where ``keep`` is 0."""
+    if weights.dtype != torch.float32:
+        return weights * keep
+    return (weights.view(torch.int32) * keep).view(torch.float32)  # on bits: conversion of `keep` takes longer than both
 
 
 def attend(

@@ -54,24 +54,34 @@ class Tiling:
     kv_len: int
     all_rows_attend: bool
     is_dense: bool = False
-    _biases: dict[tuple[int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    _biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @cached_property
     def fully_masked(self) -> Tensor | None:
         """Which rows are fully masked, bool [B', H', Q', 1]; None where no row is."""
         return None if self.all_rows_attend else (self.bounds[..., 0] >= self.bounds[..., 1]).all(-1, keepdim=True)
 
-    def bias(self, tile: Tile, cells: Cells, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """As `Tile.bias`, where fully masked rows attend to all keys, to avoid NaN. Tiles with equal masks share one."""
-        if tile.all_visible and cells is None:
-            return None, None
+    def with_biases(self, cells: Cells, dtype: torch.dtype) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
+        """Each tile with its `Tile.bias`, where fully masked rows of the bounds attend to all keys, to avoid NaN.
+
+        Tiles with equal masks share a bias where they are neighbors, or where it is kept for later tiles and passes.
+        """
+        mask_id, bias = None, None
+        for tile in self.tiles:
+            if cells is not None:
+                yield tile, *tile.bias(self._unmasked_bounds, cells, dtype)
+                continue
+            if tile.mask_id != mask_id:
+                mask_id, bias = tile.mask_id, self._bias(tile, dtype)
+            yield tile, bias, None
+
+    def _bias(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
         key = tile.mask_id, dtype
-        if cells is not None or key not in self._biases:
-            made = tile.bias(self._unmasked_bounds, cells, dtype)
-            size = sum(bias.numel() for bias, _ in (made, *self._biases.values()) if bias is not None)
-            if cells is not None or size > MAX_KEPT_BIASES:
-                return made
-            self._biases[key] = made
+        if key not in self._biases:
+            bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
+            if bias is None or bias.numel() + sum(kept.numel() for kept in self._biases.values()) > MAX_KEPT_BIASES:
+                return bias
+            self._biases[key] = bias
         return self._biases[key]
 
     @cached_property
