@@ -25,9 +25,8 @@ def is_kept(seed: int, p: float, b: int, h: int, row: int, column: int) -> bool:
         first, second = joined(first, number), joined(second, number)
     for number in (*halves, column):
         key = joined(key, number)
-    x = (key * (second | 1) + first) % 2**32
-    for _ in range(2):
-        x = x * (2 * x + 1) % 2**32
+    first, second, key = first - first % 2, second | 1, key | 1
+    x = (first * key * key + second * key) % 2**32
     return (x + 2**31) % 2**32 >= round(p * 2**32)
 
 
