@@ -2,7 +2,7 @@
 
 The decision for a cell is the same in the forward and backward pass, on every backend and device, and for any tiling. Each row
 has two hashes of 32 bits (62 random bits together, so that rows do not collide), and each key has one. They are computed once per
-call, so that a cell costs three operations: a quadratic polynomial of the key's hash, whose coefficients are the hashes of the row.
+call, so that a cell costs three operations: a quadratic polynomial of the hash of the key, with those of the row as coefficients.
 
 Hashes of rows and keys are computed in 64-bit integers, whose products do not overflow. Cells are computed in 32-bit integers,
 whose products wrap around equally on every processor.

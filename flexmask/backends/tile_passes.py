@@ -180,10 +180,10 @@ def _unfused_gradients(
     mean = (grad * out).sum(-1, keepdim=True)
     if drop is not None:
         keep, grad = drop.keep(tile), grad * drop.scale
-        used = drop_weights(weights, keep)
+        used = drop_weights(weights.clone(), keep)
     grad_value, grad_weights = used.mT @ grad, grad @ v.mT
     if drop is not None:
-        grad_weights = drop_weights(grad_weights, keep)
+        drop_weights(grad_weights, keep)
     grad_scores = grad_weights.sub_(mean).mul_(weights)
     return (grad_scores @ k).mul_(scale), grad_scores.mT @ q, grad_value
 

@@ -72,10 +72,11 @@ class DropoutState:
 
 
 def drop_weights(weights: Tensor, keep: Tensor) -> Tensor:
-    """Weights, or gradients by them, with 0 where ``keep`` is 0."""
+    """Sets weights, or gradients by them, to 0 in place where ``keep`` is 0."""
     if weights.dtype != torch.float32:
-        return weights * keep
-    return (weights.view(torch.int32) * keep).view(torch.float32)  # on bits: conversion of `keep` takes longer than both
+        return weights.mul_(keep)
+    weights.view(torch.int32).mul_(keep)  # on bits: to convert `keep` takes longer than to multiply by it
+    return weights
 
 
 def attend(

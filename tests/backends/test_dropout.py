@@ -79,6 +79,19 @@ def test_no_two_rows_or_columns_are_alike(axis: int) -> None:
     assert among.fill_diagonal_(0).abs().max() < 6.5
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_two_rows_agree_at_two_keys_as_often_as_chance(p: float) -> None:
+    """The products of the four decisions of a rectangle of cells sum to 0 over all rectangles."""
+    size, sums = 600, torch.zeros(20)
+    for seed in range(len(sums)):
+        kept = dropout_cells(seed, p, 1, 1, size, size)[0, 0].double()
+        centered = (kept - 1 + p) / math.sqrt(p * (1 - p))
+        both, alone = (centered @ centered.T).square(), centered.square() @ centered.square().T
+        total = (both - alone).triu(1).sum() / 2
+        sums[seed] = total / (size * (size - 1) / 2)
+    assert abs(sums.sum() / math.sqrt(len(sums))) < 4.5
+
+
 def test_many_heads_are_not_alike() -> None:
     """Of 2**17 heads some would share a state of 32 bits."""
     sizes = 512, 256, 1, 64

@@ -1,7 +1,9 @@
 """`block_sdpa`, which the backend `sdpa` runs, against dense masked attention in float64."""
 
 import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -201,6 +203,12 @@ class TestAgainstDense:
         mask = MASKS[name]()
         bounds = intervals(mask)
         check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(**shape_of(mask)), mask)
+
+    def test_values_of_another_width(self, name: str, small_tiles: None) -> None:
+        """Then torch's fused kernel cannot be used."""
+        mask = MASKS[name]()
+        bounds = intervals(mask)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(value_dim=5, **shape_of(mask)), mask)
 
     @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
     def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +470,30 @@ class TestCost:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=1000, kv_len=1000))
         block_sdpa(query, key, value, intervals(window(1000, 1000, 127, 0)))
         assert len(made) == len(set(made)) == 3
+
+    def test_short_sequences_take_one_call(self) -> None:
+        """Tiles are worth their calls only where they leave out enough: 4 tiles at 512 tokens do, of 8 heads, 2 at 256 do not."""
+        for length, number in ((64, 1), (256, 1), (512, 4)):
+            query = torch.empty(1, 8, length, 1)
+            tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
+            assert len(tiles) == number
+        assert {len(tile.rows) for tile in tiles} == {128}
+
+    def test_tiling_is_made_once_while_the_bounds_exist(self) -> None:
+        query, bounds = torch.empty(1, 2, 300, 1), intervals(causal(300, 300))
+        first = plan_tiles(bounds, query, query, most_scores=2**26)
+        assert plan_tiles(bounds, query, query, most_scores=2**26) is first
+        assert plan_tiles(bounds, query[:, :1], query[:, :1], most_scores=2**26) is not first
+        made = weakref.ref(first)
+        del bounds, first
+        gc.collect()
+        assert made() is None
+
+    def test_bounds_that_change_in_place(self) -> None:
+        bounds = intervals(causal(50, 50))
+        for mask in (causal(50, 50), window(50, 50, 6, 0)):
+            bounds.copy_(intervals(mask))
+            check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask)
 
     def test_backward_saves_what_is_linear(self) -> None:
         tensors = inputs(q_len=300, kv_len=300)
