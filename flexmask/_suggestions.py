@@ -16,7 +16,7 @@ __all__ = ["suggestion"]
 PACKAGES = ("backends", "errors", "expr", "intervals", "lowering", "nn", "plotting.mpl", "registry", "report", "testing")
 #: Names that other libraries have for a thing, and the code that gives it here.
 GUESSES = {
-    "additive": "torch.where(mask.dense(q_len), 0.0, -torch.inf)",
+    "additive": "mask.to_bias(q_len)",
     "and_masks": "a & b",
     "bidirectional": "flexmask.full()",
     "bind": "mask.bind(**data)",

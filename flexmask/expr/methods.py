@@ -1,23 +1,19 @@
-"""The methods of a mask that lower, compare and draw it.
+"""The methods of a mask that lower and compare it.
 
-The functions that they call are in higher packages, which are imported when a method is first called. This is the one module
-that imports against the order of the layers.
+The functions that they call are in higher packages, which are imported when a method is first called. This module and `pictures`
+alone import against the order of the layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, cast
 
 from flexmask._checks import names_explained
-from flexmask.expr.node import Node
+from flexmask.expr.pictures import MaskPictures
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from rich.console import Console
     from torch import Tensor
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
     from flexmask.intervals.bounds import RowBounds
     from flexmask.intervals.context import Context
     from flexmask.lowering.mask_mod import Form, MaskMod
-    from flexmask.plotting.labels import ContentOptions, PictureOptions
-    from flexmask.plotting.sheet import Indices
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
     from flexmask.tracing.as_mask import MaskLike
@@ -44,29 +38,13 @@ EQUIVALENTS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MaskMethods(Node):
-    """Lowerings and pictures of a mask. Every lowering takes
+class MaskMethods(MaskPictures):
+    """Lowerings of a mask. Every lowering takes
 
     * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``;
     * ``batch``, ``heads``: taken from the mask's own tables where not given;
     * ``q_offset``: the position of the first query, an int, or an integer tensor ``[B]`` with one for each sequence;
     * ``device``: where the result is made; by default where the mask's tensors are, else the CPU.
-
-    Pictures have queries down and keys across. Every picture takes
-
-    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``. Where neither is given,
-      they follow from the tokens or the mask's data, else they are 16;
-    * ``q_offset``: the position of the first query;
-    * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
-    * ``why=True``: colors each hidden cell by the term that hides it, of several the first in reading order. The terms of
-      ``a & b`` are those of each; a union is a term as a whole, or ``a | c`` and ``b | c`` where it is ``(a & b) | c``;
-    * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
-    * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
-      split at whitespace;
-    * ``bands=False``: leaves out the documents and the padding along the edges;
-    * ``batch``, ``head``: which sequence and head, by default the first.
-
-    Long masks are downsampled: a pixel is the visible fraction of its cells.
     """
 
     @names_explained(EQUIVALENTS)
@@ -106,6 +84,33 @@ class MaskMethods(Node):
         return dense(self._context(q_len, kv_len, batch, heads, q_offset, device))
 
     @names_explained(EQUIVALENTS)
+    def to_bias(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The mask as numbers to add to scores, ``[B, H, q_len, kv_len]``: 0 where it is True, else the least of the dtype.
+
+        Code that computes ``softmax(scores + bias)`` takes it, such as ``eager`` attention in Transformers. There a boolean mask
+        is added as 0 and 1. A fully masked row has equal weights there, and no NaN.
+
+        Args:
+            dtype: of the scores; ``torch.get_default_dtype()`` by default.
+
+        Raises:
+            OperandError: ``dtype`` is no floating-point dtype.
+            LoweringError: the mask would be larger than 4 GiB.
+        """
+        from flexmask.lowering.dense import bias
+
+        return bias(self._context(q_len, kv_len, batch, heads, q_offset, device), dtype)
+
     def mask_mod(
         self,
         q_len: int,
@@ -230,158 +235,6 @@ class MaskMethods(Node):
         from flexmask.report.compare import difference
 
         return difference(cast("Mask", self), other, q_len, kv_len, batch, heads, q_offset, device)
-
-    def plot(
-        self,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        ax: Axes | None = None,
-        title: str | None = None,
-        **options: Unpack[PictureOptions],
-    ) -> Axes:
-        """Draws the mask with matplotlib, on given axes or on those of a new figure.
-
-        Args:
-            ax: where to draw; by default a new figure of a fitting size.
-            title: instead of the mask's text.
-
-        Returns:
-            The axes, with queries and keys as units; ``axes.figure.savefig(...)`` writes them.
-
-        Raises:
-            RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
-                ``against`` together with ``why`` or blocks.
-        """
-        from flexmask.plotting.mpl.plot import draw
-        from flexmask.plotting.raster import rasterize
-
-        return draw(rasterize(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
-
-    def plot_panels(
-        self,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        batch: Indices = "all",
-        head: Indices = "all",
-        title: str | None = None,
-        **options: Unpack[ContentOptions],
-    ) -> Figure:
-        """Draws several sequences and heads with matplotlib, a panel for each: sequences down, heads across.
-
-        Args:
-            batch: which sequences: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
-            head: which heads, in the same forms.
-            title: instead of the mask's text.
-
-        Returns:
-            The figure, with an axes for each panel; ``savefig(...)`` writes it.
-
-        Raises:
-            RenderError: more than 64 panels, or as :meth:`plot`.
-        """
-        from flexmask.plotting.mpl.panels import draw_sheet
-        from flexmask.plotting.sheet import panel_sheet
-
-        return draw_sheet(panel_sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
-
-    def plot_terms(
-        self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[PictureOptions]
-    ) -> Figure:
-        """Draws each term of the composition with matplotlib, then the whole with what each term hides.
-
-        Args:
-            title: instead of the mask's text.
-
-        Returns:
-            The figure, with an axes for each term.
-
-        Raises:
-            RenderError: as :meth:`plot`.
-        """
-        from flexmask.plotting.mpl.panels import draw_sheet
-        from flexmask.plotting.sheet import term_sheet
-
-        return draw_sheet(term_sheet(cast("Mask", self), q_len, kv_len, **options), title=title)
-
-    def show(
-        self,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        console: Console | None = None,
-        **options: Unpack[PictureOptions],
-    ) -> None:
-        """Draws the mask in the terminal, or as plain ASCII if the output is not a terminal.
-
-        Args:
-            console: where to draw; by default the standard output.
-        """
-        from flexmask.plotting.terminal.show import show
-
-        show(cast("Mask", self), q_len, kv_len, console=console, **options)
-
-    def html(
-        self,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        batch: Indices = "some",
-        head: Indices = "some",
-        **options: Unpack[ContentOptions],
-    ) -> str:
-        """The interactive view of the mask as one HTML document, which asks for nothing from outside.
-
-        It pans, zooms, and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of
-        its block. Without ``against``, ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter
-        of their length.
-
-        Args:
-            batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
-            head: which heads, in the same forms.
-
-        Raises:
-            RenderError: as :meth:`plot_panels`.
-        """
-        from flexmask.plotting.html.view import html
-
-        return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
-
-    def save_picture(
-        self,
-        path: str | Path,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        batch: Indices | None = None,
-        head: Indices | None = None,
-        terms: bool = False,
-        **options: Unpack[ContentOptions],
-    ) -> None:
-        """Writes a picture as ``.png`` or ``.svg``, or the interactive view as ``.html``; the same bytes for the same mask.
-
-        Args:
-            path: the file.
-            batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those
-                that fit into an interactive view.
-            head: which head, in the same forms.
-            terms: draws each term of the mask next to the whole.
-
-        Raises:
-            RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or as
-                :meth:`plot`.
-            OSError: the file cannot be written.
-        """
-        from flexmask.plotting.files import save
-
-        save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
-
-    def _repr_html_(self) -> str:
-        """The interactive view, as notebooks show it."""
-        from flexmask.plotting.html.view import notebook_html
-
-        return notebook_html(cast("Mask", self))
 
     def _context(
         self,

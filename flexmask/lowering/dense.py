@@ -1,4 +1,4 @@
-"""The dense lowering: a mask as ``bool[B, H, q_len, kv_len]``, evaluated cell by cell."""
+"""The dense lowerings: a mask as ``bool[B, H, q_len, kv_len]``, evaluated cell by cell, or as numbers to add to scores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 
-__all__ = ["cell_evaluator", "dense"]
+__all__ = ["bias", "cell_evaluator", "dense"]
 
 #: The largest dense mask in bytes, one for each cell; the other lowerings serve longer masks.
 MAX_BYTES = 4 * 2**30
@@ -42,6 +42,15 @@ def dense(context: Context) -> Tensor:
         stop = min(start + rows, context.q_len)
         result[:, :, start:stop] = evaluate(start, stop, 0, context.kv_len)
     return result
+
+
+def bias(context: Context, dtype: torch.dtype | None) -> Tensor:
+    """The mask of a lowering context as numbers to add to scores: see :meth:`flexmask.Mask.to_bias`."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OperandError(f"to_bias: dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
+    visible = dense(context)
+    return torch.zeros(visible.shape, dtype=dtype, device=context.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def cell_evaluator(context: Context) -> Evaluator:

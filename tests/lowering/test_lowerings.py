@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import Mask
+from flexmask.errors import OperandError
 from tests.support import oracle
 from tests.support.lowerings import (
     LargestTensor,
@@ -38,6 +39,31 @@ each_name = pytest.mark.parametrize("name", NAMES)
 def test_rows_of_named_mask(name: str, shape: Shape) -> None:
     case = named(name, shape)
     check_rows(case, shape, case.expected(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@each_shape
+def test_bias_of_named_mask(shape: Shape, dtype: torch.dtype) -> None:
+    case = named("causal", shape)
+    bias = case.mask.to_bias(**shape.lowering, dtype=dtype)
+    assert bias.dtype == dtype
+    expected = case.expected(shape)
+    for number, visible in zip(bias.expand_as(expected).flatten().tolist(), expected.flatten().tolist(), strict=True):
+        assert number == (0 if visible else torch.finfo(dtype).min)
+
+
+def test_bias_is_what_softmax_adds() -> None:
+    scores = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    weights = torch.softmax(scores + (fm.causal() & fm.key_padding(start=[0, 2])).to_bias(4), -1)
+    assert weights[1, 0, 2].tolist() == [0, 0, 1, 0]
+    assert weights[1, 0, 0].tolist() == [0.25] * 4  # fully masked
+    assert torch.equal(weights[0, 0, 1], torch.softmax(torch.tensor([*scores[0, 0, 1, :2].tolist(), -torch.inf, -torch.inf]), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, "float32"])
+def test_bias_of_other_dtypes_is_refused(dtype: Any) -> None:
+    with pytest.raises(OperandError, match="dtype must be a floating-point dtype"):
+        fm.causal().to_bias(4, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
