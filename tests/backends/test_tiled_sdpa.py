@@ -376,6 +376,12 @@ class TestScoreMod:
         check_attention(attend, inputs(), causal(50, 50) & cells, scale=2 / math.sqrt(8))
 
 
+def test_a_tile_without_keys_takes_none() -> None:
+    tile = Tile(range(1), range(1), 2, range(3), (), False, 0)
+    assert tile.gather_cells(torch.ones(1, 2, 5, 7, dtype=torch.bool)).shape == (1, 2, 3, 0)
+    assert tile.gather_keys(torch.ones(1, 1, 7, 4)).shape == (1, 1, 0, 4)
+
+
 def tile_area(tiles: list[Tile]) -> int:
     return sum(
         len(tile.elements) * len(tile.key_heads) * tile.group * len(tile.rows) * sum(hi - lo for lo, hi in tile.runs)

@@ -119,6 +119,10 @@ MODS: dict[str, Callable[..., Any]] = {
     "a negative divisor": lambda b, h, q, kv: (q * 3 - kv) % -6 >= -2,
     "strided blocks": lambda b, h, q, kv: (q // 16 - kv // 16) % 3 == 0,
     "blocks of other sizes": lambda b, h, q, kv: (q // 24 + kv // 8) % 4 < 2,
+    "strides of distances": lambda b, h, q, kv: (q - kv) // 16 % 3 == 0,
+    "strides of strides": lambda b, h, q, kv: (q - kv) // 4 // 3 % 5 < 2,
+    "a remainder of strides": lambda b, h, q, kv: (q + kv) % 48 // 8 == 2,
+    "a product with strides": lambda b, h, q, kv: (q * kv + q // 8) // 6 % 4 == 1,
     "per sequence": lambda b, h, q, kv: (q - kv) % LENGTHS[b] == 0,
     "moved per head": lambda b, h, q, kv: (q - kv + h * 3) % 8 == 0,
     "a table of blocks": lambda b, h, q, kv: GRID[q // 8, kv // 8],
@@ -135,6 +139,16 @@ MODS: dict[str, Callable[..., Any]] = {
     "not an integer": lambda b, h, q, kv: torch.sin(q - kv) > 0.2,
     "of the query alone, not an integer": lambda b, h, q, kv: (torch.sin(q) + kv) % 2 < 1,
 }
+
+
+@pytest.mark.parametrize("block_size", [(4, 4), (16, 8)])
+@pytest.mark.parametrize("name", MODS)
+def test_counts_are_those_of_cells(name: str, block_size: tuple[int, int]) -> None:
+    mask = fm.from_mask_mod(MODS[name])
+    cells = mask.dense(LENGTH, batch=2, heads=2)
+    found = mask.stats(LENGTH, batch=2, heads=2, block_size=block_size)
+    assert (found.visible, found.cells) == (int(cells.sum()), cells.numel())
+    assert found.fully_masked_rows == int((~cells.any(-1)).sum())
 
 
 @pytest.mark.parametrize("stepwise", [False, True])

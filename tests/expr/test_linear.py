@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from flexmask import kv, q
+from flexmask import kv, param, q
 from flexmask.expr.index import Arithmetic, Constant, Index
 from flexmask.expr.linear import Linear, Quotient, Sum
 
@@ -101,3 +101,5 @@ def test_within_other_expressions() -> None:
     assert str(Arithmetic("+", kv, Quotient(form, 3))) == "kv + (q * 2 - kv + 1) // 3"
     assert str(Arithmetic("%", kv, Quotient(single, 3))) == "kv % ((q * 2) // 3)"
     assert str(Quotient(kv, 3)) == "kv // 3"
+    assert str(Quotient(param("n"), 3)) == "n // 3"
+    assert repr(Quotient(param("n"), 3)) == "param('n') // 3"

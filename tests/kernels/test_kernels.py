@@ -31,6 +31,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from tests.kernels import virtual_gpu  # noqa: E402 - imports Triton
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+#: Not on the oldest torch: where its kernels for one GPU and in float32 are right, these add a minute and little else.
+NEWER_TORCH = pytest.mark.skipif(torch.__version__ < "2.12", reason="tested with the newest torch")
 FORWARD, BACKWARD = "fused_flex_attention", "fused_flex_attention_backward"
 
 
@@ -98,12 +100,46 @@ def check(case: Case, dtype: torch.dtype = torch.float32, change: Callable[[Bloc
         assert not rows[hidden].any(), "a row without a key gives exactly 0, and gradient 0"
 
 
+# ---------------------------------------------------------------- machine code
+
+
+@pytest.mark.parametrize("gpu", [pytest.param("A100", marks=NEWER_TORCH), "H100"])
+def test_kernels_are_built(gpu: str) -> None:
+    """In a process of its own, since Triton decides where it is imported whether it interprets kernels.
+
+    It is the first test, so that workers that share the tests end together: it takes longest.
+    """
+    command = [sys.executable, "-m", "tests.kernels.build", gpu, *BUILT]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    architecture = {"A100": 80, "H100": 90}[gpu]
+    found = json.loads(done.stdout)
+    assert found.keys() == set(BUILT)
+    for name, kernels in found.items():
+        assert any(FORWARD in kernel["name"] for kernel in kernels), name
+        assert any(BACKWARD in kernel["name"] for kernel in kernels) == CASES[name].training, name
+        for kernel in kernels:
+            assert kernel["architecture"] == architecture
+            assert kernel["shared"] <= kernel["available"], kernel
+
+
+# ---------------------------------------------------------------- values
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str) -> None:
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["documents", "two intervals", "not separable", "grouped heads", "dropout", "decoding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "documents",
+        "decoding",
+        *(pytest.param(name, marks=NEWER_TORCH) for name in ("two intervals", "not separable", "grouped heads", "dropout")),
+    ],
+)
 def test_half_precision(name: str) -> None:
     check(CASES[name], torch.bfloat16)
 
@@ -138,6 +174,7 @@ def test_one_kernel_for_masks_of_a_length() -> None:
     assert graphs() - before == 1
 
 
+@NEWER_TORCH
 def test_one_kernel_for_all_lengths_from_the_second_on() -> None:
     before = graphs()
     for length in (256, 330, 440):
@@ -249,24 +286,3 @@ def test_strides_of_full_blocks_matter(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(block_lists, "SHARED_STRIDES", False)
     with pytest.raises(Exception, match=r"close|leaves the memory") if wrong else nullcontext():
         check(CASES[name])
-
-
-# ---------------------------------------------------------------- machine code
-
-
-@pytest.mark.parametrize("gpu", ["A100", "H100"])
-def test_kernels_are_built(gpu: str) -> None:
-    """In a process of its own, since Triton decides where it is imported whether it interprets kernels."""
-    command = [sys.executable, "-m", "tests.kernels.build", gpu, *BUILT]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    architecture = {"A100": 80, "H100": 90}[gpu]
-    found = json.loads(done.stdout)
-    assert found.keys() == set(BUILT)
-    for name, kernels in found.items():
-        assert any(FORWARD in kernel["name"] for kernel in kernels), name
-        assert any(BACKWARD in kernel["name"] for kernel in kernels) == CASES[name].training, name
-        for kernel in kernels:
-            assert kernel["architecture"] == architecture
-            assert kernel["shared"] <= kernel["available"], kernel
