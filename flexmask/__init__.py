@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flexmask import intervals as intervals
     from flexmask import lowering as lowering
     from flexmask import nn as nn
+    from flexmask import plans as plans
     from flexmask import plotting as plotting
     from flexmask import registry as registry
     from flexmask import report as report
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from flexmask.backends.cache import MaskCache
     from flexmask.nn.kv_cache import KVCache
     from flexmask.nn.multihead import MultiheadFlexAttention
+    from flexmask.plans.api import plan
     from flexmask.report.explain import explain
     from flexmask.tracing.create_block_mask import create_block_mask
     from flexmask.tracing.trace import from_mask_mod
@@ -79,6 +81,7 @@ __all__ = [
     "parse",
     "per_document",
     "per_head",
+    "plan",
     "prefix_lm",
     "q",
     "q_len",
@@ -97,9 +100,10 @@ _LAZY = {
     "create_block_mask": "flexmask.tracing.create_block_mask",
     "explain": "flexmask.report.explain",
     "from_mask_mod": "flexmask.tracing.trace",
+    "plan": "flexmask.plans.api",
 }
 #: Packages with public names, which ``flexmask.NAME`` imports.
-_PACKAGES = {"backends", "intervals", "lowering", "nn", "plotting", "registry", "report", "testing", "tracing"}
+_PACKAGES = {"backends", "intervals", "lowering", "nn", "plans", "plotting", "registry", "report", "testing", "tracing"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmask._transforms import has_values, is_wrapped
+from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "data_version", "has_data_version", "is_unchanged", "needs_sync", "resolve_device"]
+__all__ = ["PerDevice", "data_version", "has_data_version", "is_unchanged", "needs_sync", "require", "resolve_device"]
 
 
 def needs_sync(tensor: Tensor) -> bool:
@@ -19,6 +20,19 @@ def needs_sync(tensor: Tensor) -> bool:
     Then values are not checked, and sizes that depend on values are avoided.
     """
     return tensor.device.type != "cpu" or not has_values(tensor)
+
+
+def require(condition: Callable[[], Tensor], device: torch.device, message: str, *, everywhere: bool = False) -> None:
+    """In a graph, an error where it runs unless a condition holds.
+
+    Args:
+        condition: gives a truth value, ``bool`` without axes.
+        device: where the values are.
+        message: of the error.
+        everywhere: whether to check on every device; by default on the CPU alone, as outside graphs.
+    """
+    if is_captured() and (everywhere or device.type == "cpu"):
+        torch._assert_async(condition(), message)
 
 
 def has_data_version(tensor: Tensor) -> bool:

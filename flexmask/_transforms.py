@@ -50,7 +50,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def is_captured() -> bool:
     """Whether operations become part of a graph that runs later: ``torch.compile``, ``torch.export`` and ``make_fx``."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
     return get_proxy_mode is not None and get_proxy_mode() is not None
 

@@ -18,8 +18,8 @@ from tests.support.imports import HEAVY, loaded_after
 SURFACE = [
     *("KVCache", "Mask", "MaskCache", "MultiheadFlexAttention", "attention", "b", "causal", "create_block_mask"),
     *("cross_length", "document", "empty", "errors", "explain", "from_dense", "from_mask_mod", "full", "h", "key_padding"),
-    *("kv", "kv_len", "masks", "maximum", "minimum", "param", "parse", "per_document", "per_head", "prefix_lm", "q"),
-    *("q_len", "query_padding", "sliding_window", "table", "where"),
+    *("kv", "kv_len", "masks", "maximum", "minimum", "param", "parse", "per_document", "per_head", "plan", "prefix_lm"),
+    *("q", "q_len", "query_padding", "sliding_window", "table", "where"),
 ]
 ELSEWHERE = {
     **{name: f"flexmask.masks.{name}" for name in OWN_MASKS},

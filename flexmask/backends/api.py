@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import check_function, checked_number, names_explained, not_plain_reason
-from flexmask.backends.backend import Call, check_backend, ordered_backends, register_backend, select
+from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
 from flexmask.backends.tile_weights import ScoreMod
@@ -18,6 +18,7 @@ from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
+from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["ChosenBackend", "attention", "check_options", "choose_backend"]
@@ -43,7 +44,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: MaskLike | BlockMask | None = None,
+    mask: MaskLike | LoweredMask | BlockMask | None = None,
     *,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
@@ -59,7 +60,8 @@ def attention(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a BlockMask (``flex`` only), or None for no mask.
+        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), what a :func:`flexmask.plan` gives, a BlockMask, or
+            None for no mask.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores.
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
@@ -135,7 +137,7 @@ def choose_backend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: MaskLike | BlockMask | None = None,
+    mask: MaskLike | LoweredMask | BlockMask | None = None,
     *,
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
@@ -148,7 +150,7 @@ def choose_backend(
 
     The order is that of registration, ``"sdpa"`` before ``"flex"``, where backends that prefer the query's device come first:
     ``"flex"`` on CUDA. Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values only
-    ``"sdpa"`` supports a call; with a BlockMask only ``"flex"`` does.
+    ``"sdpa"`` supports a call.
 
     Returns:
         The name, a str. Its attribute ``reasons`` says for each other backend why it was not chosen.
@@ -159,10 +161,11 @@ def choose_backend(
     """
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     chosen = select(call)
+    first = "for a BlockMask" if isinstance(call.mask, chosen.preferred_for) else f"on {query.device.type}"
     name = ChosenBackend(chosen.name)
     name.reasons = {
-        other.name: other.reason_against(call) or f"{chosen.name} comes first on {query.device.type}"
-        for other in ordered_backends(query.device)
+        other.name: other.reason_against(call) or f"{chosen.name} comes first {first}"
+        for other in ordered_backends(call)
         if other is not chosen
     }
     return name
@@ -200,8 +203,10 @@ def _checked_call(
     _check(query, key, value, enable_gqa)
     if not torch.compiler.is_compiling():
         check_options(score_mod, scale)
-    if mask is not None and not isinstance(mask, BlockMask):
-        mask = as_mask(mask, also="a BlockMask, None", device=query.device)
+    if isinstance(mask, LoweredMask | BlockMask):
+        check_sizes(mask, query, key, q_offset)
+    elif mask is not None:
+        mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
     check_dropout(dropout_p)
     return Call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
 

@@ -15,8 +15,19 @@ from flexmask.backends.dropout import seed_tensor
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
+from flexmask.plans.lowered import LoweredMask
 
-__all__ = ["Backend", "Call", "backend_names", "check_backend", "get_backend", "ordered_backends", "register_backend", "select"]
+__all__ = [
+    "Backend",
+    "Call",
+    "backend_names",
+    "check_backend",
+    "check_sizes",
+    "get_backend",
+    "ordered_backends",
+    "register_backend",
+    "select",
+]
 
 
 class Call(NamedTuple):
@@ -26,7 +37,7 @@ class Call(NamedTuple):
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        mask: a Mask, which is not lowered yet, a BlockMask, or None for no mask.
+        mask: a Mask, which is not lowered yet, a LoweredMask, a BlockMask, or None for no mask.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
         scale: factor of the scores; None for ``1 / sqrt(D)``.
         enable_gqa: whether ``H_kv`` may be less than ``H``.
@@ -38,7 +49,7 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Mask | BlockMask | None = None
+    mask: Mask | LoweredMask | BlockMask | None = None
     score_mod: ScoreMod | None = None
     scale: float | None = None
     enable_gqa: bool = False
@@ -65,12 +76,14 @@ class Backend:
             change.
         run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
+        preferred_for: the types of masks for which ``backend="auto"`` tries it first on every device.
     """
 
     name: str
     supports: Callable[[Call], str | None]
     run: Callable[[Call], Tensor]
     preferred_on: tuple[str, ...] = ()
+    preferred_for: tuple[type, ...] = ()
 
     def reason_against(self, call: Call) -> str | None:
         """The answer of ``supports``.
@@ -127,10 +140,12 @@ def check_backend(name: object) -> None:
         get_backend(name)
 
 
-def ordered_backends(device: torch.device) -> list[Backend]:
-    """The backends in the order in which ``backend="auto"`` tries them: those that prefer the device, then the others."""
-    preferred = [backend for backend in _BACKENDS.values() if device.type in backend.preferred_on]
-    return preferred + [backend for backend in _BACKENDS.values() if device.type not in backend.preferred_on]
+def ordered_backends(call: Call) -> list[Backend]:
+    """The backends in the order in which ``backend="auto"`` tries them: those that prefer the mask, or the device, come first."""
+    every, device = list(_BACKENDS.values()), call.query.device.type
+    by_mask = [backend for backend in every if isinstance(call.mask, backend.preferred_for)]
+    by_device = [backend for backend in every if backend not in by_mask and device in backend.preferred_on]
+    return by_mask + by_device + [backend for backend in every if backend not in by_mask and backend not in by_device]
 
 
 def select(call: Call, name: str = "auto") -> Backend:
@@ -145,9 +160,33 @@ def select(call: Call, name: str = "auto") -> Backend:
             raise LoweringError(reason)
         return chosen
     reasons = []
-    for backend in ordered_backends(call.query.device):
+    for backend in ordered_backends(call):
         reason = backend.reason_against(call)
         if reason is None:
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise LoweringError(f"no backend supports this call. {'. '.join(reasons)}")
+
+
+def check_sizes(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
+    """Checks that a mask was lowered for a query and a key: kernels would read beyond the tensors of one that does not fit.
+
+    Raises:
+        LoweringError: it was not, or there is a ``q_offset`` on top.
+    """
+    name = type(mask).__name__ if isinstance(mask, LoweredMask) else "BlockMask"
+    if isinstance(q_offset, Tensor) or q_offset:
+        raise LoweringError(
+            f"q_offset does not apply to a {name}, which has the positions of its queries; give it to mask.block_mask() or to "
+            "the plan instead"
+        )
+    wanted = (*query.shape[:2], query.shape[2], key.shape[2])
+    shape = tuple(mask.shape)
+    fits = [given in (1, size) for given, size in zip(shape[:2], wanted[:2], strict=False)]
+    if len(shape) != 4 or not all(fits) or shape[2:] != wanted[2:]:
+        raise LoweringError(
+            f"the {name} is for [B, H, q_len, kv_len] = {list(shape)}, but there are {list(wanted)} (B and H may be 1 in it)"
+        )
+    device = mask.device if isinstance(mask, LoweredMask) else mask.kv_indices.device
+    if device != query.device:
+        raise LoweringError(f"the {name} is on {device}, the query on {query.device}; move it with .to()")

@@ -17,8 +17,6 @@ from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.expr.opaque import CapturedTensor
-from flexmask.expr.tables import TensorTable
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["MaskCache", "shared"]
@@ -101,7 +99,7 @@ class MaskCache:
             checked_int(q_offset, "q_offset", least=0)
         elif reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
-        tensors = _data_tensors(mask) + ([q_offset] if isinstance(q_offset, Tensor) else [])
+        tensors = [*mask.tensors, *([q_offset] if isinstance(q_offset, Tensor) else [])]
         if not all(_sync.has_data_version(tensor) for tensor in tensors):
             result = build()
             with self._lock:
@@ -134,11 +132,3 @@ def shared(mask: Mask, setting: tuple[Any, ...], q_offset: int | Tensor, build: 
         return build()
     caches = _ACTIVE.get()
     return caches[-1].get(mask, setting, q_offset, build) if caches else build()
-
-
-def _data_tensors(mask: Mask) -> list[Tensor]:
-    """The tensors that a mask holds, in the order of its expression."""
-    if "tensors" not in mask.memo:
-        nodes = [node for node in mask.expand().walk() if isinstance(node, TensorTable | CapturedTensor)]
-        mask.memo["tensors"] = list({id(node.tensor): node.tensor for node in sorted(nodes, key=lambda n: id(n.tensor))}.values())
-    return cast("list[Tensor]", mask.memo["tensors"])

@@ -19,6 +19,8 @@ from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
+from flexmask.plans.capture import lower_in_graph
+from flexmask.plans.lowered import LoweredMask
 
 __all__ = ["FLEX"]
 
@@ -45,6 +47,11 @@ def _supports(call: Call) -> str | None:
             f"FlexAttention takes heads of at least {MIN_HEAD} channels on CUDA, got D={query.shape[-1]} and "
             f"D_v={value.shape[-1]}; use backend='sdpa'"
         )
+    if _inference_only(query) and isinstance(call.mask, Mask) and torch.compiler.is_compiling():
+        return (
+            "FlexAttention on the CPU takes no mask that its graph computes; use backend='sdpa', or give the graph a BlockMask "
+            "(mask.block_mask()) as an input"
+        )
     if _inference_only(query) and call.needs_gradients():
         return "FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()"
     return None
@@ -53,13 +60,15 @@ def _supports(call: Call) -> str | None:
 def _run(call: Call) -> Tensor:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
-    if isinstance(mask, Mask):
+    if isinstance(mask, LoweredMask):
+        mask = mask.block_mask
+    elif isinstance(mask, Mask) and torch.compiler.is_compiling():
+        mask = lower_in_graph(mask, query, key, call.q_offset).block_mask
+    elif isinstance(mask, Mask):
         made = partial(
             mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=query.device
         )
         mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), call.q_offset, made)
-    elif mask is not None:
-        _check_block_mask(mask, query, key, call.q_offset)
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
         # For some views of a projection torch's CPU kernels read wrong values, or do not compile.
@@ -124,27 +133,10 @@ def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
             ) from None
 
 
-def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> None:
-    """Checks the sizes of a BlockMask: the kernel would read beyond the tensors of one that does not fit."""
-    if isinstance(q_offset, Tensor) or q_offset:
-        raise LoweringError(
-            "q_offset does not apply to a BlockMask, which has the positions of its queries; give it to mask.block_mask() instead"
-        )
-    wanted = (*query.shape[:2], query.shape[2], key.shape[2])
-    fits = [given in (1, size) for given, size in zip(mask.shape[:-2], wanted[:2], strict=False)]
-    if len(mask.shape) != 4 or not all(fits) or tuple(mask.seq_lengths) != wanted[2:]:
-        raise LoweringError(
-            f"the BlockMask is for [B, H, q_len, kv_len] = {list(mask.shape)}, but there are {list(wanted)} "
-            "(B and H may be 1 in the BlockMask)"
-        )
-    if mask.kv_indices.device != query.device:
-        raise LoweringError(f"the BlockMask is on {mask.kv_indices.device}, the query on {query.device}; move it with .to()")
-
-
 @cache
 def _compiled(device: str) -> Callable[..., Any]:
     # On the CPU a mask that captures tensors does not compile with dynamic shapes, so each shape compiles its own kernel.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
-FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",))
+FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",), preferred_for=(BlockMask,))

@@ -68,7 +68,7 @@ def forward(
             else:
                 part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
             if fully_masked_rows is not None:
-                part = part.masked_fill(fully_masked_rows, 0)
+                part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
             nonfinite = nonfinite or has_nonfinite(part)  # here, while the part is in the cache of the CPU
             if is_whole:
                 out, logsumexp = part, part_logsumexp

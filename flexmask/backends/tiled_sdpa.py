@@ -6,7 +6,8 @@ Time is linear in the visible cells and memory in the lengths, forward and backw
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,22 +22,16 @@ from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_weights import DropoutState, ScoreMod
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.index import q
-from flexmask.expr.linear import Linear
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
-from flexmask.intervals.solve import Span, separate
+from flexmask.intervals.context import Context
+from flexmask.plans.capture import lower, lower_in_graph
+from flexmask.plans.foreign import from_block_mask
+from flexmask.plans.fused import Fused, fused_kind
 
 __all__ = ["TILED_SDPA", "block_sdpa", "fused_sdpa"]
-
-#: Batch, heads, q_len, kv_len, device, and whether one fused call is enough.
-Setting: TypeAlias = tuple[int, int, int, int, torch.device, bool]
-Plan: TypeAlias = Literal["whole", "causal"] | tuple[Tensor, Cells]
-
-#: ``kv < q + 1``, the mask of SDPA's ``is_causal``, after separation.
-FUSED_CAUSAL = Span(None, Linear.of(q + 1).index())
 
 
 def block_sdpa(
@@ -150,68 +145,65 @@ def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
 
 # ---------------------------------------------------------------- the backend
 
+#: The key intervals and the cells of a mask.
+Visible: TypeAlias = tuple[Tensor, Cells]
+
 
 def _supports(call: Call) -> str | None:
-    if isinstance(call.mask, BlockMask):
-        return "a BlockMask needs backend='flex'; for backend='sdpa' give the Mask that it was made from"
+    if isinstance(call.mask, BlockMask) and not has_values(call.query) and not is_captured():
+        return "a BlockMask has no lists without values; for tensors on meta or under FakeTensorMode give a Mask"
     return None
 
 
 def _run(call: Call) -> Tensor:
-    query, key, value, q_offset, seed = call.query, call.key, call.value, call.q_offset, call.seed()
-    mask = call.mask if isinstance(call.mask, Mask) else Truth(True)
+    query, key, value, seed = call.query, call.key, call.value, call.seed()
     is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
     fusible = (is_real or is_graph) and not is_transformed(query, key, value)
     plain = call.score_mod is None and seed is None and fusible
-    setting = (*query.shape[:3], key.shape[2], query.device, plain)
-    if is_graph:
-        plan = _plan_in_graph(mask, setting, q_offset)
-    elif is_real:
-        with outside_transforms():
-            plan = shared(mask, ("sdpa", *setting), q_offset, lambda: _plan(mask, setting, q_offset))
-    else:
-        plan = _plan(mask, setting, q_offset, shapes_only=True)
-    if isinstance(plan, str):
-        return fused_sdpa(query, key, value, is_causal=plan == "causal", scale=call.scale)
-    bounds, cells = plan
+    fused, visible = _visible(call, plain=plain)
+    if visible is None:
+        return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)
+    bounds, cells = visible
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed}
     return block_sdpa(query, key, value, bounds, cells=cells, score_mod=call.score_mod, **options)
 
 
-def _plan(mask: Mask, setting: Setting, q_offset: int | Tensor, *, shapes_only: bool = False) -> Plan:
-    """The fused call that computes a mask, where ``plain`` allows it, or the key intervals of its rows and the cells within them.
+def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
+    """What a mask shows; the second part is None where torch's fused kernel computes the call."""
+    query, mask = call.query, call.mask
+    if isinstance(mask, BlockMask):
+        return None, from_block_mask(mask)
+    if mask is None:
+        mask = Truth(True)
+    if isinstance(mask, Mask) and torch.compiler.is_compiling():
+        mask = lower_in_graph(mask, query, call.key, call.q_offset, block_size=(0, 0))
+    elif isinstance(mask, Mask) and is_captured():
+        mask = lower(_bound(mask, call), (0, 0))
+    elif isinstance(mask, Mask):
+        make = partial(_lower, mask, call, plain=plain)
+        if not has_values(query):
+            return make(shapes_only=True)
+        setting = *query.shape[:3], call.key.shape[2], query.device, plain
+        with outside_transforms():
+            return shared(mask, ("sdpa", *setting), call.q_offset, make)
+    return (mask.fused, None) if plain and mask.fused else (None, (mask.bounds, mask.cells))
 
-    With ``shapes_only`` the mask is only checked, and the bounds are placeholders.
-    """
-    batch, heads, q_len, kv_len, device, plain = setting
-    context = bind(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
-    if plain:
-        resolved = context.with_lengths(context.mask)
-        if resolved == Truth(True):
-            return "whole"
-        if _is_fused_causal(resolved, q_offset):
-            return "causal"
+
+def _bound(mask: Mask, call: Call) -> Context:
+    (batch, heads, q_len, _), device = call.query.shape, call.query.device
+    return bind(mask, q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=device)
+
+
+def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) -> tuple[Fused, Visible | None]:
+    """As :func:`_visible`. With ``shapes_only`` the mask is only checked, and the bounds are placeholders."""
+    context = _bound(mask, call)
+    if plain and (fused := fused_kind(context)):
+        return fused, None
     if shapes_only:
-        return torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(device), None
+        return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(context.device), None)
     rows = analyze(context)
-    return rows.upper.bounds, None if rows.exact else mask_closure(context)
-
-
-def _plan_in_graph(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Plan:
-    """The plan while a graph is captured, where values cannot be read."""
-    try:
-        return _plan(mask, setting, q_offset)
-    except RuntimeError as error:  # torch raises it where a value is read
-        raise LoweringError(
-            f"the key intervals of {mask.brief()} follow from values that a graph does not have while it is captured; give the "
-            "graph a BlockMask (mask.block_mask()) as an input, or a mask whose intervals depend on positions alone"
-        ) from error
-
-
-def _is_fused_causal(mask: Mask, q_offset: int | Tensor) -> bool:
-    """Whether the mask equals that of SDPA's ``is_causal``, with queries that start at 0."""
-    return isinstance(q_offset, int) and q_offset == 0 and separate(mask) == FUSED_CAUSAL
+    return None, (rows.upper.bounds, None if rows.exact else mask_closure(context))
 
 
 TILED_SDPA = Backend("sdpa", supports=_supports, run=_run)

@@ -39,8 +39,9 @@ class BlockGrid(BlockLayout):
             return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
         if rows.slots == 1:  # the intersection of intervals is an interval
             lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (rows.lo, rows.hi))
-            common = self._between(ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size))
-            return F.pad(common, (0, 0, 0, self.q_blocks - complete))
+            start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
+            rest = (0, 0, 0, self.q_blocks - complete)  # positions are padded: Inductor fails to compile padded truth values
+            return self._between(F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest))
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
         return self._count(start, torch.maximum(start, stop)) == self.q_size
 
@@ -59,6 +60,13 @@ class BlockGrid(BlockLayout):
         index = entries.row * self.kv_blocks + entries.column
         partial.view(-1)[index], full.view(-1)[index] = Survey(self).classes(entries)
         return partial, full
+
+    def from_cells(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """The partial and the full blocks, given all cells ``bool[B', H', q_len, kv_len]``."""
+        inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size, 0, -cells.shape[2] % self.q_size))
+        counts = inside.unflatten(3, (self.kv_blocks, self.kv_size)).unflatten(2, (self.q_blocks, self.q_size)).sum((3, 5))
+        full = counts == self.q_size * self.kv_size
+        return (counts > 0) & ~full, full
 
     def _between(self, start: Tensor, stop: Tensor) -> Tensor:
         """The blocks in some interval ``[start, stop)``, given ``[B, H, rows, K]``."""

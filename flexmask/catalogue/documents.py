@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from flexmask.catalogue.arguments import check_mask
 from flexmask.catalogue.local import with_local_positions
-from flexmask.errors import ExpressionError
+from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr import tables
 from flexmask.expr.data import along, as_table
 from flexmask.expr.index import Index, kv, maximum, q
@@ -32,6 +32,7 @@ def document(
     cu_seqlens: Data | None = None,
     position_ids: Data | None = None,
     padding: bool = False,
+    contiguous: bool = False,
 ) -> Mask:
     """Queries attend to the keys of their own document only.
 
@@ -66,17 +67,30 @@ def document(
         position_ids: instead of ids, positions; a document starts where a position is not the previous one plus 1.
         padding: whether tokens after the last document are padding, which is masked out. Otherwise tokens that belong to no
             document are an error on the CPU. On other devices lengths are not read, and such tokens are padding.
+        contiguous: whether each document of ``ids`` is one run of equal ids. Then the key intervals follow without a host sync.
+            That it is one is checked on the CPU, and on every device in the graph of a :func:`flexmask.plan`.
 
     Raises:
-        ExpressionError: none or several of ids, lengths, cu_seqlens and position_ids, or inconsistent values.
+        ExpressionError: none or several of ids, lengths, cu_seqlens and position_ids, inconsistent values, or ``contiguous``
+            without ``ids`` or with ``kv_ids``.
         LoweringError: lengths that leave tokens out, without ``padding=True``.
 
     Source: packing as in ``torch.nn.attention.varlen`` and the segment ids of JAX.
     """
     queries = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
+    if not isinstance(contiguous, bool):
+        raise OperandError(f"document: contiguous must be True or False, got {contiguous!r}")
     keys = queries if kv_ids is None else document_ids(kv_ids)
     own = along(queries, q)
-    return (own == along(keys, kv)) & (own >= 0)
+    if not contiguous:
+        return (own == along(keys, kv)) & (own >= 0)
+    if ids is None or kv_ids is not None:
+        raise ExpressionError(
+            "document: contiguous=True is a promise of ids alone; lengths, cu_seqlens and position_ids give contiguous documents "
+            "anyway, and ids with kv_ids are two sequences"
+        )
+    starts = document_starts(queries)
+    return (along(starts, q) == along(starts, kv)) & (own >= 0)
 
 
 @named
@@ -117,7 +131,9 @@ def per_document(
     table = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
     starts = document_starts(table)
     own, start = along(table, q), along(starts, q)
-    return (own == along(table, kv)) & (own >= 0) & with_local_positions("per_document", inner, start, start, along(starts, kv))
+    return (
+        (start == along(starts, kv)) & (own >= 0) & with_local_positions("per_document", inner, start, start, along(starts, kv))
+    )
 
 
 @named

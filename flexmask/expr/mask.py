@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
 from flexmask._checks import is_tensor
@@ -12,7 +12,7 @@ from flexmask.expr.data import as_table
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
-from flexmask.expr.node import Key, Node, key_of, nodes_in, within_depth
+from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import DocumentTable, document_ids, document_starts
 from flexmask.expr.tables import Lookup, Param, TensorTable
@@ -33,7 +33,16 @@ class Mask(MaskMethods):
 
     Masks are values: immutable, hashable, equal where they are the same expression. ``a & b``, ``a | b``, ``a ^ b``,
     ``a - b`` (a and not b) and ``~a`` compose them. Lengths come in when a mask is lowered.
+
+    Attributes:
+        structure: the mask apart from its tensors.
     """
+
+    structure: Structure = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        MaskMethods.__post_init__(self)
+        object.__setattr__(self, "structure", Structure(self))
 
     def __and__(self, other: Mask) -> Mask:
         return _combine(And, self, other)
@@ -65,11 +74,6 @@ class Mask(MaskMethods):
             "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`."
         )
 
-    @property
-    def params(self) -> tuple[str, ...]:
-        """The names of the parameters that are not bound yet, in alphabetical order."""
-        return tuple(sorted({node.name for node in self.walk() if isinstance(node, Param)}))
-
     def bind(self, /, **values: object) -> Mask:
         """The same mask with parameters given their values: integers, or data where they are looked up.
 
@@ -99,17 +103,18 @@ class Mask(MaskMethods):
         from flexmask._sync import resolve_device  # what needs torch is imported when it is used
 
         device = resolve_device(device)
-        moved: dict[int, torch.Tensor] = {}
+        return self.with_tensors([tensor.to(device) for tensor in self.tensors])
 
-        def move(node: Node) -> Node | None:
-            if not isinstance(node, TensorTable | CapturedTensor):
-                return None
-            if id(node.tensor) not in moved:
-                moved[id(node.tensor)] = node.tensor.to(device)
-            tensor = moved[id(node.tensor)]
-            return CapturedTensor(tensor) if isinstance(node, CapturedTensor) else TensorTable(tensor, node.may_be_longer)
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Mask:
+        """The same mask with other tensors in the places of :attr:`tensors`."""
+        others = {id(own): other for own, other in zip(self.tensors, tensors, strict=True)}
 
-        return cast(Mask, self.replace(move))
+        def replaced(node: Node) -> Node | None:
+            if isinstance(node, CapturedTensor):
+                return CapturedTensor(others[id(node.tensor)])
+            return TensorTable(others[id(node.tensor)], node.may_be_longer) if isinstance(node, TensorTable) else None
+
+        return cast(Mask, self.replace(replaced))
 
 
 def _combine(kind: type[And | Or | Xor], left: Mask, right: object, sign: str = "") -> Mask:

@@ -5,16 +5,20 @@ An expression may use one node many times. Its keys, its text and its pickle tak
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.torch_functions import torch_function_message
 
-__all__ = ["Key", "MAX_DEPTH", "Node", "key_of", "nodes_in", "within_depth"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Key", "MAX_DEPTH", "Node", "Structure", "key_of", "nodes_in", "within_depth"]
 
 #: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
 #: for each of them, next to what the caller needs of it.
@@ -23,6 +27,8 @@ MAX_DEPTH = 100
 #: :data:`MAX_OPERAND` nodes are abbreviated.
 MAX_WRITTEN = 10_000
 MAX_OPERAND = 50
+#: Kinds of nodes that hold a tensor, which is identified by its id in their keys.
+HOLDS_TENSOR = {"TensorTable", "CapturedTensor"}
 
 N = TypeVar("N", bound="Node")
 
@@ -38,6 +44,10 @@ class Key:
     def __hash__(self) -> int:
         return self._hash
 
+    def renumbered(self, numbers: dict[int, int]) -> Key:
+        """The same key with each id of a tensor replaced by a number."""
+        return Key(tuple(_renumbered(part, self._parts[0], numbers) for part in self._parts))
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -48,6 +58,49 @@ class Key:
                 return False
             other._parts = self._parts  # so that a shared key is compared once
         return True
+
+
+def _renumbered(part: Any, kind: str, numbers: dict[int, int]) -> Any:
+    if kind in HOLDS_TENSOR:
+        return numbers.get(part, part)
+    if isinstance(part, Key):
+        return part.renumbered(numbers)
+    if isinstance(part, tuple | frozenset):
+        return type(part)(_renumbered(item, "", numbers) for item in part)
+    return part
+
+
+class Structure:
+    """An expression apart from the tensors that it looks up: equal where two expressions differ in these alone.
+
+    ``torch.compile`` takes it for a constant of a graph, while the tensors are inputs.
+    """
+
+    __slots__ = ("_key", "_node", "_tensors")
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._key = weakref.ref(node), node.key
+        self._tensors: tuple[int, ...] | None = tuple(map(id, node.tensors))
+
+    @property
+    def node(self) -> Node | None:
+        """The expression that this is the structure of, as long as it is in use."""
+        return self._node()
+
+    @property
+    def key(self) -> Key:
+        """The key of the expression, with tensors numbered in the order of :attr:`Node.tensors`."""
+        if self._tensors is not None:
+            if self._tensors:
+                self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)})
+            self._tensors = None
+        return self._key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self.key == other.key)
 
 
 @cache
@@ -101,7 +154,7 @@ def _map(value: Any, function: Callable[[Node], Node]) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
 class Node:
     """A frozen value: its fields are ints, strings, other nodes and tuples of these.
 
@@ -110,6 +163,8 @@ class Node:
         symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
         depth: how many operations are inside each other, 1 for a node with none below.
         below: the nodes directly below, in the order of the fields.
+        tensors: the tensors below, each once, in the order of the fields.
+        params: the names of the parameters that are not bound yet, in alphabetical order.
         memo: what later layers worked out about this node; no part of its identity.
     """
 
@@ -117,12 +172,16 @@ class Node:
     symbols: frozenset[str] = field(init=False, repr=False)
     depth: int = field(init=False, repr=False)
     below: tuple[Node, ...] = field(init=False, repr=False)
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    params: tuple[str, ...] = field(init=False, repr=False)
     memo: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "below", tuple(nodes_in(self._values())))
         object.__setattr__(self, "key", self._make_key())
         object.__setattr__(self, "symbols", self._make_symbols())
+        object.__setattr__(self, "tensors", self._make_tensors())
+        object.__setattr__(self, "params", self._make_params())
         object.__setattr__(self, "depth", 1 + max([child.depth for child in self.below], default=0))
         object.__setattr__(self, "memo", {})
 
@@ -137,6 +196,16 @@ class Node:
         for child in self.below:
             symbols = child.symbols if symbols <= child.symbols else symbols | child.symbols
         return symbols
+
+    def _make_tensors(self) -> tuple[Tensor, ...]:
+        parts = [child.tensors for child in self.below if child.tensors]
+        if len(parts) < 2:
+            return parts[0] if parts else ()
+        return tuple({id(tensor): tensor for part in parts for tensor in part}.values())
+
+    def _make_params(self) -> tuple[str, ...]:
+        parts = {child.params for child in self.below if child.params}
+        return parts.pop() if len(parts) == 1 else tuple(sorted({name for part in parts for name in part}))
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.
     __array_ufunc__: ClassVar[None] = None

@@ -24,6 +24,9 @@ class CapturedTensor(Node):
     def _make_key(self) -> Key:
         return Key(("CapturedTensor", id(self.tensor)))
 
+    def _make_tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
 

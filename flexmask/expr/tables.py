@@ -118,6 +118,9 @@ class TensorTable(Table):
     def _make_key(self) -> Key:
         return Key(("TensorTable", id(self.tensor)))
 
+    def _make_tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
     @property
     def shape(self) -> tuple[int | None, ...]:
         return tuple(self.tensor.shape)
@@ -202,6 +205,9 @@ class Param(Index):
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
         return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
+
+    def _make_params(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def write(self, bare: bool) -> tuple[str, int]:
         return (self.name if bare else f"param({self.name!r})"), PRECEDENCE["atom"]

@@ -153,6 +153,7 @@ def _offset(q_offset: Any) -> int | Tensor:
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
+        _sync.require(lambda: (q_offset >= 0).all(), q_offset.device, "q_offset must be at least 0")
         if not _sync.needs_sync(q_offset) and int(q_offset.min()) < 0:
             raise LoweringError(f"q_offset must be at least 0, got {q_offset.tolist()}")
         return cast(Tensor, q_offset).long().reshape(-1)
@@ -295,16 +296,28 @@ def _check_covers(lookup: Lookup, context: Context) -> None:
     match lookup.table:
         case DocumentTable(rule, Table() as source, False) as table if rule in COVERING:
             needed = end_of_index(lookup.indices[-1], context)
-            if needed is None or needed <= table.memo.get("covered", 0):
+            if needed is None or (isinstance(needed, int) and needed <= table.memo.get("covered", 0)):
                 return
             check_covers(rule, source.to_tensor(), needed)
-            if source.constant:
+            if source.constant and isinstance(needed, int):
                 table.memo["covered"] = needed
 
 
 def _check_range(ranged: Ranged, context: Context) -> None:
-    values = _tensor(ranged.source, context)
+    values, limit = _tensor(ranged.source, context), _limit(ranged, context)
+    least_wanted = f"{ranged.what} must be at least {ranged.low}"
+    most_wanted = f"{ranged.what} must be at most {limit if isinstance(ranged.high, Constant) else f'{ranged.high} = {limit}'}"
+    may_be_keep = ranged.role == "length" and 1 < values.numel() == limit
+    no_keep_wanted = (
+        f"{ranged.what} has {limit} values, 0 and 1, for {limit} positions: it may be a keep mask, as a tokenizer's "
+        f"attention_mask. Write keep= for one; for {limit} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
+    )
     if _sync.needs_sync(values):
+        _sync.require(lambda: (values >= ranged.low).all(), values.device, least_wanted)
+        if limit is not None:
+            _sync.require(lambda: (values <= limit).all(), values.device, most_wanted)
+        if may_be_keep:
+            _sync.require(lambda: (values.amin() != 0) | (values.amax() != 1), values.device, no_keep_wanted)
         return
     extent = ranged.memo.get("extent")
     if extent is None:
@@ -313,20 +326,18 @@ def _check_range(ranged: Ranged, context: Context) -> None:
             ranged.memo["extent"] = extent
     least, most = extent
     if least < ranged.low:
-        raise LoweringError(f"{ranged.what} must be at least {ranged.low}, got {least}")
+        raise LoweringError(f"{least_wanted}, got {least}")
+    if limit is not None and most > limit:
+        raise LoweringError(f"{most_wanted}, got {most}")
+    if may_be_keep and extent == (0, 1):
+        raise LoweringError(no_keep_wanted)
+
+
+def _limit(ranged: Ranged, context: Context) -> int | None:
+    """The greatest value that a table may have, or None where there is no limit."""
     if ranged.high is None:
-        return
+        return None
     if "q_len" in ranged.high.symbols and (isinstance(context.q_offset, Tensor) or context.q_offset):
-        return  # the queries are a part of a sequence whose length nothing says
+        return None  # the queries are a part of a sequence whose length nothing says
     high = context.with_lengths(ranged.high)
-    if not isinstance(high, Constant):
-        return  # a mask on blocks of a size that is not one number
-    limit = high.value
-    if most > limit:
-        is_number = isinstance(ranged.high, Constant)
-        raise LoweringError(f"{ranged.what} must be at most {limit if is_number else f'{ranged.high} = {limit}'}, got {most}")
-    if extent == (0, 1) and ranged.role == "length" and 1 < values.numel() == limit:
-        raise LoweringError(
-            f"{ranged.what} has {limit} values, 0 and 1, for {limit} positions: it may be a keep mask, as a tokenizer's "
-            f"attention_mask. Write keep= for one; for {limit} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
-        )
+    return high.value if isinstance(high, Constant) else None  # a mask on blocks of a size that is not one number

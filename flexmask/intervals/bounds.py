@@ -7,6 +7,7 @@ no key from below and by all keys from above. The boolean algebra is computed on
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -15,20 +16,22 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._transforms import can_keep_tensors
+from flexmask._transforms import can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol, kv, q
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
+from flexmask.intervals.bind import bind
 from flexmask.intervals.closures import greater, lesser
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.piecewise import PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold
+from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold, true_hull
 from flexmask.intervals.solve import Span, is_separable, separate
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyze"]
@@ -123,6 +126,44 @@ class _Analysis:
         self.side_values: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
+        """The rows of a mask. In a graph, where no value can be read, they are exact where they are without reading any, or where
+        they follow from the parts of the mask that have no data."""
+        found = self.rows_of(mask)
+        if found.exact or not is_captured():
+            return found
+        parts = mask.operands if isinstance(mask, And) else (mask,)
+        constant = [part for part in parts if self.is_constant(part)]
+        if not constant:
+            return found
+        known = self.constant_rows(And.make(tuple(constant)))
+        if known is None:
+            return found
+        rest = [part for part in parts if part not in constant]
+        return known & self.rows_of(And.make(tuple(rest))) if rest else known
+
+    def is_constant(self, mask: Mask) -> bool:
+        """Whether a mask has no data, so that its rows are the same each time."""
+        moves = isinstance(self.context.q_offset, Tensor) and "q" in mask.symbols
+        return not moves and not mask.tensors and not any(isinstance(node, Opaque) for node in mask.walk())
+
+    def constant_rows(self, mask: Mask) -> RowBounds | None:
+        """The rows of a mask without data, as constants of the graph that is captured; None where they are not exact."""
+        context = self.context
+        sizes = context.q_len, context.kv_len, context.batch, context.heads
+        offset = 0 if isinstance(context.q_offset, Tensor) else context.q_offset
+
+        def ends() -> list[Any] | None:
+            found = _Analysis(bind(mask, *sizes, offset, context.device)).rows_of(separate(mask))
+            return [end.cpu().numpy() for end in (found.lower.lo, found.lower.hi)] if found.exact else None
+
+        with ThreadPoolExecutor(1) as thread:  # in which no graph is captured
+            constants = thread.submit(ends).result()
+        if constants is None:
+            return None
+        lo, hi = (torch.tensor(end, device=context.device) for end in constants)
+        return RowBounds.of(Rows(lo, hi, context.kv_len))
+
+    def rows_of(self, mask: Mask) -> RowBounds:
         match mask:
             case And(operands):
                 return self.conjunction(operands)
@@ -181,7 +222,7 @@ class _Analysis:
     def pieces(self, column: Index, values: Tensor) -> PiecewiseColumn | None:
         if column.key not in self.piecewise_columns:
             self.piecewise_columns[column.key] = (
-                PiecewiseColumn.of(values.flatten()) if values.numel() == self.context.kv_len else None
+                PiecewiseColumn.of(values.flatten()) if values.numel() == self.context.kv_len and not is_captured() else None
             )
         return self.piecewise_columns[column.key]
 
@@ -210,7 +251,7 @@ class _Analysis:
 
     def threshold(self, mask: Compare) -> Rows | None:
         column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-        way = direction(column)
+        way = 0 if is_captured() else direction(column)
         return threshold(column, value, self.context.kv_len, mask.sign, rises=way > 0) if way else None
 
     def ends(self, mask: Mask) -> Ends | None:
@@ -258,6 +299,8 @@ class _Analysis:
                 found = self.monotone_rows(mask)
                 return RowBounds.of(found) if found is not None else self.refined(self.leaf(Truth(True)), [mask])
             case Compare() if "q" not in mask.symbols and (holds := self.keys.holds(mask)) is not None:
+                if is_captured():
+                    return RowBounds(self.unknown().lower, true_hull(holds, kv_len))
                 return RowBounds.of(runs(holds, kv_len))
             case Span() | Compare():
                 return self.unknown()
@@ -269,6 +312,8 @@ class _Analysis:
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
             ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
             return nondecreasing_runs(ids, value.clamp(max=INT64[1] - 1) if great else value, context.kv_len)
+        if is_captured():
+            return None
         found = self.runs_of(column)
         if (
             context.q_len == context.kv_len

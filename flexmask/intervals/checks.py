@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._transforms import is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.expr.node import Node
@@ -139,13 +140,17 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
             )
 
 
-def end_of_index(index: Index, context: Context) -> int | None:
-    """One more than the greatest value of an index in a checked context; None where that takes a host sync or every cell."""
-    if isinstance(index, Symbol):
-        return extent(index, context)[1] + 1 if _is_known(index, context) else None
-    if context.device.type != "cpu" or {"q", "kv"} <= index.symbols:
+def end_of_index(index: Index, context: Context) -> int | Tensor | None:
+    """One more than the greatest value of an index in a checked context; None where that takes a host sync or every cell.
+
+    In a graph it is a tensor where it depends on values.
+    """
+    if isinstance(index, Symbol) and _is_known(index, context):
+        return extent(index, context)[1] + 1
+    if context.device.type != "cpu" or {"q", "kv"} <= index.symbols or (isinstance(index, Symbol) and not is_captured()):
         return None
-    return int(_evaluated(index, context).max()) + 1
+    end = _evaluated(index, context).max() + 1
+    return end if is_captured() else int(end)
 
 
 def _evaluated(index: Index, context: Context) -> Tensor:

@@ -30,6 +30,11 @@ def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
         _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
         return _ids(ends, positions)
     if rule == "cu_seqlens":
+        _sync.require(
+            lambda: (source[..., 0] == 0).all() & (source[..., 1:] >= source[..., :-1]).all(),
+            source.device,
+            "document: cu_seqlens must start with 0 and not decrease",
+        )
         if not _sync.needs_sync(source) and (
             bool((source[..., 0] != 0).any()) or bool((source[..., 1:] < source[..., :-1]).any())
         ):
@@ -54,9 +59,14 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     Raises:
         LoweringError: some position belongs to no document. Values in another device's memory are not read.
     """
+    _sync.require(
+        lambda: (_totals(rule, source) >= needed).all(),
+        source.device,
+        f"document: {rule} must cover all tokens; give padding=True where those behind the last document are padding",
+    )
     if _sync.needs_sync(source) or (isinstance(needed, Tensor) and _sync.needs_sync(needed)):
         return
-    totals = source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
+    totals = _totals(rule, source)
     missing = (torch.as_tensor(needed) - totals).flatten()
     if int(missing.max()) <= 0:
         return
@@ -67,6 +77,11 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
         f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would see nothing; give {rule} that "
         "cover all tokens, or padding=True where those behind the last document are padding"
     )
+
+
+def _totals(rule: str, source: Tensor) -> Tensor:
+    """How many positions documents cover, ``int64[...]``."""
+    return source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
 
 
 def _ids(ends: Tensor, positions: int) -> Tensor:
@@ -80,15 +95,31 @@ def _ids(ends: Tensor, positions: int) -> Tensor:
 
 
 def _check_total(ends: Tensor, positions: int, name: str) -> None:
+    _sync.require(
+        lambda: (ends <= positions).all(), ends.device, f"document: {name} cover more tokens than the {positions} positions"
+    )
     if not _sync.needs_sync(ends) and int(ends.max()) > positions:
         raise LoweringError(f"document: {name} cover {int(ends.max())} tokens, but there are {positions} positions")
 
 
 def _check_runs(ids: Tensor, changes: Tensor) -> None:
+    _sync.require(
+        lambda: _has_distinct_runs(ids, changes),
+        ids.device,
+        "document ids: each document must be one run of equal ids; some id comes back after another",
+        everywhere=True,
+    )
     if _sync.needs_sync(ids):
         return
     for row, starts in zip(ids.reshape(-1, ids.shape[-1]), changes.reshape(-1, ids.shape[-1]), strict=True):
         first = row[starts]
         first = first[first >= 0]
         if first.unique().numel() != first.numel():
-            raise LoweringError("per_document: each document must be one run of equal ids; some id comes back after another")
+            raise LoweringError("document ids: each document must be one run of equal ids; some id comes back after another")
+
+
+def _has_distinct_runs(ids: Tensor, starts: Tensor) -> Tensor:
+    """Whether no two runs of equal ids from 0 up have the same id, ``bool`` without axes."""
+    least = torch.iinfo(ids.dtype).min
+    sorted_ids = torch.where(starts & (ids >= 0), ids, least).sort(-1).values  # one of each run
+    return ~((sorted_ids[..., 1:] == sorted_ids[..., :-1]) & (sorted_ids[..., 1:] > least)).any()

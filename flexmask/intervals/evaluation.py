@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask._transforms import is_captured
 from flexmask._vmap import vectorized
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear, Quotient, Sum
@@ -115,7 +116,7 @@ class Evaluation:
         resolved = self.context.with_lengths(index)
         if not isinstance(resolved, Sum | Quotient):
             return self.values(resolved)
-        for read in (Read.HERE, Read.ALL):
+        for read in (Read.HERE,) if is_captured() else (Read.HERE, Read.ALL):
             found = self._within(resolved, low, high, read)
             if found is not None:
                 return found
@@ -241,6 +242,8 @@ def sides(mask: Compare, left: Evaluation, right: Evaluation) -> tuple[Any, Any]
     that does not suffice either.
     """
     of_left, of_right = left.exact(mask.left), right.exact(mask.right)
+    if is_captured() and (of_left is None or of_right is None):
+        return None
     if of_left is None and of_right is not None:
         of_left = left.within(mask.left, *_ends(of_right))
     elif of_right is None and of_left is not None:

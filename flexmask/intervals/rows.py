@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._transforms import is_captured
 
 __all__ = ["Rows", "union_runs"]
 
@@ -179,7 +180,7 @@ class Rows:
         return Rows(torch.stack((lo[0], lo[1].masked_fill(joined, self.kv_len)), -1), ends, self.kv_len)._trimmed()
 
     def _trimmed(self) -> Rows:
-        if self.slots == 1 or (_sync.needs_sync(self.lo) and self.slots <= FEW):
+        if self.slots == 1 or (_sync.needs_sync(self.lo) and self.slots <= FEW) or is_captured():
             return self
         if not _sync.needs_sync(self.lo) and bool((self.lo[..., -1] < self.hi[..., -1]).any()):
             return self

@@ -12,7 +12,7 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows
 
-__all__ = ["ValueRuns", "nondecreasing_runs", "runs", "threshold"]
+__all__ = ["ValueRuns", "nondecreasing_runs", "runs", "threshold", "true_hull"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -27,6 +27,14 @@ def runs(holds: Tensor, kv_len: int) -> Rows:
     edges = torch.nn.functional.pad(holds, (1, 1)).to(torch.int8).diff()
     starts, stops = (_positions(edges == sign, kv_len).unsqueeze(2) for sign in (1, -1))
     return Rows(starts, stops, kv_len)
+
+
+def true_hull(holds: Tensor, kv_len: int) -> Rows:
+    """The smallest interval with all keys where ``bool[B, H, kv_len]`` is True, the same in every row, without a host sync."""
+    holds = holds.expand(*holds.shape[:2], kv_len)
+    position = torch.arange(kv_len, dtype=torch.int32, device=holds.device)
+    start, stop = torch.where(holds, position, kv_len).amin(-1), torch.where(holds, position + 1, 0).amax(-1)
+    return Rows.spans(start.unsqueeze(-1), stop.unsqueeze(-1), kv_len)
 
 
 def _positions(marked: Tensor, fill: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
@@ -18,7 +19,7 @@ from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists,
 from flexmask.lowering.block_mask_type import BLOCK_MASK_TYPE
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 
-__all__ = ["block_mask", "block_sizes"]
+__all__ = ["block_count", "block_lists", "block_mask", "block_sizes", "from_lists"]
 
 #: Blocks of a mask up to which each list of its BlockMask has room for all of them, on the CPU and elsewhere. Then the lists'
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
@@ -26,7 +27,7 @@ MAX_ROOM = _sync.PerDevice(cpu=2**20, elsewhere=2**22)
 #: Blocks up to which a grid is better than intervals: on the CPU while it is faster; elsewhere wherever there is room, since
 #: the sizes of a grid depend on no data, so that there is no host sync.
 MAX_GRID = _sync.PerDevice(cpu=2**16, elsewhere=2**22)
-#: The fields of a BlockMask that hold its lists, in the order of :func:`_lists`.
+#: The fields of a BlockMask that hold its lists, in the order of :func:`block_lists`.
 FIELDS = [(f"{kind}_num_blocks", f"{kind}_indices") for kind in ("kv", "q", "full_kv", "full_q")]
 
 
@@ -55,23 +56,36 @@ def block_mask(
     if not isinstance(separate_full_blocks, bool):
         raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
     bounds = analyze(context)
-    lists = _lists(bounds, context, sizes, heads, separate_full_blocks)
+    lists = block_lists(bounds, context, sizes, heads, separate=separate_full_blocks)
     if heads is not None:
         lists = [(number.expand(-1, heads, -1), indices.expand(-1, heads, -1, -1)) for number, indices in lists]
-    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": form if callable(form) else mask_mod(context, form, bounds)}
+    mod = form if callable(form) else mask_mod(context, form, bounds)
+    return from_lists(lists, mod, (context.q_len, context.kv_len), sizes)
+
+
+def from_lists(lists: Sequence[BlockList], mod: MaskMod, lengths: tuple[int, int], sizes: tuple[int, int]) -> BlockMask:
+    """The BlockMask with the lists of :func:`block_lists` and a ``mask_mod``."""
+    fields: dict[str, Any] = {"BLOCK_SIZE": sizes, "mask_mod": mod}
     for names, block_list in zip(FIELDS, [*lists, (None, None), (None, None)], strict=False):
         fields.update(zip(names, block_list, strict=True))
-    return BLOCK_MASK_TYPE((context.q_len, context.kv_len), **fields)
+    return BLOCK_MASK_TYPE(lengths, **fields)
 
 
-def _lists(bounds: RowBounds, context: Context, sizes: tuple[int, int], heads: int | None, separate: bool) -> list[BlockList]:
+def block_count(context: Context, sizes: tuple[int, int]) -> int:
+    """The number of blocks over all sequences and all heads that differ."""
+    return context.full_batch * context.heads * -(-context.q_len // sizes[0]) * -(-context.kv_len // sizes[1])
+
+
+def block_lists(
+    bounds: RowBounds, context: Context, sizes: tuple[int, int], heads: int | None = None, *, separate: bool = True
+) -> list[BlockList]:
     """The lists ``kv`` and ``q``, and if full blocks are separate ``full_kv`` and ``full_q``, with B of the whole batch."""
     # CUDA kernels read the stride of heads alone and multiply it by the number of heads for the stride of sequences. So equal
     # heads share memory only where there is one sequence.
     batch = context.full_batch
     repeated = heads if batch > 1 else None
     grid = BlockGrid(context, *sizes)
-    count = batch * context.heads * grid.q_blocks * grid.kv_blocks
+    count = block_count(context, sizes)
     if count > MAX_GRID.on(bounds.upper.lo):
         packed = count > MAX_ROOM.on(bounds.upper.lo)
         return interval_lists(_listed_sets(bounds, BlockSets(context, *sizes), separate), batch, repeated, packed=packed)

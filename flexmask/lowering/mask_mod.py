@@ -15,7 +15,7 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Form", "MaskMod", "interval_count", "mask_mod"]
+__all__ = ["Form", "MaskMod", "interval_count", "interval_mod", "mask_mod"]
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
     bounds = bounds or analyze(context)
     count = interval_count(bounds)
     if count is not None:
-        return _interval_mod(bounds.lower, count, context)
+        return interval_mod(bounds.lower, count, (context.full_batch, context.heads, context.q_len))
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
         raise LoweringError(f"the mask has no interval form, which tests at most {INTERVALS[-1]} intervals: {reason}")
@@ -65,27 +65,31 @@ def _expression_mod(context: Context) -> MaskMod:
     return mask_closure(replace(context, tables=copies))
 
 
-def _interval_mod(rows: Rows, count: int, context: Context) -> MaskMod:
+def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int]) -> MaskMod:
     """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
+
+    Args:
+        rows: the intervals.
+        count: how many intervals of a row are tested, at least as many as there are.
+        shape: ``(batch, heads, q_len)``.
 
     The tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
     mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that
     axis for dynamic once it changes, which its CPU kernels do not support.
     """
-    shape = context.full_batch, context.heads, context.q_len
     full = rows.expand(*shape)
     pairs = [(full.lo[..., slot].contiguous(), full.hi[..., slot].contiguous()) for slot in range(rows.slots)]
     while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
         pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
     (lo, hi), *more = pairs
     # An axis of size 1 is broadcast: it is read at 0.
-    b_step, h_step = int(context.full_batch > 1), int(context.heads > 1)
+    b_step, h_step = int(shape[0] > 1), int(shape[1] > 1)
 
-    def interval_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         b, h = b * b_step, h * h_step
         visible = (kv_idx >= lo[b, h, q_idx]) & (kv_idx < hi[b, h, q_idx])
         for next_lo, next_hi in more:
             visible = visible | ((kv_idx >= next_lo[b, h, q_idx]) & (kv_idx < next_hi[b, h, q_idx]))
         return visible
 
-    return interval_mod
+    return visible_key

@@ -20,7 +20,6 @@ from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_batch, check_bound
@@ -183,7 +182,7 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         return
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.device.type != "cpu":
-        if any(isinstance(node, TensorTable | CapturedTensor) for node in mask.expand().walk()):
+        if mask.tensors:
             return
         q_offset = tokens.kv_end - tokens.q_len
         kv_start = q_offset - window + 1

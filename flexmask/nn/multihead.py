@@ -21,12 +21,16 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS, SIZES, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
+from flexmask.plans.capture import lower_in_graph
+from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
 
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+#: A mask, or what it was lowered to.
+AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
 
 #: The arguments of forward, which no parameter of a mask may be named like.
 RESERVED = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
@@ -137,7 +141,7 @@ class MultiheadFlexAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: MaskLike | BlockMask | None = None,
+        mask: MaskLike | LoweredMask | BlockMask | None = None,
         *others: Any,
         context: Tensor | None = None,
         cache: KVCache | None = None,
@@ -149,8 +153,8 @@ class MultiheadFlexAttention(nn.Module):
 
         Args:
             x: ``[B, q_len, d_in]``.
-            mask: a mask, its text, a ``mask_mod`` (which is traced at each call), or a BlockMask. None for the module's own mask,
-                or no mask where it has none.
+            mask: a mask, its text, a ``mask_mod`` (which is traced at each call), what a :func:`flexmask.plan` gives, or a
+                BlockMask. None for the module's own mask, or no mask where it has none.
             others: must be empty. ``key`` and ``value`` of torch's module are ``context`` here.
             context: ``[B, kv_len, d_context]``, the source of keys and values in cross-attention. Not needed where ``cache``
                 holds its keys.
@@ -177,19 +181,24 @@ class MultiheadFlexAttention(nn.Module):
                 "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
             )
         self._check(x, context, cache, positions)
-        mask = self._bind(mask, parameters, x.device, bind=0 not in x.shape)
+        is_traced = torch.compiler.is_compiling()
+        mask = self._bind(mask, parameters, x.device, bind=0 not in x.shape and not is_traced)
+        is_lowered = isinstance(mask, LoweredMask | BlockMask)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None:
             positions = cache.positions(x.shape[1], x.device)
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
-        call_mask, start = mask, cast("int | Tensor", 0)
+        start: int | Tensor = 0
+        call_mask = mask
         if cache is None:
             key, value = new
+            if is_traced and isinstance(mask, Mask):
+                call_mask = lower_in_graph(mask, query, key, parameters=parameters)
         else:
             key, value = self._cached(cache, new, mask, is_context=context is not None)
-            call_mask = mask if isinstance(mask, BlockMask) else cache.call_mask(mask, x.shape[1], self.n_heads)
+            call_mask = mask if is_lowered else cache.call_mask(cast("Mask | None", mask), x.shape[1], self.n_heads)
             start = cache.start
-            if torch.compiler.is_compiling():  # dynamo drops writes to a new cache after FlexAttention
+            if is_traced:  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])
         heads = attention(
             query,
@@ -199,11 +208,11 @@ class MultiheadFlexAttention(nn.Module):
             score_mod=self.score_mod if cache is None else _score_mod_over_cache(self.score_mod, offset, start, x),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
-            q_offset=0 if isinstance(mask, BlockMask) else offset,
+            q_offset=0 if is_lowered else offset,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        if cache is not None and not torch.compiler.is_compiling():  # a call that fails must not change the cache
+        if cache is not None and not is_traced:  # a call that fails must not change the cache
             cache.advance(x.shape[1])
         out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
@@ -225,8 +234,8 @@ class MultiheadFlexAttention(nn.Module):
         """
         self._check(x, context, None, positions)
         bound = self._bind(mask, parameters, x.device, bind=True)
-        if isinstance(bound, BlockMask):
-            raise OperandError("attention_weights takes a Mask, its text or a mask_mod, got a BlockMask")
+        if isinstance(bound, LoweredMask | BlockMask):
+            raise OperandError(f"attention_weights takes a Mask, its text or a mask_mod, got a {type(bound).__name__}")
         query, key, _ = self._heads(x, context, positions, keys=True)
         return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
 
@@ -295,24 +304,23 @@ class MultiheadFlexAttention(nn.Module):
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
 
-    def _bind(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> Mask | BlockMask | None:
+    def _bind(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> AnyMask | None:
         """The mask of a call, with its parameters bound where ``bind`` is True."""
-        mask = self.mask if mask is None else mask if isinstance(mask, BlockMask) else _as_mask(mask, device)
+        mask = self.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else _as_mask(mask, device)
         wanted = set(mask.params) if isinstance(mask, Mask) else set()
         if not wanted and not parameters:
-            return cast("Mask | BlockMask | None", mask)
-        what = (
-            f"the mask {mask.brief()}" if isinstance(mask, Mask) else "a call without a mask" if mask is None else "a BlockMask"
-        )
+            return cast("AnyMask | None", mask)
         missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
+        if not missing and not unknown:
+            return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
+        what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
+        what = "a call without a mask" if mask is None else what
         if unknown:
             has = f"; it has {', '.join(sorted(wanted))}" if wanted else ""
             hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
             raise ExpressionError(f"forward has no argument {', '.join(unknown)}, and {what} no such parameter{has}{hints}")
-        if missing:
-            calls = ", ".join(f"{name}=..." for name in missing)
-            raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
-        return cast(Mask, mask).bind(**parameters) if bind else None
+        calls = ", ".join(f"{name}=..." for name in missing)
+        raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
 
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
         """As :meth:`_project`, with queries and keys rotated by ``rope``; by default positions count from 0."""
@@ -344,12 +352,10 @@ class MultiheadFlexAttention(nn.Module):
                 parts = (*parts, *both.split(others, -1))
         return [part.unflatten(-1, (part.shape[-1] // self.d_head, self.d_head)).transpose(1, 2) for part in parts]
 
-    def _cached(
-        self, cache: KVCache, new: list[Tensor], mask: Mask | BlockMask | None, *, is_context: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _cached(self, cache: KVCache, new: list[Tensor], mask: AnyMask | None, *, is_context: bool) -> tuple[Tensor, Tensor]:
         """The keys and values to attend to: those of the context, or of all tokens so far."""
         if new and not is_context:
-            whole = isinstance(mask, BlockMask) and mask.seq_lengths[1] == cache.capacity
+            whole = isinstance(mask, LoweredMask | BlockMask) and mask.shape[-1] == cache.capacity
             return cache.append(new[0], new[1], whole=whole)
         if new:
             cache.store(new[0], new[1])

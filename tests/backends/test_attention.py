@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import Mask, MultiheadFlexAttention, attention, h, kv, q
@@ -342,13 +343,37 @@ def test_flex_forward_matches_on_the_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_block_mask_goes_to_flex() -> None:
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_block_masks(backend: str) -> None:
     mask = fm.causal(offset=50)
     query, key, value = torch.randn(2, 4, 100, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
-    found = attention(query, key, value, mask.block_mask(100, 150), enable_gqa=True, scale=0.5)
+    found = attention(query, key, value, mask.block_mask(100, 150), enable_gqa=True, scale=0.5, backend=backend)
     check_close(found, oracle.attention(query, key, value, mask.dense(100, 150), 0.5))
-    with pytest.raises(LoweringError, match="BlockMask needs backend='flex'"):
-        attention(query, key, value, mask.block_mask(100, 150), enable_gqa=True, backend="sdpa")
+
+
+def alternate(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return ((q_idx >= kv_idx) | (kv_idx < 3)) & ((q_idx + kv_idx + b + h) % 3 != 0)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 3), (None, None), (1, 3)])
+def test_a_block_mask_of_torch_trains_on_the_cpu(sizes: tuple[int | None, int | None], separate: bool) -> None:
+    q_len, kv_len = 100, 140
+    b_step, h_step = int(sizes[0] == 2), int(sizes[1] == 3)
+
+    def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return alternate(b * b_step, h * h_step, q_idx, kv_idx)
+
+    made = create_block_mask(mod, *sizes, q_len, kv_len, device="cpu", BLOCK_SIZE=16, separate_full_blocks=separate)
+    index = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate((2, 3, q_len, kv_len))]
+    visible = mod(*index).expand(2, 3, q_len, kv_len)
+    query, key, value = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (q_len, kv_len, kv_len))
+    found = attention(query, key, value, made)
+    check_close(found, oracle.attention(query, key, value, visible, 8**-0.5))
+    weights = torch.where(visible, query @ key.mT * 8**-0.5, -torch.inf).softmax(-1)
+    wanted = torch.autograd.grad((weights @ value).square().sum(), (query, key, value))
+    for one, other in zip(torch.autograd.grad(found.square().sum(), (query, key, value)), wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_flex_has_no_gradients_on_the_cpu() -> None:

@@ -341,7 +341,7 @@ def test_padding_is_a_truth_value(padding: Any) -> None:
 @pytest.mark.parametrize("source", ["ids", "position_ids"])
 def test_padding_goes_with_lengths(source: str) -> None:
     with pytest.raises(ExpressionError, match=f"padding= goes with lengths or cu_seqlens, got {source}"):
-        fm.document(**{source: [0, 0, 1]}, padding=True)
+        fm.document(padding=True, **cast(Any, {source: [0, 0, 1]}))
 
 
 def test_a_parameter_keeps_the_padding_of_its_documents() -> None:

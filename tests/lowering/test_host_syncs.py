@@ -255,13 +255,12 @@ def test_lists_are_copied_once() -> None:
     assert copies == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["document(ids)", "bidirectional_spans", "per_document(ids)", "shared_prefix(ids)"])
+@pytest.mark.parametrize("name", ["document(ids)", "bidirectional_spans", "shared_prefix(ids)"])
 def test_changed_ids_are_counted_again(name: str) -> None:
     ids = torch.zeros(SHORT, dtype=torch.long)
     builds: dict[str, Callable[[Tensor], Mask]] = {
         "document(ids)": fm.document,
         "bidirectional_spans": fm.masks.bidirectional_spans,
-        "per_document(ids)": lambda ids: fm.per_document(fm.causal(), ids),
         "shared_prefix(ids)": lambda ids: fm.masks.shared_prefix(ids, prefix_of=[0, 1]),
     }
     mask = builds[name](ids)

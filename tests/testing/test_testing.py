@@ -197,7 +197,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         "rows, against the reference",
     ),
     "expression": ("flexmask.lowering.mask_mod._expression_mod", one_less, "mask_mod (expression), against"),
-    "interval": ("flexmask.lowering.mask_mod._interval_mod", one_less, "mask_mod (interval), against"),
+    "interval": ("flexmask.lowering.mask_mod.interval_mod", one_less, "mask_mod (interval), against"),
     "lists": ("flexmask.lowering.block_mask.grid_lists", doubled, "BlockMask (kv_indices), against"),
     "stats": (
         "flexmask.report.stats.stats",

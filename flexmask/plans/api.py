@@ -1,0 +1,143 @@
+"""A mask at some lengths as a function of its data, from which a captured graph lowers it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask._checks import checked_int, not_plain_reason
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.data import as_table
+from flexmask.expr.mask import Mask
+from flexmask.intervals.context import MAX_LENGTH
+from flexmask.lowering.block_mask import block_sizes
+from flexmask.plans.capture import GRAPHS, Setting, lower_traced
+from flexmask.plans.lowered import LoweredMask
+from flexmask.tracing.as_mask import MaskLike, as_mask
+
+__all__ = ["Plan", "plan"]
+
+
+class Plan:
+    """A mask at some lengths as a function of its data: ``plan(lengths=lengths)`` gives a LoweredMask. :func:`plan` makes it.
+
+    The first call for some shapes of the data captures the lowering as a graph, in about a second. The others run the graph: no
+    analysis, and no host sync. In code that ``torch.compile`` traces the graph becomes a part of the graph of the model.
+
+    Attributes:
+        mask: the mask, with its parameters.
+        setting: the lengths and sizes.
+        compile: whether Inductor compiles the graph.
+    """
+
+    def __init__(self, mask: Mask, setting: Setting, *, compile: bool = False) -> None:
+        self.mask, self.setting, self.compile = mask, setting, compile
+        self._names = mask.params
+
+    def __call__(self, *, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
+        """Lowers the mask with some data.
+
+        On the CPU, data that contradicts itself or the lengths is an error. Elsewhere values are not read, apart from what the
+        mask promises of them, such as ``document(contiguous=True)``.
+
+        Args:
+            q_offset: position of the first query, an int or an integer tensor ``[B]``.
+            data: the value of each parameter of the mask: a tensor on the plan's device; numbers and lists are copied to it.
+
+        Returns:
+            What :func:`flexmask.attention` takes as its mask, for each layer of a model.
+
+        Raises:
+            ExpressionError: a parameter that the mask does not have, or one that is not given.
+            LoweringError: data that contradicts the lengths, or a mask whose lowering needs to read values.
+            OperandError: data of a wrong type.
+        """
+        if data.keys() != set(self._names):
+            raise ExpressionError(self._wrong_names(set(data)))
+        tensors = [*self.mask.tensors, *[_tensor(data[name], name, self.setting.device) for name in self._names]]
+        setting = self.setting
+        if isinstance(q_offset, Tensor) or q_offset:
+            tensors.append(_tensor(q_offset, "q_offset", setting.device))
+            setting = setting._replace(q_offset=-1)
+        if torch.compiler.is_compiling():
+            return lower_traced(self.mask.structure, self._names, tuple(setting), tuple(tensors))
+        return GRAPHS.get(self.mask.structure, self._names, setting, tensors).run(tensors, compiled=self.compile)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value}" for name, value in self.setting._asdict().items() if value is not None)
+        return f"plan({str(self.mask)!r}, {given})"
+
+    def _wrong_names(self, given: set[str]) -> str:
+        unknown, missing = sorted(given - set(self._names)), sorted(set(self._names) - given)
+        has = f"its parameters are {', '.join(self._names)}" if self._names else "it has no parameters"
+        if unknown:
+            return f"the mask {self.mask.brief()} has no parameter {', '.join(unknown)}; {has}"
+        calls = ", ".join(f"{name}=..." for name in missing)
+        return f"the mask {self.mask.brief()} has parameters that are not given: call the plan with {calls}"
+
+
+def plan(
+    mask: MaskLike,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    compile: bool = False,
+) -> Plan:
+    """A mask analysed once for some lengths, to be lowered at each step from its data alone::
+
+        plan = flexmask.plan("causal & document(cu_seqlens=cu)", q_len=8192, batch=4)
+        for tokens, cu in batches:
+            lowered = plan(cu=cu)
+            ...
+            out = flexmask.attention(query, key, value, lowered)  # in each layer
+
+    Args:
+        mask: a mask, its text, or a ``mask_mod``. Its parameters are the data that changes: in text every free name, in Python
+            ``flexmask.param("cu")``.
+        q_len: number of queries.
+        kv_len: number of keys; ``q_len`` by default.
+        batch: sequences; by default those of the mask's data.
+        heads: heads; by default those of the mask.
+        device: where the mask is lowered; by default where its tensors are, else the CPU.
+        block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
+        compile: whether Inductor compiles the lowering, in about 10 seconds at the first call for some shapes. Not needed in code
+            that ``torch.compile`` traces, where the lowering becomes a part of the whole graph.
+
+    Raises:
+        ExpressionError: a parameter named ``q_offset``.
+        OperandError: an argument of a wrong type.
+        LoweringError: a length or a size that is not possible.
+    """
+    mask = as_mask(mask, device=device)
+    if "q_offset" in mask.params:
+        raise ExpressionError(f"{mask.brief()} has the parameter q_offset, which a plan takes itself; rename it")
+    if not isinstance(compile, bool):
+        raise OperandError(f"compile must be True or False, got {compile!r}")
+    sizes = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
+    lengths = [checked_int(length, name, most=MAX_LENGTH, kind=LoweringError) for name, length in sizes.items()]
+    rest = [
+        0 if size is None else checked_int(size, name, most=MAX_LENGTH, kind=LoweringError)
+        for name, size in (("batch", batch), ("heads", heads))
+    ]
+    default = mask.tensors[0].device if mask.tensors else torch.device("cpu")
+    where = default if device is None else _sync.resolve_device(device)
+    setting = Setting(lengths[0], lengths[1], rest[0], rest[1], 0, where, block_sizes(block_size))
+    return Plan(mask, setting, compile=compile)
+
+
+def _tensor(value: Any, name: str, device: torch.device) -> Tensor:
+    """Data of a parameter as a tensor on a device."""
+    if not isinstance(value, Tensor):
+        return as_table(value, name).to_tensor().to(device)
+    if reason := not_plain_reason(value):
+        raise OperandError(f"{name} must be a plain tensor, got {reason}")
+    if value.device != device:
+        raise LoweringError(f"{name} is on {value.device}, the plan on {device}; move it with .to({str(device)!r})")
+    return value

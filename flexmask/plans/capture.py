@@ -1,0 +1,210 @@
+"""Lowerings captured as graphs of ATen operators: functions of a mask's tensors, without the analysis of the mask.
+
+How a mask is lowered depends on its structure and on shapes alone where no value is read. So one graph serves all values. It runs
+as it is, compiled by Inductor, or as a part of a graph that ``torch.compile`` makes of a model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import register_constant
+
+from flexmask.errors import LoweringError
+from flexmask.expr.mask import Mask
+from flexmask.expr.node import Structure
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import analyze
+from flexmask.intervals.context import Context
+from flexmask.lowering.block_mask import MAX_GRID, block_count
+from flexmask.lowering.dense import cell_evaluator
+from flexmask.plans.fused import fused_kind
+from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
+
+__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph", "lower_traced"]
+
+register_constant(Structure)
+
+#: Cells of a mask that is not separable, which a graph evaluates one and all.
+MAX_CELLS = 2**26
+
+
+class Setting(NamedTuple):
+    """What a graph is captured for, next to the mask and the shapes of its tensors.
+
+    Attributes:
+        q_len: number of queries.
+        kv_len: number of keys.
+        batch: sequences; 0 where the mask's data has them.
+        heads: heads; 0 where the mask has them.
+        q_offset: position of the first query; -1 where it is the last tensor.
+        device: where results are made.
+        block_size: queries and keys in a block of the BlockMask; (0, 0) for no BlockMask.
+    """
+
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    q_offset: int
+    device: torch.device
+    block_size: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A captured lowering.
+
+    Attributes:
+        module: from the tensors of the mask, those of its parameters in the order of their names, and ``q_offset`` where it is a
+            tensor, to the tensors of a LoweredMask.
+        layout: what else the LoweredMask has.
+    """
+
+    module: torch.fx.GraphModule
+    layout: Any
+    _compiled: Callable[..., Any] | None = field(default=None)
+
+    def run(self, tensors: Sequence[Tensor], *, compiled: bool = False) -> LoweredMask:
+        """The LoweredMask of some tensors, which have the shapes, dtypes and device that the graph was captured for."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        run = self.module.forward
+        if compiled:
+            if self._compiled is None:  # without the guards of torch.compile, which take as long as a short mask does
+                self._compiled = torch._inductor.compile(self.module, list(tensors))
+            run = self._compiled
+        try:
+            return LoweredMask.unflatten(run(*tensors), self.layout)
+        except RuntimeError as error:  # torch raises it on the CPU for values that contradict each other
+            raise LoweringError(str(error)) from error
+
+
+class GraphCache:
+    """Graphs by the structure of the mask, the setting, and the shapes and dtypes of the tensors; the last used ones are kept.
+
+    Attributes:
+        size: how many graphs are kept.
+        captures: how many were captured.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        self.size, self.captures = size, 0
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Drops all graphs."""
+        with self._lock:
+            self._graphs.clear()
+
+    def get(self, structure: Structure, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
+        """The graph of a structure with its tensors, the values of the parameters ``names``, and ``q_offset`` as a tensor."""
+        key = structure, names, setting, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        with self._lock:
+            graph = self._graphs.pop(key, None)
+            if graph is None:
+                mask = structure.node
+                assert isinstance(mask, Mask), "the caller holds the mask"
+                graph = _capture(mask, names, setting, tensors)
+                self.captures += 1
+            self._graphs[key] = graph
+            while len(self._graphs) > self.size:
+                self._graphs.popitem(last=False)
+            return graph
+
+
+#: The graphs of this process.
+GRAPHS = GraphCache()
+
+
+def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
+    """The mask of a lowering context as one value, with the lists of its BlockMask where they need no host sync."""
+    bounds = analyze(context)
+    shape = context.full_batch, context.heads, context.q_len, context.kv_len
+    cells = None
+    if not bounds.exact:
+        count = context.batch * context.heads * context.q_len * context.kv_len
+        if count > MAX_CELLS:
+            raise LoweringError(
+                f"a part of {context.mask.brief()} is not separable in q and kv, so a plan evaluates all {count} cells; at most "
+                f"{MAX_CELLS} are possible. Call mask.block_mask() at each step instead"
+            )
+        cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
+    rows = bounds.upper
+    # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
+    ends = torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)), 1).permute(2, 3, 4, 0, 1)
+    lists: tuple[Tensor, ...] = ()
+    if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
+        lists = flat_lists(lists_of(context, rows, cells, block_size))
+    return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
+
+
+def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
+    layout: Any = None
+
+    def lowered(*inputs: Tensor) -> list[Tensor]:
+        nonlocal layout
+        own = len(mask.tensors)
+        whole = mask.with_tensors(inputs[:own])
+        if names:
+            whole = whole.bind(**dict(zip(names, inputs[own:], strict=False)))
+        offset = inputs[-1] if setting.q_offset < 0 else setting.q_offset
+        context = bind(whole, setting.q_len, setting.kv_len, setting.batch or None, setting.heads or None, offset, setting.device)
+        flat, layout = lower(context, setting.block_size).flatten()
+        return flat
+
+    def capture() -> torch.fx.GraphModule:
+        examples = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+        graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph
+
+    with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
+        return Graph(thread.submit(capture).result(), layout)
+
+
+def lower_in_graph(
+    mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    q_offset: int | Tensor = 0,
+    parameters: dict[str, Tensor] | None = None,
+    block_size: tuple[int, int] = (128, 128),
+) -> LoweredMask:
+    """A mask lowered in code that ``torch.compile`` traces: its captured graph becomes a part of the whole graph.
+
+    Args:
+        mask: the mask.
+        query: ``[B, H, q_len, D]``.
+        key: ``[B, H_kv, kv_len, D]``.
+        q_offset: position of the first query.
+        parameters: the values of the mask's parameters.
+        block_size: see :class:`Setting`.
+    """
+    names = tuple(sorted(parameters or {}))
+    tensors = (*mask.tensors, *[(parameters or {})[name] for name in names])
+    offset = -1 if isinstance(q_offset, Tensor) else q_offset
+    if isinstance(q_offset, Tensor):
+        tensors = (*tensors, q_offset)
+    setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
+    return lower_traced(mask.structure, names, setting, tensors)
+
+
+@torch._dynamo.nonstrict_trace
+def lower_traced(
+    structure: Structure, names: tuple[str, ...], setting: tuple[Any, ...], tensors: tuple[Tensor, ...]
+) -> LoweredMask:
+    """As :meth:`GraphCache.get` and :meth:`Graph.run`, which ``torch.compile`` does not trace but runs while it makes a graph."""
+    return GRAPHS.get(structure, names, Setting(*setting), tensors).run(tensors)

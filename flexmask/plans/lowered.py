@@ -1,0 +1,150 @@
+"""A mask lowered at some lengths as one value: tensors alone, which every backend of attention takes.
+
+It is a pytree. So compiled code takes it as an input without compiling again for other values, and it moves to a device, to other
+processes and into files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import register_pytree_node
+
+from flexmask._checks import kind_of
+from flexmask.blocks.grid import BlockGrid
+from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.mask import Truth
+from flexmask.intervals.bounds import RowBounds
+from flexmask.intervals.context import Context
+from flexmask.intervals.rows import Rows
+from flexmask.lowering.block_lists import BlockList, grid_lists
+from flexmask.lowering.block_mask import block_lists, from_lists
+from flexmask.lowering.mask_mod import MaskMod, interval_mod
+from flexmask.plans.fused import Fused
+
+__all__ = ["LoweredMask", "flat_lists", "lists_of"]
+
+#: Intervals of a row that the ``mask_mod`` of a BlockMask tests: the least of these that is enough.
+INTERVALS = (2, 4, 8, 16, 32, 64)
+
+
+class LoweredMask:
+    """A mask lowered at some lengths, which :func:`flexmask.attention` takes as its mask. A :class:`flexmask.Plan` makes it.
+
+    Attributes:
+        shape: ``(batch, heads, q_len, kv_len)``; ``heads`` is 1 where the mask is the same for all heads.
+        bounds: the key intervals of each query row, ``int32[B', H', Q', K, 2]``, sorted and disjoint. Each of the first three
+            axes is 1 where the mask does not depend on it. Unused intervals are ``[kv_len, kv_len)``.
+        cells: None where the intervals are the mask. Where a part of the mask is not separable in q and kv, the intervals hold
+            all visible keys, and ``bool[B', H', q_len, kv_len]`` says which of them are visible.
+        block_size: queries and keys in a block of :attr:`block_mask`.
+        fused: ``"whole"`` or ``"causal"`` where torch's fused kernels have the mask without a tensor.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        bounds: Tensor,
+        cells: Tensor | None = None,
+        block_size: tuple[int, int] = (128, 128),
+        lists: tuple[Tensor, ...] = (),
+        fused: Fused = None,
+    ) -> None:
+        self.shape, self.bounds, self.cells, self.block_size, self.fused = shape, bounds, cells, block_size, fused
+        self._lists = lists
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.bounds.device
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
+        batch, heads, q_len, _ = self.shape
+        if self.cells is not None:
+            return _cells_mod(self.cells)
+        rows = self._rows()
+        return interval_mod(rows, next(count for count in INTERVALS if count >= rows.slots), (batch, heads, q_len))
+
+    @property
+    def block_mask(self) -> BlockMask:
+        """The BlockMask with the blocks that torch's ``create_block_mask`` lists."""
+        tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
+        lists = list(zip(tensors[::2], tensors[1::2], strict=True))
+        return from_lists(lists, self.mask_mod, self.shape[2:], self.block_size)
+
+    def dense(self) -> Tensor:
+        """The mask as ``bool[B, H, q_len, kv_len]``."""
+        kv = torch.arange(self.shape[3], device=self.device)
+        visible = self._rows().holds(kv)
+        return (visible if self.cells is None else visible & self.cells).expand(self.shape)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same value with its tensors on a device."""
+        tensors, layout = self.flatten()
+        return self.unflatten([tensor.to(device) for tensor in tensors], layout)
+
+    def __getitem__(self, index: int | slice) -> Self:
+        """The mask of some sequences of the batch: an index, which keeps the axis, or a slice."""
+        if isinstance(index, bool) or not isinstance(index, int | slice):
+            raise OperandError(f"a LoweredMask is indexed by sequences, an int or a slice, got {kind_of(index)}")
+        batch = self.shape[0]
+        if isinstance(index, int) and not -batch <= index < batch:
+            raise LoweringError(f"the LoweredMask has {batch} sequences, so there is none at {index}")
+        part = slice(index, index + 1 or None) if isinstance(index, int) else index
+        number = len(range(batch)[part])
+        if not number:
+            raise LoweringError(f"the LoweredMask has {batch} sequences, of which {index} leaves none")
+        tensors, (shape, *layout) = self.flatten()
+        cut = [tensor[part] if tensor.shape[0] == batch else tensor for tensor in tensors]
+        return self.unflatten(cut, ((number, *shape[1:]), *layout))
+
+    def flatten(self) -> tuple[list[Tensor], Any]:
+        """The tensors, and what :meth:`unflatten` takes with them."""
+        cells = [] if self.cells is None else [self.cells]
+        return [self.bounds, *cells, *self._lists], (self.shape, len(cells), self.block_size, self.fused)
+
+    @classmethod
+    def unflatten(cls, tensors: Iterable[Tensor], layout: Any) -> Self:
+        """The value of :meth:`flatten`."""
+        bounds, *rest = tensors
+        shape, cells, block_size, fused = layout
+        return cls(shape, bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), fused)
+
+    def __repr__(self) -> str:
+        kind = "key intervals" if self.cells is None else "key intervals and cells"
+        return f"LoweredMask(shape={self.shape}, {self.bounds.shape[3]} {kind}, block_size={self.block_size}, {self.device})"
+
+    def _rows(self) -> Rows:
+        return Rows(self.bounds[..., 0], self.bounds[..., 1], self.shape[3])
+
+    def _context(self) -> Context:
+        batch, heads, q_len, kv_len = self.shape
+        own = self.bounds.shape[0] if self.cells is None else max(self.bounds.shape[0], self.cells.shape[0])
+        return Context(Truth(True), q_len, kv_len, own, batch, heads, 0, None, self.device, {})
+
+
+def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[int, int]) -> list[BlockList]:
+    """The lists of a BlockMask, given the key intervals and the cells of a :class:`LoweredMask`."""
+    if cells is None:
+        return block_lists(RowBounds(rows, rows), context, sizes)
+    partial, full = BlockGrid(context, *sizes).from_cells(cells)
+    return grid_lists([partial, full], context.full_batch, None)
+
+
+def _cells_mod(cells: Tensor) -> MaskMod:
+    # An axis of size 1 is broadcast: it is read at 0.
+    b_step, h_step = int(cells.shape[0] > 1), int(cells.shape[1] > 1)
+    return lambda b, h, q_idx, kv_idx: cells[b * b_step, h * h_step, q_idx, kv_idx]
+
+
+def flat_lists(lists: list[BlockList]) -> tuple[Tensor, ...]:
+    return tuple(tensor for block_list in lists for tensor in block_list)
+
+
+register_pytree_node(LoweredMask, LoweredMask.flatten, LoweredMask.unflatten, serialized_type_name="flexmask.LoweredMask")

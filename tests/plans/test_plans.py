@@ -1,0 +1,254 @@
+"""Plans: the same mask as lowered eagerly, for other data than a graph was captured with, and one graph in compiled models."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_map
+
+import flexmask as fm
+from flexmask import Mask, attention
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.plans import LoweredMask
+from flexmask.plans.capture import GRAPHS, GraphCache
+from tests.lowering.test_host_syncs import MASKS
+from tests.support.block_lists import check_lists
+
+LENGTH = 300
+
+
+def check_equal(lowered: LoweredMask, mask: Mask, q_len: int, kv_len: int | None = None, **sizes: Any) -> None:
+    """A plan against the eager lowering, list by list, and against the dense mask."""
+    torch.testing.assert_close(lowered.dense(), mask.dense(q_len, kv_len, **sizes).expand(lowered.shape), rtol=0, atol=0)
+    check_lists(lowered.block_mask, mask.block_mask(q_len, kv_len, **sizes))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_each_named_mask(name: str) -> None:
+    mask = MASKS[name](512, "cpu")
+    check_equal(fm.plan(mask, 512)(), mask, 512)
+
+
+def documents(*lengths: int) -> Tensor:
+    return torch.tensor([[0, *torch.tensor(lengths).cumsum(0).tolist()]])
+
+
+TEXT = "causal & document(cu_seqlens=cu) & key_padding(lengths)"
+DATA = [(documents(100, 120, 80), 300), (documents(1, 298, 1), 7), (documents(300, 0, 0), 0)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_data_than_it_was_captured_with(compiled: bool) -> None:
+    plan = fm.plan(TEXT, LENGTH, batch=1, compile=compiled)
+    before = GRAPHS.captures
+    for cu, length in DATA:
+        lengths = torch.tensor([length])
+        check_equal(plan(cu=cu, lengths=lengths), fm.parse(TEXT).bind(cu=cu, lengths=lengths), LENGTH)
+    assert GRAPHS.captures <= before + 1
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, -1], [5, 5, 2, 9, 9, -1], [3, 3, 3, 3, 3, 3], [-1, -1, 4, 4, 1, 1]])
+def test_contiguous_documents(ids: list[int]) -> None:
+    table = torch.tensor([ids])
+    plan = fm.plan("causal & document(ids, contiguous=True)", 6)
+    lowered = plan(ids=table)
+    assert lowered.cells is None
+    check_equal(lowered, fm.causal() & fm.document(table), 6)
+
+
+def test_documents_that_are_not_contiguous() -> None:
+    ids = torch.tensor([0, 1, 0])
+    with pytest.raises(LoweringError, match="one run of equal ids"):
+        fm.document(ids, contiguous=True).dense(3)
+    for compiled in (False, True):
+        with pytest.raises(LoweringError, match="one run of equal ids"):
+            fm.plan("document(ids, contiguous=True)", 3, compile=compiled)(ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"lengths": [6]}, "promise of ids alone"),
+        ({"ids": [0, 1], "kv_ids": [0, 1, 1]}, "promise of ids alone"),
+    ],
+)
+def test_contiguous_goes_with_ids(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ExpressionError, match=reason):
+        fm.document(contiguous=True, **given)
+    with pytest.raises(OperandError, match="contiguous must be True or False"):
+        fm.document([0, 1], contiguous=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offset", [3, torch.tensor([3, 9]), torch.tensor([0])])
+def test_offsets(offset: int | Tensor) -> None:
+    mask = fm.causal() & fm.sliding_window(left=4, right=0)
+    lowered = fm.plan(mask, 2, 16, batch=2)(q_offset=offset)
+    check_equal(lowered, mask, 2, 16, batch=2, q_offset=offset)
+
+
+WRONG = {
+    "documents that end too early": (documents(100, 100), 300, "must cover all tokens"),
+    "documents that end too late": (documents(100, 201), 300, "cover more tokens than the 300 positions"),
+    "offsets that decrease": (torch.tensor([[0, 200, 100, 300]]), 300, "start with 0 and not decrease"),
+    "a length beyond the keys": (documents(300), 301, "at most kv_len = 300"),
+    "a length below 0": (documents(300), -1, "at least 0"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_values_are_checked_on_the_cpu(name: str, compiled: bool) -> None:
+    cu, length, message = WRONG[name]
+    with pytest.raises(LoweringError, match=message):
+        fm.plan(TEXT, LENGTH, batch=1, compile=compiled)(cu=cu, lengths=torch.tensor([length]))
+
+
+def attend(length: int, **options: Any) -> Tensor:
+    x = torch.zeros(1, 1, length, 4)
+    return attention(x, x, x, fm.plan("causal", 9)(), **options)
+
+
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "missing": (lambda: fm.plan(TEXT, 9)(cu=documents(9)), ExpressionError, "not given: call the plan with lengths="),
+    "unknown": (lambda: fm.plan("causal", 9)(ids=documents(9)), ExpressionError, "has no parameter ids; it has no parameters"),
+    "name": (lambda: fm.plan("key_padding(q_offset)", 9), ExpressionError, "parameter q_offset, which a plan takes itself"),
+    "length": (lambda: fm.plan("causal", 0), LoweringError, "q_len must be at least 1"),
+    "batch": (lambda: fm.plan("causal", 9, batch="2"), OperandError, "batch must be an integer"),  # type: ignore[arg-type]
+    "compile": (lambda: fm.plan("causal", 9, compile=1), OperandError, "compile must be True or False"),  # type: ignore[arg-type]
+    "data": (lambda: fm.plan("key_padding(lengths)", 9)(lengths=[1.5]), OperandError, "lengths must hold"),
+    "device": (
+        lambda: fm.plan("key_padding(lengths)", 9)(lengths=torch.zeros(2, dtype=torch.long, device="meta")),
+        LoweringError,
+        "lengths is on meta, the plan on cpu",
+    ),
+    "cells": (lambda: fm.plan("(q * kv) % 3 == 0", 2**14)(), LoweringError, "not separable in q and kv, so a plan evaluates all"),
+    "sizes": (
+        lambda: attend(8),
+        LoweringError,
+        r"LoweredMask is for \[B, H, q_len, kv_len\] = \[1, 1, 9, 9\]",
+    ),
+    "offset": (
+        lambda: attend(9, q_offset=2),
+        LoweringError,
+        "q_offset does not apply to a LoweredMask",
+    ),
+    "index": (lambda: fm.plan("causal", 9)()[1], LoweringError, "has 1 sequences, so there is none at 1"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# ---------------------------------------------------------------- the value
+
+
+@pytest.fixture(params=["intervals", "cells"])
+def lowered(request: pytest.FixtureRequest) -> LoweredMask:
+    text = "key_padding(lengths) & causal" + (" & ((q + kv) % 3 != 0)" if request.param == "cells" else "")
+    return fm.plan(text, 40)(lengths=[40, 3, 17])
+
+
+def test_sequences_of_the_batch(lowered: LoweredMask) -> None:
+    for index, part in ((1, slice(1, 2)), (-1, slice(2, 3)), (slice(0, 2), slice(0, 2))):
+        assert torch.equal(lowered[index].dense(), lowered.dense()[part])
+        assert lowered[index].block_mask.kv_indices.shape[0] == len(lowered.dense()[part])
+    with pytest.raises(LoweringError, match="leaves none"):
+        lowered[3:]
+
+
+def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
+    copied = tree_map(torch.clone, lowered)
+    assert isinstance(copied, LoweredMask)
+    file = io.BytesIO()
+    torch.save(lowered, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False), lowered.to("cpu")):
+        assert torch.equal(other.dense(), lowered.dense())
+        assert other.shape == lowered.shape
+    assert lowered.to("meta").device.type == "meta"
+    assert repr(lowered).startswith("LoweredMask(shape=(3, 1, 40, 40)")
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_attention(lowered: LoweredMask, backend: str) -> None:
+    query, key, value = torch.randn(3, 3, 2, 40, 16)
+    visible = lowered.dense()
+    wanted = torch.where(visible, query @ key.mT / 4, -torch.inf).softmax(-1).nan_to_num(0) @ value
+    torch.testing.assert_close(attention(query, key, value, lowered, backend=backend), wanted)
+
+
+def test_the_last_used_graphs_are_kept() -> None:
+    cache = GraphCache(size=2)
+    masks = [fm.sliding_window(left=left, right=0) for left in range(3)]
+    for mask in (*masks, masks[2], masks[0]):
+        plan = fm.plan(mask, 8)
+        cache.get(mask.structure, (), plan.setting, mask.tensors)
+    assert (len(cache), cache.captures) == (2, 4)
+    cache.clear()
+    assert len(cache) == 0
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+class Decoder(nn.Module):
+    """Two layers on packed tokens, whose mask is made in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        mask = "causal & document(cu_seqlens=cu)" if way == "parameter" else None
+        self.layers = nn.ModuleList(fm.MultiheadFlexAttention(16, 16, 2, mask=mask) for _ in range(2))
+        self.plan = fm.plan("causal & document(cu_seqlens=cu)", 48, batch=2)
+
+    def forward(self, x: Tensor, mask: Any, cu: Tensor) -> Tensor:
+        if self.way == "plan inside":
+            mask = self.plan(cu=cu)
+        for layer in self.layers:
+            x = x + (layer(x, cu=cu) if self.way == "parameter" else layer(x, mask))
+        return x
+
+
+@pytest.mark.parametrize("way", ["mask", "parameter", "plan inside", "plan outside", "cells"])
+def test_a_compiled_model_has_one_graph(way: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Decoder(way)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for number in range(3):
+        cu = torch.tensor([[0, 5 + number, 30, 48], [0, 20, 47 - number, 48]])
+        ids = torch.bucketize(torch.arange(48), cu[0, 1:-1], right=True).expand(2, -1)
+        masks: dict[str, Any] = {
+            "mask": fm.causal() & fm.document(cu_seqlens=cu),
+            "plan outside": model.plan(cu=cu),
+            "cells": fm.causal() & fm.document(ids.contiguous()),
+        }
+        x = torch.randn(2, 48, 16)
+        found, wanted = (call(x, masks.get(way), cu) for call in (compiled, model))
+        torch.testing.assert_close(found, wanted)
+        parameters = list(model.parameters())
+        for one, other in zip(
+            torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(wanted.sum(), parameters), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 1
+
+
+def test_another_structure_is_another_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    x = torch.randn(1, 1, 12, 8)
+    compiled = torch.compile(lambda mask: attention(x, x, x, mask), fullgraph=True, backend=counter)
+    for mask in (fm.causal(), fm.sliding_window(left=2, right=0), fm.sliding_window(left=3, right=0), fm.causal()):
+        torch.testing.assert_close(compiled(mask), attention(x, x, x, mask))
+    assert counter.frame_count == 3
