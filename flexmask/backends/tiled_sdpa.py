@@ -175,6 +175,8 @@ def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
     if isinstance(mask, BlockMask):
         return None, from_block_mask(mask)
     if mask is None:
+        if plain:
+            return "whole", None
         mask = Truth(True)
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, call.key, call.q_offset, block_size=(0, 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -90,11 +90,20 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     check_bound(mask)
     check_batch(mask, tokens.batch)
     _check_symbols(mask, tokens)
+    if _attends_to_all(mask, tokens):
+        return Truth(True)
     if not tokens.is_context:
         _check_padding(mask, tokens)
     rewriter = _Rewriter(tokens)
     rewritten = cast(Mask, mask.expand().replace(rewriter.node))
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
+
+
+def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
+    """Whether a call has one query, which attends to all keys in the cache under a mask without data."""
+    if tokens.q_len != 1 or tokens.is_context or isinstance(tokens.q_offset, Tensor) or isinstance(tokens.kv_start, Tensor):
+        return False
+    return _lookback(mask).whole >= tokens.q_offset - tokens.kv_start
 
 
 def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads: int) -> PaddedKeys | None:
@@ -177,8 +186,7 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
     Raises:
         LoweringError: some query attends to such a key.
     """
-    reach = _lookback(mask)
-    if tokens.kv_end - tokens.q_len < window or (reach is not None and reach < window) or not tokens.batch * tokens.q_len:
+    if tokens.kv_end - tokens.q_len < window or _lookback(mask).most < window or not tokens.batch * tokens.q_len:
         return
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.device.type != "cpu":
@@ -204,42 +212,66 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         )
 
 
-def _lookback(mask: Mask) -> int | None:
-    """The greatest distance from a query back to a key that it attends to, where no data decides it; else None."""
+class _Lookback(NamedTuple):
+    """How far back from a query the keys are that it attends to.
+
+    Attributes:
+        whole: it attends to its own key and to all keys at most so far back; -1 where data decides it.
+        most: it attends to no key further back.
+    """
+
+    whole: int
+    most: int
+
+
+def _lookback(mask: Mask) -> _Lookback:
+    """The lookback of a mask; `whole` is -1 where any part of it has data, which is to be checked."""
     if "lookback" not in mask.memo:
-        mask.memo["lookback"] = _fold_lookback(mask, _leaf_lookback)
-    return cast("int | None", mask.memo["lookback"])
+        lookback = _fold_lookback(mask, _leaf_lookback)
+        mask.memo["lookback"] = lookback._replace(whole=-1) if _has_data(mask) else lookback
+    return cast(_Lookback, mask.memo["lookback"])
 
 
-def _leaf_lookback(leaf: Mask) -> int | None:
+def _leaf_lookback(leaf: Mask) -> _Lookback:
     """The lookback of a comparison, cached on it: masks that are bound in each call share their comparisons."""
     if "lookback" not in leaf.memo:
-        has_data = any(isinstance(node, Lookup) for node in leaf.walk())
-        leaf.memo["lookback"] = None if has_data else _fold_lookback(separate(leaf), _span_lookback)
-    return cast("int | None", leaf.memo["lookback"])
+        is_unknown = _has_data(leaf)
+        leaf.memo["lookback"] = _Lookback(-1, MAX_LENGTH) if is_unknown else _fold_lookback(separate(leaf), _span_lookback)
+    return cast(_Lookback, leaf.memo["lookback"])
 
 
-def _span_lookback(leaf: Mask) -> int | None:
-    if not isinstance(leaf, Span) or leaf.start is None:
-        return None
-    distance = Linear.of(q - leaf.start)
-    return None if distance.terms else max(0, distance.constant)
+def _has_data(mask: Mask) -> bool:
+    return any(isinstance(node, Lookup) for node in mask.expand().walk())
 
 
-def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], int | None]) -> int | None:
-    """The lookback of a mask from those of its leaves: the least of a conjunction, the greatest of a disjunction."""
-    found: dict[int, int | None] = {}
+def _span_lookback(leaf: Mask) -> _Lookback:
+    if not isinstance(leaf, Span):
+        return _Lookback(-1, MAX_LENGTH)
+    back = MAX_LENGTH if leaf.start is None else _constant(q - leaf.start)
+    ahead = 1 if leaf.stop is None else _constant(leaf.stop - q)
+    whole = -1 if back is None or ahead is None or ahead < 1 else max(-1, back)
+    return _Lookback(whole, MAX_LENGTH if back is None else max(0, back))
+
+
+def _constant(index: Index) -> int | None:
+    """The value of an expression that has one value for all queries, else None."""
+    form = Linear.of(index)
+    return None if form.terms else form.constant
+
+
+def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], _Lookback]) -> _Lookback:
+    """The lookback of a mask from those of its leaves."""
+    found: dict[int, _Lookback] = {}
     for node in (node for node in mask.walk() if isinstance(node, Mask)):
         match node:
-            case Truth(False):
-                found[id(node)] = 0
+            case Truth(value):
+                found[id(node)] = _Lookback(MAX_LENGTH, MAX_LENGTH) if value else _Lookback(-1, 0)
             case Named(body=body):
                 found[id(node)] = found[id(body)]
-            case And(parts):
-                found[id(node)] = min((reach for part in parts if (reach := found[id(part)]) is not None), default=None)
-            case Or(parts) | PerHead(parts):
-                reaches = [found[id(part)] for part in parts]
-                found[id(node)] = None if None in reaches else max(cast("list[int]", reaches))
+            case And(parts) | Or(parts) | PerHead(parts):
+                whole, most = zip(*(found[id(part)] for part in parts), strict=True)
+                of_whole = max if isinstance(node, Or) else min
+                found[id(node)] = _Lookback(of_whole(whole), min(most) if isinstance(node, And) else max(most))
             case _:
                 found[id(node)] = leaf_lookback(node)
     return found[id(mask)]

@@ -192,7 +192,7 @@ class KVCache:
             check_window(whole, tokens, self.window, heads)
         elif isinstance(self.length, Tensor) and not self.holds_context:
             result = result & (kv < TensorTable(self.length + number)[b])
-        return None if mask is None and isinstance(result, Truth) else result
+        return None if result == Truth(True) else result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Drops the tokens after a length: padding of a prompt, or drafts that were not accepted.

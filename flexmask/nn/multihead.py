@@ -185,7 +185,7 @@ class MultiheadFlexAttention(nn.Module):
         mask = self._bind(mask, parameters, x.device, bind=0 not in x.shape and not is_traced)
         is_lowered = isinstance(mask, LoweredMask | BlockMask)
         offset = 0 if cache is None else cache.length
-        if positions is None and cache is not None:
+        if positions is None and cache is not None and self.rope is not None:
             positions = cache.positions(x.shape[1], x.device)
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         start: int | Tensor = 0
@@ -325,6 +325,8 @@ class MultiheadFlexAttention(nn.Module):
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
         """As :meth:`_project`, with queries and keys rotated by ``rope``; by default positions count from 0."""
         query, *others = self._project(x, context, keys=keys)
+        if self.rope is None:
+            return [query, *others]
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         query = self._rotate(query, positions)

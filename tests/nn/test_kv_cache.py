@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.intervals.context import MAX_LENGTH
 from flexmask.nn.cache_masks import CallTokens, _lookback, check_window
 from flexmask.report.compare import difference
 from tests.support import oracle
@@ -506,29 +507,43 @@ def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: 
 
 @settings(max_examples=200)
 @given(mask_cases(SHAPE, 3))
-def test_no_visible_key_is_beyond_the_lookback(case: DrawnCase) -> None:
-    reach = _lookback(case.mask)
-    if reach is not None:
-        _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
-        assert max((query - key).tolist(), default=0) <= reach
+def test_visible_keys_are_within_the_lookback(case: DrawnCase) -> None:
+    whole, most = _lookback(case.mask)
+    _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
+    assert max((query - key).tolist(), default=0) <= most
+    _, _, query, key = (~case.expected(SHAPE)).nonzero().unbind(-1)
+    assert all(distance < 0 or distance > whole for distance in (query - key).tolist())
 
 
 @pytest.mark.parametrize(
-    ("text", "reach"),
+    ("text", "whole", "most"),
     [
-        ("sliding_window(size=4) & document(ids)", 3),
-        ("abs(q - kv) <= 3", 3),
-        ("(abs(q - kv) <= 3) | (kv == q - 9)", 9),
-        ("per_head([sliding_window(size=2), sliding_window(size=7)])", 6),
-        ("dilated_window(left=3, right=0, dilation=2)", 3),
-        ("empty | (kv > q)", 0),
-        ("causal", None),
-        ("sliding_window(size=4) | causal", None),
-        ("kv >= q - lengths[b]", None),
+        ("sliding_window(size=4)", 3, 3),
+        ("sliding_window(size=4) & document(ids)", -1, 3),
+        ("abs(q - kv) <= 3", 3, 3),
+        ("(abs(q - kv) <= 3) | (kv == q - 9)", 3, 9),
+        ("per_head([sliding_window(size=2), sliding_window(size=7)])", 1, 6),
+        ("dilated_window(left=3, right=0, dilation=2)", -1, 3),
+        ("empty | (kv > q)", -1, 0),
+        ("causal", MAX_LENGTH, MAX_LENGTH),
+        ("causal & (kv < q)", -1, MAX_LENGTH),
+        ("causal | (kv < lengths[b])", -1, MAX_LENGTH),
+        ("sliding_window(size=4) | causal", MAX_LENGTH, MAX_LENGTH),
+        ("kv >= q - lengths[b]", -1, MAX_LENGTH),
     ],
 )
-def test_lookback(text: str, reach: int | None) -> None:
-    assert _lookback(fm.parse(text)) == reach
+def test_lookback(text: str, whole: int, most: int) -> None:
+    assert _lookback(fm.parse(text)) == (whole, most)
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_needed"), [("causal", False), ("sliding_window(size=6)", False), ("sliding_window(size=5)", True)]
+)
+def test_a_step_that_attends_to_the_whole_cache_needs_no_mask(mask: str, is_needed: bool) -> None:
+    module, x, cache = CASES["causal"].module(), inputs(6), KVCache(12)
+    module(x[:, :5], "causal", cache=cache)
+    cache.append(*(torch.zeros_like(part[:, :, :1]) for part in (cache.key, cache.value) if part is not None))
+    assert (cache.call_mask(fm.parse(mask), 1, heads=2) is not None) == is_needed
 
 
 def test_a_window_on_another_device() -> None:
