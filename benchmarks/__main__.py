@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.report import write
-from benchmarks.sections import Row, sections
+from benchmarks.rows import Row
+from benchmarks.sections import sections
 
 RESULTS = Path(__file__).parent / "results"
 

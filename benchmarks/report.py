@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import flexmask
 from benchmarks.measuring import Measurement
-from benchmarks.sections import Row, Section
+from benchmarks.rows import Row, Section
 
 __all__ = ["write"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -20,47 +19,23 @@ import flexmask
 from benchmarks.gym import generated, same_blocks
 from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.pictures import drawings
+from benchmarks.rows import Row, Section
+from benchmarks.steps import decoding_step, dropout, short_sequences
 from benchmarks.workloads import Workload, causal_work, even_work, packed_work, window_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
 from flexmask.lowering.mask_mod import MaskMod
 
-__all__ = ["Row", "Section", "sections"]
+__all__ = ["sections"]
 
 #: Cells of a mask up to which torch's own create_block_mask is measured, as it is (beyond, it takes more memory than a large
 #: machine has) and compiled (beyond, a run takes half a minute).
 MOST_EAGER, MOST_COMPILED = 2**30, 2**34
 
 
-@dataclass
-class Row:
-    """One row: how it is named, and what was measured of each candidate that could be."""
-
-    name: str
-    length: int
-    candidates: dict[str, Callable[[], Measurement]]
-    found: dict[str, Measurement] = field(default_factory=dict)
-
-
-@dataclass
-class Section:
-    """A table of the report.
-
-    Attributes:
-        title: its heading.
-        text: what is measured, and how.
-        ours: the candidate that the others are compared with.
-        rows: what is measured.
-    """
-
-    title: str
-    text: str
-    ours: str
-    rows: list[Row]
-
-
 def sections(device: str, *, quick: bool) -> list[Section]:
     """All sections for a device; ``quick`` ones take about a minute."""
     found = [_block_masks(device, quick), _decoding(device), _attention(device, quick)]
+    found += [short_sequences(device, quick=quick), dropout(device, quick=quick), decoding_step(device)]
     if find_spec("attn_gym") and not quick:
         found.insert(1, _generators(device))
     found += [] if quick else [_kernels(device)]

@@ -48,18 +48,18 @@ class Workload:
     heads: int | None = None
 
 
-def _documents(batch: int, length: int, device: str) -> Tensor:
-    """Ids of documents of 512 tokens on average with random ends, ``int64[batch, length]``."""
+def _documents(batch: int, length: int, device: str, mean: int) -> Tensor:
+    """Ids of documents of ``mean`` tokens on average with random ends, ``int64[batch, length]``."""
     draw = torch.Generator().manual_seed(length + batch)
     ids = torch.zeros(batch, length, dtype=torch.int64)
     for row in ids:
-        row[torch.randperm(length - 1, generator=draw)[: max(1, length // DOCUMENT) - 1] + 1] = 1
+        row[torch.randperm(length - 1, generator=draw)[: max(1, length // mean) - 1] + 1] = 1
     return ids.cumsum(-1).to(device)
 
 
-def packed_work(length: int, device: str, batch: int = 1) -> Workload:
+def packed_work(length: int, device: str, batch: int = 1, mean: int = DOCUMENT) -> Workload:
     """Causal attention within packed documents, padded at the end."""
-    ids = _documents(batch, length, device)
+    ids = _documents(batch, length, device, mean)
     draw = torch.Generator().manual_seed(0)
     shortest = length // 2 if batch > 1 else length - length // 20
     lengths = torch.randint(shortest, length, (batch,), generator=draw).to(device)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from benchmarks.measuring import CLEAR, Measurement, measure
 from benchmarks.report import write
-from benchmarks.sections import Row, Section
+from benchmarks.rows import Row, Section
 from benchmarks.workloads import (
     Workload,
     causal_work,
