@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import flexmask
 from benchmarks.gym import generated, same_blocks
+from benchmarks.huggingface import DOCUMENT, HEADS, IMPLEMENTATIONS, LAYERS, make_lowered, training_step
 from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.pictures import drawings
 from benchmarks.rows import Row, Section
@@ -30,6 +31,8 @@ __all__ = ["sections"]
 #: Cells of a mask up to which torch's own create_block_mask is measured, as it is (beyond, it takes more memory than a large
 #: machine has) and compiled (beyond, a run takes half a minute).
 MOST_EAGER, MOST_COMPILED = 2**30, 2**34
+#: Attention implementations of transformers that train on the CPU.
+TRAINED = ("flexmask", "sdpa")
 
 
 def sections(device: str, *, quick: bool) -> list[Section]:
@@ -38,6 +41,8 @@ def sections(device: str, *, quick: bool) -> list[Section]:
     found += [short_sequences(device, quick=quick), dropout(device, quick=quick), decoding_step(device)]
     if find_spec("attn_gym") and not quick:
         found.insert(1, _generators(device))
+    if find_spec("flexmask_transformers") and not quick and device == "cpu":
+        found += [_model_masks(), _training()]
     found += [] if quick else [_kernels(device)]
     found += [_pictures(quick)] if device == "cpu" else []
     return found + ([_long(device)] if device == "cuda" else [])
@@ -104,6 +109,43 @@ def _generators(device: str) -> Section:
 
 def _made(make: Callable[..., BlockMask], mask_mod: MaskMod, sizes: tuple[int, ...], device: str) -> Measurement:
     return measure(lambda _: make(mask_mod, *sizes, device=device), device=device)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def _model_masks() -> Section:
+    rows = [Row("causal & document", length, _made_by(length)) for length in (8192, 32768)]
+    text = (
+        f"What a forward of a decoder of Transformers makes of packed documents of {DOCUMENT} tokens, for each "
+        "`attn_implementation`: a BlockMask, and for `sdpa` the table of all cells. flexmask traces the function of transformers "
+        "each time. `flex_attention` compiles `create_block_mask`; its compilation is not counted."
+    )
+    return Section("Masks in Transformers", text, "flexmask", rows)
+
+
+def _made_by(length: int) -> dict[str, Callable[[], Measurement]]:
+    return {name: partial(_measured_model, make_lowered, name, length) for name in IMPLEMENTATIONS}
+
+
+def _training() -> Section:
+    rows = [
+        Row(
+            f"{LAYERS} layers, {hidden} channels",
+            4096,
+            {name: partial(_measured_model, training_step, name, 4096, hidden) for name in TRAINED},
+        )
+        for hidden in (128, 256, 512)
+    ]
+    text = (
+        f"Loss and gradients of a Llama of {LAYERS} layers and {HEADS} heads in Transformers, on packed documents of {DOCUMENT} "
+        "tokens. The wider the model, the more of the time is in its linear layers, which are the same for both."
+    )
+    return Section("A training step in Transformers", text, "flexmask", rows)
+
+
+def _measured_model(make: Callable[..., Callable[[Any], object]], *arguments: Any) -> Measurement:
+    return measure(make(*arguments), seconds=6.0)
 
 
 # ---------------------------------------------------------------- decoding
