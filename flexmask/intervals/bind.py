@@ -5,6 +5,7 @@ Values of tensors in another device's memory are not read, which would force a h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -23,7 +24,7 @@ from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.checks import AXES, Computed, check_ranges, end_of_index, is_computed
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.documents import check_covers, document_table
+from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.extent import Extent
 
 __all__ = ["bind", "check_batch", "check_bound", "own_sizes"]
@@ -64,9 +65,9 @@ def bind(
     q_end = _end_of(q_len, offset)
     needed = {"kv": kv_len, "q": q_end}
     sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
-    context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where, {})
+    context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where)
     for lookup in parts.lookups:
-        context.tables[lookup.table.key] = _tensor(lookup.table, context)
+        _add_table(lookup.table, context)
     for tensor in parts.tensors:
         if isinstance(tensor, CapturedTensor):
             context.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
@@ -279,16 +280,33 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
             return cast(Tensor, table.memo[where])
         case Ranged(source):
             return _tensor(source, context)
-        case DocumentTable(rule, source):
-            positions = max(context.kv_len, context.q_end or 0)
-            if not (isinstance(source, Table) and source.constant and can_keep_tensors()):
-                return document_table(rule, _tensor(source, context), positions)
-            place, made = table.memo.get("derived", (None, None))
-            if place != (positions, context.device):
-                made = document_table(rule, _tensor(source, context), positions)
-                table.memo["derived"] = (positions, context.device), made
-            return cast(Tensor, made)
+        case DocumentTable():
+            return _derived(table, context, document_table)
     raise AssertionError(f"not a table: {table!r}")
+
+
+def _add_table(table: Table | Param, context: Context) -> None:
+    """Adds the data of a lookup to a context; of documents given by lengths their edges, from which the other data follows."""
+    lengths = table.source if isinstance(table, DocumentTable) and table.rule == "starts" else table
+    if not (isinstance(lengths, DocumentTable) and lengths.rule in COVERING):
+        context.tables[table.key] = _tensor(table, context)
+        return
+    if lengths.key not in context.edges:
+        context.edges[lengths.key] = _derived(lengths, context, document_edges)
+    context.edges[table.key] = context.edges[lengths.key]
+    context.tables.derived[table.key] = lambda: _tensor(table, context)
+
+
+def _derived(table: DocumentTable, context: Context, derive: Callable[[str, Tensor, int], Tensor]) -> Tensor:
+    """What is computed from the source of a table of documents; kept where that never changes."""
+    positions = max(context.kv_len, context.q_end or 0)
+    if not (table.constant and can_keep_tensors()):
+        return derive(table.rule, _tensor(table.source, context), positions)
+    place, made = table.memo.get(derive.__name__, (None, None))
+    if place != (positions, context.device):
+        made = derive(table.rule, _tensor(table.source, context), positions)
+        table.memo[derive.__name__] = (positions, context.device), made
+    return cast(Tensor, made)
 
 
 def _check_covers(lookup: Lookup, context: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -12,12 +13,30 @@ from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import Node
 
-__all__ = ["Context", "MAX_LENGTH"]
+__all__ = ["Context", "MAX_LENGTH", "Tables"]
 
 #: The greatest length, batch, number of heads or block size; rows hold positions as 32-bit integers.
 MAX_LENGTH = 2**30
 
 N = TypeVar("N", bound=Node)
+
+
+class Tables(dict[Any, Tensor]):
+    """The data of a mask by the key of its node. What is derived from other data is computed once it is looked up."""
+
+    def __init__(self, derived: dict[Any, Callable[[], Tensor]] | None = None) -> None:
+        super().__init__()
+        self.derived = {} if derived is None else derived
+
+    def __missing__(self, key: Any) -> Tensor:
+        self[key] = made = self.derived[key]()
+        return made
+
+    def cloned(self) -> Tables:
+        """Copies of the data, so that later changes of it do not matter."""
+        copies = Tables()
+        copies.update({key: self[key].clone() for key in (*self, *self.derived)})
+        return copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +54,8 @@ class Context:
         q_end: one more than the position of the last query; None where reading it forces a host sync.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
+        edges: for documents given by lengths, where they begin and end, by the key of their table: see
+            :func:`flexmask.intervals.documents.document_edges`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
     """
 
@@ -47,7 +68,8 @@ class Context:
     q_offset: int | Tensor
     q_end: int | None
     device: torch.device
-    tables: dict[Any, Tensor] = field(repr=False)
+    tables: Tables = field(default_factory=Tables, repr=False)
+    edges: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
 
     def with_lengths(self, node: N) -> N:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import LoweringError
+from flexmask.expr.packing import COVERING
 
-__all__ = ["check_covers", "document_table"]
+__all__ = ["check_covers", "document_edges", "document_numbers", "document_table"]
 
 
 def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
@@ -24,12 +25,37 @@ def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
     Raises:
         LoweringError: values that contradict themselves. Values in another device's memory are not read.
     """
+    if rule in COVERING:
+        return _ids(document_edges(rule, source, positions), positions)
+    changes = torch.ones_like(source, dtype=torch.bool)
+    if rule == "position_ids":
+        changes[..., 1:] = source.diff() != 1
+        return changes.long().cumsum(-1) - 1
+    changes[..., 1:] = source.diff() != 0
+    _check_runs(source, changes)
+    at = torch.arange(source.shape[-1], device=source.device)
+    return torch.where(changes, at, 0).cummax(-1).values
+
+
+def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
+    """The first position of each document, then the first of the padding behind the last, and the number of positions.
+
+    Args:
+        rule: ``"lengths"`` or ``"cu_seqlens"``.
+        source: see :func:`document_table`.
+        positions: see :func:`document_table`.
+
+    Returns:
+        ``int64[..., n + 2]`` for ``n`` documents, non-decreasing.
+
+    Raises:
+        LoweringError: see :func:`document_table`.
+    """
     if rule == "lengths":
         ends = source.long().cumsum(-1)
         _check_total(ends, positions, "lengths")
         _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
-        return _ids(ends, positions)
-    if rule == "cu_seqlens":
+    else:
         _sync.require(
             lambda: (source[..., 0] == 0).all() & (source[..., 1:] >= source[..., :-1]).all(),
             source.device,
@@ -42,15 +68,17 @@ def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
         if source.shape[-1] < 2:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
         _check_total(source, positions, "cu_seqlens")
-        return _ids(source[..., 1:].long(), positions)
-    changes = torch.ones_like(source, dtype=torch.bool)
-    if rule == "position_ids":
-        changes[..., 1:] = source.diff() != 1
-        return changes.long().cumsum(-1) - 1
-    changes[..., 1:] = source.diff() != 0
-    _check_runs(source, changes)
-    at = torch.arange(source.shape[-1], device=source.device)
-    return torch.where(changes, at, 0).cummax(-1).values
+        ends = source[..., 1:].long()
+    edges = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
+    edges[..., -1] = positions
+    return edges
+
+
+def document_numbers(edges: Tensor, position: Tensor) -> Tensor:
+    """The document of each position, ``int64[B', n]`` of ``[B', n]``, by :func:`document_edges`; ``n`` for the padding."""
+    ends = edges[..., 1:-1].reshape(-1, edges.shape[-1] - 2)
+    batch = max(len(ends), len(position))
+    return torch.searchsorted(ends.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
 
 def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
@@ -84,10 +112,8 @@ def _totals(rule: str, source: Tensor) -> Tensor:
     return source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
 
 
-def _ids(ends: Tensor, positions: int) -> Tensor:
-    """The number of documents that end at or before each position; -1 behind the last."""
-    edges = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
-    edges[..., -1] = positions
+def _ids(edges: Tensor, positions: int) -> Tensor:
+    """The number of the document of each position; -1 for the padding."""
     ids = torch.arange(edges.shape[-1] - 1, device=edges.device)
     ids[-1] = -1
     ids, size = ids.expand(*edges.shape[:-1], -1), edges[..., 0].numel() * positions

@@ -22,7 +22,8 @@ from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
-from flexmask.expr.tables import Lookup
+from flexmask.expr.packing import DocumentTable
+from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws
 from flexmask.intervals.closures import (
     ARITHMETIC,
@@ -33,6 +34,7 @@ from flexmask.intervals.closures import (
     opaque_call,
 )
 from flexmask.intervals.context import Context
+from flexmask.intervals.documents import document_numbers
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
@@ -72,6 +74,11 @@ class Evaluation:
                 return value
             case Symbol(name):
                 return self._symbol(name)
+            case Lookup(table, indices) if self.axis == "q" and table.key in self.context.edges and _are_symbols(indices):
+                if isinstance(table, DocumentTable) and table.rule == "starts":
+                    return self.document_edge(table)
+                number = self.document_number(table)
+                return torch.where(number < self.context.edges[table.key].shape[-1] - 2, number, -1)
             case Lookup(table, indices) if _are_symbols(indices):
                 return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
             case Arithmetic(sign, left, right):
@@ -91,6 +98,20 @@ class Evaluation:
         position = self.context.index(self.axis).view(1, 1, -1)
         b, h = self.context.index("b").view(-1, 1, 1), self.context.index("h").view(1, -1, 1)
         return closure(b, h, position, position)
+
+    def document_number(self, table: Table | Param) -> Tensor:
+        """The number of the document of each query, ``int64[B, 1, q_len]``, given edges of documents; the greatest for padding."""
+        edges = self.context.edges[table.key]
+        key = "documents", id(edges)
+        if key not in self.known:
+            self.known[key] = document_numbers(edges, self._symbol("q").flatten(0, 1)).unsqueeze(1)
+        return cast(Tensor, self.known[key])
+
+    def document_edge(self, table: Table | Param, *, stop: bool = False) -> Tensor:
+        """Where the document of each query begins, ``int64[B, 1, q_len]``, or one more than where it ends."""
+        number, edges = self.document_number(table), self.context.edges[table.key]
+        edges = edges.view(-1, 1, edges.shape[-1]).expand(number.shape[0], 1, -1)
+        return edges.gather(-1, number + 1 if stop else number)
 
     def holds(self, mask: Mask) -> Tensor | None:
         """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice."""

@@ -61,8 +61,7 @@ def interval_count(bounds: RowBounds) -> int | None:
 
 def _expression_mod(context: Context) -> MaskMod:
     """The expression on copies of the data, so that later changes of the data do not change the ``mask_mod``."""
-    copies = {key: data.clone() for key, data in context.tables.items()}
-    return mask_closure(replace(context, tables=copies))
+    return mask_closure(replace(context, tables=context.tables.cloned()))
 
 
 def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int]) -> MaskMod:

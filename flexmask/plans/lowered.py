@@ -126,7 +126,7 @@ class LoweredMask:
     def _context(self) -> Context:
         batch, heads, q_len, kv_len = self.shape
         own = self.bounds.shape[0] if self.cells is None else max(self.bounds.shape[0], self.cells.shape[0])
-        return Context(Truth(True), q_len, kv_len, own, batch, heads, 0, None, self.device, {})
+        return Context(Truth(True), q_len, kv_len, own, batch, heads, 0, None, self.device)
 
 
 def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[int, int]) -> list[BlockList]:

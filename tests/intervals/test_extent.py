@@ -67,7 +67,8 @@ EXTENTS: list[tuple[Any, Extent]] = [
 
 
 def context_of(index: Index, q_offset: int | torch.Tensor = 4, q_end: int | None = 10) -> Context:
-    tables = {node.key: node.tensor for node in index.walk() if isinstance(node, TensorTable)}
+    tables = Tables()
+    tables.update({node.key: node.tensor for node in index.walk() if isinstance(node, TensorTable)})
     return Context(fm.full(), 6, 9, 2, 2, 3, q_offset, q_end, torch.device("cpu"), tables)
 
 
