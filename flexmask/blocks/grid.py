@@ -40,8 +40,10 @@ class BlockGrid(BlockLayout):
         if rows.slots == 1:  # the intersection of intervals is an interval
             lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (rows.lo, rows.hi))
             start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
-            rest = (0, 0, 0, self.q_blocks - complete)  # positions are padded: Inductor fails to compile padded truth values
-            return self._between(F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest))
+            if complete < self.q_blocks:  # positions are padded: Inductor fails to compile padded truth values
+                rest = (0, 0, 0, self.q_blocks - complete)
+                start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
+            return self._between(start, stop)
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
         return self._count(start, torch.maximum(start, stop)) == self.q_size
 

@@ -6,7 +6,7 @@ Values of tensors in another device's memory are not read, which would force a h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -23,7 +23,7 @@ from flexmask.expr.opaque import CapturedTensor, Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.checks import AXES, Computed, check_ranges, end_of_index, is_computed
-from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.extent import Extent
 
@@ -294,7 +294,8 @@ def _add_table(table: Table | Param, context: Context) -> None:
     if lengths.key not in context.edges:
         context.edges[lengths.key] = _derived(lengths, context, document_edges)
     context.edges[table.key] = context.edges[lengths.key]
-    context.tables.derived[table.key] = lambda: _tensor(table, context)
+    without_data = replace(context, tables=Tables(), edges={})  # so that no cycle keeps the data in memory
+    context.tables.derived[table.key] = lambda: _tensor(table, without_data)
 
 
 def _derived(table: DocumentTable, context: Context, derive: Callable[[str, Tensor, int], Tensor]) -> Tensor:

@@ -310,8 +310,11 @@ class _Analysis:
         context, column = self.context, mask.left
         table = _table_of(column)
         if table is not None and table.key in context.edges and _has_same_sides(mask):
-            start, stop = self.queries.document_edge(table), self.queries.document_edge(table, stop=True)
-            return Rows.spans(start.clamp(max=context.kv_len), stop.clamp(max=context.kv_len), context.kv_len)
+            ends = [self.queries.document_edge(table, stop=stop) for stop in (False, True)]
+            if (context.q_end or 0) > context.kv_len:
+                ends = [end.clamp(max=context.kv_len) for end in ends]
+            lo, hi = (end.to(torch.int32).unsqueeze(-1) for end in ends)  # no document is empty where a query is
+            return Rows(lo, hi, context.kv_len)
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
             ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))

@@ -100,18 +100,18 @@ class Evaluation:
         return closure(b, h, position, position)
 
     def document_number(self, table: Table | Param) -> Tensor:
-        """The number of the document of each query, ``int64[B, 1, q_len]``, given edges of documents; the greatest for padding."""
+        """The number of the document of each query, ``int64[B, 1, q_len]``, by the edges of a table; the greatest for padding."""
         edges = self.context.edges[table.key]
         key = "documents", id(edges)
         if key not in self.known:
-            self.known[key] = document_numbers(edges, self._symbol("q").flatten(0, 1)).unsqueeze(1)
+            self.known[key] = document_numbers(edges, self.values(Symbol("q")).flatten(0, 1)).unsqueeze(1)
         return cast(Tensor, self.known[key])
 
     def document_edge(self, table: Table | Param, *, stop: bool = False) -> Tensor:
         """Where the document of each query begins, ``int64[B, 1, q_len]``, or one more than where it ends."""
         number, edges = self.document_number(table), self.context.edges[table.key]
         edges = edges.view(-1, 1, edges.shape[-1]).expand(number.shape[0], 1, -1)
-        return edges.gather(-1, number + 1 if stop else number)
+        return edges[..., 1:].gather(-1, number) if stop else edges.gather(-1, number)
 
     def holds(self, mask: Mask) -> Tensor | None:
         """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice."""

@@ -41,7 +41,13 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
         heads: H of the lists, which are copied for each head; None for the H of the grids.
     """
     shape = batch, *grids[0].shape[1:]
-    lists = [_grid_list(side) for grid in grids for whole in [grid.expand(shape)] for side in (whole, whole.mT)]
+    by_query = [grid.expand(shape) for grid in grids]
+    by_key = [grid.mT for grid in by_query]
+    if by_query[0].shape == by_key[0].shape:
+        lists = _lists_of_grids([*by_query, *by_key])
+    else:
+        lists = _lists_of_grids(by_query) + _lists_of_grids(by_key)
+    lists = [block_list for pair in zip(lists[: len(grids)], lists[len(grids) :], strict=True) for block_list in pair]
     if heads is None or heads == shape[1]:
         return lists
     return [(number.repeat(1, heads, 1), indices.repeat(1, heads, 1, 1)) for number, indices in lists]
@@ -52,23 +58,37 @@ def no_lists(like: Sequence[BlockList]) -> list[BlockList]:
     return [(torch.zeros_like(number), torch.zeros_like(indices)) for number, indices in like]
 
 
-def _grid_list(grid: Tensor) -> BlockList:
-    """The blocks that are set in each row, in the order of columns."""
-    width = grid.shape[-1]
+def _lists_of_grids(grids: Sequence[Tensor]) -> list[BlockList]:
+    """The blocks that are set in each row of grids of one shape, in the order of columns."""
+    first = grids[0]
+    width = first.shape[-1]
     if width == 1:
-        return grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)
-    grid = grid.contiguous()
-    if grid.numel() > SMALL and not _sync.needs_sync(grid):
-        entries = Entries.from_grid(grid)
-        if entries.row.numel() < grid.numel() // 8:
-            count = torch.bincount(entries.row, minlength=grid.numel() // width)
-            indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), grid.shape, width)
-            return count.to(torch.int32).view(grid.shape[:-1]), indices
-    rank = grid.cumsum(-1)  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
-    columns = torch.arange(width, dtype=torch.int32, device=grid.device).expand_as(grid)
-    indices = torch.zeros((*grid.shape[:-1], width + 1), dtype=torch.int32, device=grid.device)
-    indices.scatter_(-1, rank * grid, columns)
-    return rank[..., -1].to(torch.int32), indices[..., 1:].contiguous()
+        return [
+            (grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)) for grid in grids
+        ]
+    if first.numel() > SMALL and not _sync.needs_sync(first):
+        return [_sparse_list(grid.contiguous()) or _ranked_lists(grid[None])[0] for grid in grids]
+    return _ranked_lists(torch.stack(list(grids)))  # together, as each operation takes a kernel launch
+
+
+def _sparse_list(grid: Tensor) -> BlockList | None:
+    """The list of a grid of few blocks, else None; forces a host sync."""
+    entries = Entries.from_grid(grid)
+    if entries.row.numel() >= grid.numel() // 8:
+        return None
+    count = torch.bincount(entries.row, minlength=grid.shape[:-1].numel())
+    indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), grid.shape, grid.shape[-1])
+    return count.to(torch.int32).view(grid.shape[:-1]), indices
+
+
+def _ranked_lists(grids: Tensor) -> list[BlockList]:
+    """The lists of grids ``bool[n, B, H, rows, columns]``, without a host sync."""
+    width = grids.shape[-1]
+    rank = grids.cumsum(-1)  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
+    columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
+    indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
+    indices.scatter_(-1, rank * grids, columns)
+    return list(zip(rank[..., -1].to(torch.int32).unbind(), indices[..., 1:].contiguous().unbind(), strict=True))
 
 
 def interval_lists(sets: Sequence[Rows], batch: int, heads: int | None, *, packed: bool) -> list[BlockList]:

@@ -10,7 +10,7 @@ from flexmask import b, h, kv, kv_len, q, q_len
 from flexmask.expr.index import Constant, Index
 from flexmask.expr.linear import Linear, Quotient
 from flexmask.expr.tables import TensorTable
-from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits
 
 GREAT = 2**62
