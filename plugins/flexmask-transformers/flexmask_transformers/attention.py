@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flexmask
 from flexmask import Mask, causal, document, full
+from flexmask.backends import attention_weights
 from flexmask.errors import LoweringError
 from flexmask.tracing import as_mask
 from flexmask_transformers.dense import dense_attention
@@ -38,7 +39,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, as transformers calls it.
 
     Args:
@@ -54,10 +55,10 @@ def attention_forward(
         s_aux: ``[H]``, the score of a sink, a further key with the value 0.
         position_bias: ``[B or 1, H, q_len, kv_len]``, added to the scores.
         is_causal: whether None as a mask means causal; by default the layer's ``is_causal``.
-        kwargs: ``cu_seq_lens_q`` or ``seq_idx`` of packed rows. Others do not change attention.
+        kwargs: ``cu_seq_lens_q`` or ``seq_idx`` of packed rows, and ``output_attentions``. Others do not change attention.
 
     Returns:
-        ``[B, q_len, H, D_v]``, and None for the weights.
+        ``[B, q_len, H, D_v]``, and with ``output_attentions`` the weights ``[B, H, q_len, kv_len]`` before dropout, else None.
 
     Raises:
         LoweringError: the mask does not fit the keys, or continuous batching.
@@ -78,12 +79,16 @@ def attention_forward(
         out = dense_attention(
             query, key, value, attention_mask, scores, is_causal=is_causal, documents=documents, dropout=dropout
         )
+        weights = None
+        if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
+            mask = _dense_mask(attention_mask, is_causal)
+            weights = _weights(query, key, mask if documents is None else mask & document(documents), scores, 0)
     else:
         if not isinstance(attention_mask, ModelMask):
             mask = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
             attention_mask = ModelMask.make(mask, batch, q_len, kv_len, 0, query.device)
-        out = _attend(module, query, key, value, attention_mask, scores, dropout, kwargs)
-    return out.transpose(1, 2).contiguous(), None
+        out, weights = _attend(module, query, key, value, attention_mask, scores, dropout, kwargs)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # in layers that are compiled one by one, whose masks are made outside of their graphs
@@ -96,17 +101,18 @@ def _attend(
     scores: Scores,
     dropout: float,
     kwargs: Mapping[str, Any],
-) -> Tensor:
-    """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask, and its weights where ``kwargs`` ask for them."""
     (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
     mask = _packed(module, model_mask, batch, q_len, kv_len, kwargs)
     record(module, lambda: model_mask.placed(mask))
+    weights = _weights(query, key, mask, scores, model_mask.q_offset) if kwargs.get("output_attentions") else None
     sunk = mask
     if scores.sink is not None:
         query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
         sunk = model_mask.variant("sink", mask, lambda: with_sink(mask))
     with model_mask.cache:
-        return flexmask.attention(
+        out = flexmask.attention(
             query,
             key,
             value,
@@ -117,6 +123,18 @@ def _attend(
             q_offset=model_mask.q_offset,
             dropout_p=dropout,
         )
+    return out, weights
+
+
+def _weights(query: Tensor, key: Tensor, mask: Mask, scores: Scores, q_offset: int | Tensor) -> Tensor:
+    """The weights ``[B, H, q_len, kv_len]`` without those of a sink."""
+    batch, kv_len = len(query), key.shape[2]
+    if scores.sink is not None:
+        query, key, _ = append_sink(query, key, key, scores.sink, scores.scale)
+        mask = with_sink(mask)
+    score_mod = scores.score_mod(batch, kv_len)
+    found = attention_weights(query, key, mask, scale=scores.scale, score_mod=score_mod, q_offset=q_offset)
+    return found[..., :kv_len].to(query.dtype)
 
 
 def _packed(

@@ -122,3 +122,19 @@ class TestSeq2Seq:
         options = {"attention_mask": padding("right"), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, **how}
         eager, ours = pair(name)
         assert ours.generate(tokens(), **options).tolist() == eager.generate(tokens(), **options).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "t5"])
+def test_attention_weights(name: str) -> None:
+    keep = padding("left")
+    inputs = {"input_ids": tokens(), "attention_mask": keep, "output_attentions": True}
+    if name == "t5":
+        inputs["decoder_input_ids"] = tokens(2, 7, seed=1)
+    names = ["encoder_attentions", "decoder_attentions", "cross_attentions"] if name == "t5" else ["attentions"]
+    eager, ours = (own(**inputs) for own in pair(name))
+    for kind in names:
+        found, wanted = getattr(ours, kind), getattr(eager, kind)
+        assert len(found) == len(wanted) == 2
+        for own, other in zip(found, wanted, strict=True):
+            rows = keep.bool() if own.shape[2] == 12 else torch.ones(2, 7, dtype=torch.bool)
+            assert_close(own.transpose(1, 2)[rows], other.transpose(1, 2)[rows], **CLOSE)

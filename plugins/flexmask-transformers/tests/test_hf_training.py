@@ -42,12 +42,12 @@ class TestDropout:
         config = transformers.LlamaConfig(**TEXT, attention_dropout=0.5)
         layer = transformers.models.llama.modeling_llama.LlamaAttention(config, 0).train()
         draw = torch.Generator().manual_seed(0)
-        query, key, value = (torch.randn(1, heads, 6, 8, generator=draw).expand(4000, -1, -1, -1) for heads in (4, 2, 2))
+        query, key, value = (torch.randn(1, heads, 6, 8, generator=draw).expand(16000, -1, -1, -1) for heads in (4, 2, 2))
         attend = transformers.AttentionInterface()["flexmask"]
         exact = attend(layer, query, key, value, None)[0]
         torch.manual_seed(0)
         found = attend(layer, query, key, value, None, dropout=0.5)[0]
-        assert_close(found.mean(0), exact[0], rtol=0, atol=0.12)
+        assert_close(found.mean(0), exact[0], rtol=0, atol=0.15)  # five standard deviations
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_gradient_checkpointing_repeats_it(self, reentrant: bool) -> None:
