@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +37,10 @@ def dense_attention(
         dropout: probability that a weight is dropped.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scores.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    is_plain = scores.softcap is None and scores.position_bias is None and scores.sink is None and documents is None
+    if mask is None and is_plain:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
     if mask is not None:
         mask = mask[..., :kv_len]
     elif is_causal:
@@ -45,22 +51,28 @@ def dense_attention(
     if scores.position_bias is not None:
         bias = scores.position_bias[..., :kv_len]
         mask = bias if mask is None else _float(mask, bias) if mask.dtype == torch.bool else mask + bias
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    if scores.softcap is not None:
+        return _attend_capped(query, key, value, mask, scores, scores.softcap, dropout)
     if scores.sink is not None:
         query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
         mask = mask if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    if scores.softcap is None:
-        gqa = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scores.scale, enable_gqa=gqa
-        )
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, softcap: float, dropout: float
+) -> Tensor:
+    """Attention with soft-capping, which no function of torch has. A sink is not capped."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
-    capped = query @ key.mT * scores.scale
-    capped = scores.softcap * torch.tanh(capped / scores.softcap)
+    capped = softcap * torch.tanh(query @ key.mT * (scores.scale / softcap))
     if mask is not None:
         capped = _float(mask, capped) if mask.dtype == torch.bool else capped + mask
-    weights = torch.softmax(capped, -1, dtype=torch.float32).to(query.dtype)
+    if scores.sink is not None:
+        sink = scores.sink.to(capped.dtype).view(1, -1, 1, 1).expand(*capped.shape[:3], 1)
+        capped = torch.cat([capped, sink], -1)
+    weights = torch.softmax(capped, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     return F.dropout(weights, dropout) @ value
 
 
