@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmask.lowering.mask_mod import MaskMod
 
-__all__ = ["Cells", "Runs", "Tile"]
+__all__ = ["Cells", "Runs", "Tile", "as_bias", "is_within"]
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
@@ -69,6 +69,10 @@ class Tile:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
         return part.reshape(len(self.elements), len(self.key_heads) * self.group, len(self.rows), part.size(3))
 
+    def write(self, total: Tensor, part: Tensor) -> None:
+        """Write [b, n, g * m, D] to the rows of the tile in [B, H, Q, D]."""
+        total[self.slices] = self.unfold(part)
+
     def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [b, n, t, D], a view where the keys are one run."""
         part = tensor[_slice(self.elements), _slice(self.key_heads)]
@@ -117,27 +121,13 @@ class Tile:
         visible = self.visible(bounds, cells)
         if visible is None:
             return None, None
-        if self.group > 1:
-            if visible.size(1) == 1:
-                visible = visible.repeat(1, 1, self.group, 1)
-            else:
-                rows = self.group * len(self.rows)
-                visible = visible.reshape(visible.size(0), len(self.key_heads), rows, visible.size(3))
-        fully_masked = None
-        if cells is not None:
-            fully_masked = ~visible.any(-1, keepdim=True)
-            visible = visible | fully_masked
-        zero, hidden = (torch.tensor(value, dtype=dtype, device=bounds.device) for value in (0.0, -math.inf))
-        return torch.where(visible, zero, hidden), fully_masked
+        if cells is None:
+            return as_bias(visible, self, dtype), None
+        fully_masked = ~visible.any(-1, keepdim=True)
+        return as_bias(visible | fully_masked, self, dtype), fold_rows(fully_masked, self)
 
     def _within(self, bounds: Tensor) -> Tensor:
-        kv_idx = self._kv_idx(bounds.device, bounds.dtype)
-        seen = None
-        for lo, hi in (interval.unsqueeze(3).unbind(-1) for interval in self._select(bounds).unbind(3)):
-            inside = (kv_idx >= lo) & (kv_idx < hi)
-            seen = inside if seen is None else seen.logical_or_(inside)
-        assert seen is not None, "rows without a slot are fully masked, so they are in no tile that needs a mask"
-        return seen
+        return is_within(self._select(bounds), self._kv_idx(bounds.device, bounds.dtype))
 
     def _select(self, tensor: Tensor) -> Tensor:
         """[B', H', Q', ...] -> the batch elements, query heads and rows of the tile."""
@@ -151,3 +141,28 @@ class Tile:
 
 def _slice(part: range) -> slice:
     return slice(part.start, part.stop)
+
+
+def is_within(ends: Tensor, kv_idx: Tensor) -> Tensor:
+    """Which keys are in the key intervals of rows: [b, h, m, K, 2] and indices [..., t] -> bool [b, h, m, t]."""
+    seen = None
+    for lo, hi in (interval.unsqueeze(3).unbind(-1) for interval in ends.unbind(3)):
+        inside = (kv_idx >= lo) & (kv_idx < hi)
+        seen = inside if seen is None else seen.logical_or_(inside)
+    assert seen is not None, "rows without a slot are fully masked, so they are in no tile that needs a mask"
+    return seen
+
+
+def as_bias(visible: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Which keys are visible, bool [b or 1, n * g or 1, m, t], as 0 and -inf: [b or 1, n or 1, g * m, t]."""
+    zero, hidden = (torch.tensor(value, dtype=dtype, device=visible.device) for value in (0.0, -math.inf))
+    return torch.where(fold_rows(visible, tile), zero, hidden)
+
+
+def fold_rows(tensor: Tensor, tile: Tile) -> Tensor:
+    """[b or 1, n * g or 1, m, t] -> [b or 1, n or 1, g * m, t]."""
+    if tile.group == 1:
+        return tensor
+    if tensor.size(1) == 1:
+        return tensor.repeat(1, 1, tile.group, 1)
+    return tensor.reshape(tensor.size(0), len(tile.key_heads), tile.group * tensor.size(2), tensor.size(3))

@@ -53,7 +53,7 @@ def forward(
     """The output, [B, H, Q, Dv], and the logsumexp of the scores for `backward`: see `empty_logsumexp`."""
     is_fused = drop is None and has_fused_kernel(query, key, value)
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
-    tiling = plan_tiles(bounds, query, key, most_scores=most_scores)
+    tiling = plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     is_whole = is_fused and tiling.is_dense
     if not is_whole:
         out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
@@ -73,9 +73,9 @@ def forward(
             if is_whole:
                 out, logsumexp = part, part_logsumexp
                 continue
-            out[tile.slices] = tile.unfold(part)
+            tile.write(out, part)
             if is_fused:
-                logsumexp[tile.slices] = tile.unfold(part_logsumexp.unsqueeze(-1)).squeeze(-1)
+                tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
     if tiling.fully_masked is not None:
         out.masked_fill_(tiling.fully_masked, 0)
     if nonfinite:
@@ -91,7 +91,7 @@ def _recompute_nonfinite(
         if has_nonfinite(out[tile.slices]):
             q, k, v = (part.to(precise_dtype(query)) for part in tile.parts(query, key, value))
             part = attend(tile, q * scale, k, v, tile.visible(bounds, cells), None, drop, isolate_nonfinite=True)
-            out[tile.slices] = tile.unfold(part).to(out.dtype)
+            tile.write(out, part.to(out.dtype))
 
 
 def _dropped_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, tile: Tile, drop: DropoutState) -> Tensor:
@@ -123,7 +123,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, computed in float32 at least."""
     is_fused = len(logsumexp) > 0 and has_fused_kernel(query, key, value)
-    tiling = plan_tiles(bounds, query, key, most_scores=FUSED_SCORES if is_fused else _unfused_scores(query))
+    most_scores = FUSED_SCORES if is_fused else _unfused_scores(query)
+    tiling = plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     if tiling.fully_masked is not None:
         grad = grad.masked_fill(tiling.fully_masked, 0)
     dtype, precise = query.dtype, precise_dtype(query)
@@ -147,7 +148,7 @@ def backward(
             if is_whole:
                 grad_query, grad_key, grad_value = grads
                 continue
-            grad_query[tile.slices] = tile.unfold(grads[0])
+            tile.write(grad_query, grads[0])
             tile.add_to_keys(grad_key, grads[1])
             tile.add_to_keys(grad_value, grads[2])
         if nonfinite:
@@ -155,7 +156,7 @@ def backward(
             for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
                 q, k, v = tile.parts(query, key, value)
                 grads = _isolating_gradients(tile, (q * scale, k, v), tile.fold(grad), tile.visible(bounds, cells), drop)
-                grad_query[tile.slices] = tile.unfold(grads[0] * scale)
+                tile.write(grad_query, grads[0] * scale)
                 tile.add_to_keys(grad_key, grads[1])
                 tile.add_to_keys(grad_value, grads[2])
     return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)

@@ -14,12 +14,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flexmask._transforms import has_values, is_captured, is_observed, is_wrapped
 from flexmask.backends.tile import Cells, Runs, Tile
+from flexmask.backends.tile_band import join_bands
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
 __all__ = ["Tiling", "plan_tiles"]
 
 BLOCK_ROWS = 128
+# In bands blocks are halved down to this where that leaves out a fifth of the scores.
+MIN_BLOCK_ROWS = 32
 # Kernels are up to a fifth faster where a tile's keys are whole vectors.
 ALIGNMENT = 16
 # Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.
@@ -95,7 +98,7 @@ class Tiling:
 _TILINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None) -> Tiling:
+def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False) -> Tiling:
     """The tiles that cover all visible cells. Reads the bounds on the host once.
 
     Args:
@@ -104,21 +107,22 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         key: [B, H_kv, KV, D].
         most_scores: a tile with more scores is cut along batch and heads. None: one tile for each block of rows, even
             where all its rows are fully masked.
+        in_bands: whether tiles along the diagonal are joined to bands.
 
     Raises:
         LoweringError: an interval outside 0..KV.
     """
     if is_observed(bounds) or is_wrapped(bounds) or bounds.is_inference():
-        return _plan_tiles(bounds, query, key, most_scores)
-    setting = *query.shape[:3], *key.shape[1:3], most_scores, bounds._version
+        return _plan_tiles(bounds, query, key, most_scores, in_bands)
+    setting = *query.shape[:3], *key.shape[1:3], most_scores, in_bands, bounds._version
     found = _TILINGS.setdefault(bounds, {})
     if setting not in found:  # the tiling must not keep the bounds alive, but their memory
-        found[setting] = _plan_tiles(bounds.detach(), query, key, most_scores)
+        found[setting] = _plan_tiles(bounds.detach(), query, key, most_scores, in_bands)
     tiling: Tiling = found[setting]
     return tiling
 
 
-def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | None) -> Tiling:
+def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | None, in_bands: bool) -> Tiling:
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
     if 0 in (batch, heads, q_len):
         return Tiling([], bounds, kv_len, True)
@@ -130,11 +134,13 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
     may_be_dense = most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
     if may_be_dense and scores <= READ_SCORES and bounds.size(3):
         return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
-    blocks = _Blocks.read(bounds, kv_len, group)
+    in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
+    block_rows = _block_rows(bounds) if in_bands else BLOCK_ROWS
+    blocks = _Blocks.read(bounds, kv_len, group, block_rows)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
-    for block, start in enumerate(range(0, q_len, BLOCK_ROWS)):
-        rows = range(start, min(start + BLOCK_ROWS, q_len))
+    for block, start in enumerate(range(0, q_len, block_rows)):
+        rows = range(start, min(start + block_rows, q_len))
         if most_scores is None:
             tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
@@ -145,6 +151,8 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
             for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, whole, mask_ids.setdefault(mask_key, len(mask_ids))))
+    if in_bands:
+        tiles = list(join_bands(tiles, kv_len, CALL_SCORES))
     fewest = min(blocks.fewest)
     if may_be_dense and CALL_SCORES + scores <= sum(CALL_SCORES + tile.scores for tile in tiles):
         return _dense(fewest, bounds, elements, key_heads, group, q_len, kv_len)
@@ -155,6 +163,28 @@ def _dense(fewest: int, bounds: Tensor, elements: range, key_heads: range, group
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
     tile = Tile(elements, key_heads, group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
     return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=group == 1)
+
+
+def _block_rows(bounds: Tensor) -> int:
+    """The rows of a block: `BLOCK_ROWS`, or fewer where rows attend to few keys around them."""
+    count = bounds.size(2) // BLOCK_ROWS
+    if count < 2 or not bounds.size(3) or BLOCK_ROWS <= MIN_BLOCK_ROWS:
+        return BLOCK_ROWS
+    lo, hi = bounds[:, :, : count * BLOCK_ROWS].unbind(-1)
+    hi = hi.where(lo < hi, 0).amax(-1)
+    lo = lo.where(lo < hi.unsqueeze(-1), torch.iinfo(lo.dtype).max).amin(-1)
+    sizes = [MIN_BLOCK_ROWS * 2**i for i in range((BLOCK_ROWS // MIN_BLOCK_ROWS).bit_length())]
+    scores = []
+    for rows in sizes:
+        start, stop = (end.unflatten(2, (-1, rows)) for end in (lo, hi))
+        scores.append((stop.amax(-1) - start.amin(-1)).clamp(min=0).sum() * rows)
+    best, *others = torch.stack(scores).tolist()[::-1]
+    rows = BLOCK_ROWS
+    for fewer in others:
+        if fewer > 0.8 * best:
+            break
+        rows, best = rows // 2, fewer
+    return rows
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:
@@ -214,12 +244,12 @@ class _Blocks:
     shapes: list[int]
 
     @classmethod
-    def read(cls, bounds: Tensor, kv_len: int, group: int) -> _Blocks:
+    def read(cls, bounds: Tensor, kv_len: int, group: int, block_rows: int) -> _Blocks:
         bounds = bounds.cpu()
         if bounds.size(3) == 0:
             bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
         batch, heads, q_len, slots, _ = bounds.shape
-        rows = min(BLOCK_ROWS, q_len)
+        rows = min(block_rows, q_len)
         count = -(-q_len // rows)
         total = batch * heads * count
         lo, hi = bounds.unbind(-1)
@@ -312,6 +342,9 @@ def _join(choices: list[Runs]) -> list[range]:
 
 def _cut(elements: range, key_heads: range, most: int) -> Iterator[tuple[range, range]]:
     """Split into parts of at most `most` key heads, counted over the batch, and at least one."""
+    if most >= len(elements) * len(key_heads):
+        yield elements, key_heads
+        return
     heads = max(1, min(most, len(key_heads)))
     for some in _even_parts(elements, max(1, most // heads)):
         for own in _even_parts(key_heads, heads):

@@ -188,6 +188,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_plan, "READ_SCORES", 0)
 
 
+@pytest.fixture
+def small_bands(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of small tiles wherever tiles lie along the diagonal."""
+    monkeypatch.setattr(tile_plan, "MIN_BLOCK_ROWS", 4)
+    monkeypatch.setattr(tile_plan, "CALL_SCORES", 2**16)
+    monkeypatch.setattr(tile_plan, "MAX_DENSE_SCORES", 0)
+
+
 def shape_of(mask: Tensor, q_len: int = 50) -> dict[str, int]:
     return {"q_len": max(mask.size(2), q_len if mask.size(3) == 50 else 1), "kv_len": mask.size(3)}
 
@@ -209,6 +217,13 @@ class TestAgainstDense:
         mask = MASKS[name]()
         bounds = intervals(mask)
         check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(value_dim=5, **shape_of(mask)), mask)
+
+    @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+    def test_bands(self, name: str, heads: tuple[int, int], small_bands: None) -> None:
+        mask = MASKS[name]()[:1]
+        bounds = intervals(mask)
+        tensors = inputs(batch=1, heads=heads[0], key_heads=heads[1], **shape_of(mask))
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), tensors, mask)
 
     @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
     def test_small_tiles_cut(self, name: str, heads: tuple[int, int], small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,6 +499,17 @@ class TestCost:
             tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
             assert len(tiles) == number
         assert {len(tile.rows) for tile in tiles} == {128}
+
+    @pytest.mark.parametrize(
+        ("mask", "calls", "waste"),
+        [(window(4096, 4096, 255, 0), 6, 1.6), (window(4096, 4096, 15, 16), 6, 2.6), (documents(4096, 33), 4, 4)],
+        ids=["window", "narrow window", "documents of 33"],
+    )
+    def test_tiles_along_the_diagonal_take_few_calls(self, mask: Tensor, calls: int, waste: float) -> None:
+        query = torch.empty(1, 8, 4096, 1)
+        tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
+        assert len(tiles) <= calls
+        assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()
 
     def test_tiling_is_made_once_while_the_bounds_exist(self) -> None:
         query, bounds = torch.empty(1, 2, 300, 1), intervals(causal(300, 300))
