@@ -99,6 +99,10 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         if config._attn_implementation != "flexmask":
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         if torch.compiler.is_compiling():
+            if is_user_mask(attention_mask):
+                raise LoweringError(
+                    "a graph of torch.compile takes no mask of flexmask as attention_mask; give it mask.dense(q_len)"
+                )
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
             if not rest and not options:  # they are for the keys of an encoder
                 _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
@@ -167,13 +171,15 @@ def dropped_documents(
 
 
 def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
-    """``bool[B, q_len]``: whether a token is the first of a further document. Positions of padding have no meaning."""
-    restarts = torch.zeros_like(position_ids, dtype=torch.bool)
-    restarts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
-    if keep is not None:
-        real = keep[:, :q_len]
-        restarts[:, 1:] &= real[:, 1:] & real[:, :-1]
-    return restarts
+    """``bool[B, q_len]``: whether a token is the first of a further document.
+
+    Its position is not after that of the real token before it. Positions of padding have no meaning.
+    """
+    places = torch.arange(q_len, device=position_ids.device).expand_as(position_ids)
+    real = torch.ones_like(position_ids, dtype=torch.bool) if keep is None else keep[:, :q_len].expand_as(position_ids)
+    last = F.pad(torch.where(real, places, -1).cummax(-1).values, (1, -1), value=-1)
+    before = position_ids.gather(-1, last.clamp(min=0))
+    return real & (last >= 0) & (position_ids <= before)
 
 
 def documents_in_graph(position_ids: Tensor | None, batch: int, q_len: int, kv_len: int) -> Tensor | None:

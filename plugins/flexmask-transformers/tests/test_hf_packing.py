@@ -83,6 +83,16 @@ def test_a_gap_in_the_padding_does_not_start_a_document() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_padding_between_documents(name: str) -> None:
+    eager, ours = pair(name)
+    keep = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1]])
+    places = torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 7, 0, 1]])
+    found = ours(tokens(1), attention_mask=keep, position_ids=places).logits
+    for start, stop in ((0, 4), (6, 9), (10, 12)):
+        assert_close(found[:, start:stop], eager(tokens(1)[:, start:stop]).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 class TestCaches:
     def test_a_static_cache(self, name: str) -> None:
         eager, ours = pair(name)

@@ -104,7 +104,7 @@ class TestCompile:
             found = compiled(ids, position_ids=positions(*lengths)).logits
             assert_close(found, documents_alone(eager, ids, lengths), **CLOSE)
         assert counters["stats"]["unique_graphs"] == 1
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     @pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
     def test_one_graph_for_all_padding(self, name: str) -> None:
@@ -118,7 +118,17 @@ class TestCompile:
             real = slice(None) if others else keep.bool()
             assert_close(found[real], wanted[real], **CLOSE)
         assert counters["stats"]["unique_graphs"] == 1
-        torch._dynamo.reset()
+        torch.compiler.reset()
+
+    def test_padding_and_documents_in_one_row(self) -> None:
+        eager, ours = pair("gpt_oss")
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+        keep = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1]])
+        places = torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 7, 0, 1]])
+        found = compiled(tokens(1), attention_mask=keep, position_ids=places).logits
+        for start, stop in ((0, 4), (6, 9), (10, 12)):
+            assert_close(found[:, start:stop], eager(tokens(1)[:, start:stop]).logits, **CLOSE)
+        torch.compiler.reset()
 
     def test_gradients(self) -> None:
         eager, ours = pair("llama")
@@ -127,7 +137,7 @@ class TestCompile:
         found = gradients(ours, compiled(tokens(1), position_ids=positions(5, 7)).logits.square().sum())
         for name in wanted:
             assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     def test_layers_that_are_compiled_one_by_one(self) -> None:
         eager, ours = make_pair(transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**TEXT))
@@ -136,7 +146,7 @@ class TestCompile:
         keep = padding("left")
         found, wanted = (own(tokens(), attention_mask=keep).logits for own in (ours, eager))
         assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     @pytest.mark.parametrize("name", ["llama", "gemma3"])
     def test_generation_with_a_static_cache_has_one_graph(self, name: str) -> None:
@@ -150,4 +160,4 @@ class TestCompile:
             static = {"cache_implementation": "static", "compile_config": compile_config}
             assert ours.generate(tokens(2, 8), attention_mask=keep, **options, **static).tolist() == wanted.tolist()
         assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the second where lengths became dynamic
-        torch._dynamo.reset()
+        torch.compiler.reset()
