@@ -111,8 +111,6 @@ def _collect(node: Node, divisor: int, features: dict[Any, Feature], visited: se
         case Sum(parts):  # its remainder follows from the remainders of its terms
             for term, _ in parts:
                 _collect(term, divisor, features, visited)
-        case Quotient(dividend, value) if 0 < value * divisor < 2**31:
-            _collect(dividend, value * divisor, features, visited)
         case Arithmetic("%", left, Constant(value)) if 0 < abs(value) < 2**31:
             _collect(left, abs(value), features, visited)
         case Arithmetic("//", left, Constant(value)) if 0 < abs(value) * divisor < 2**31:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask.backends import tiling as tile_plan
 from flexmask.backends.tile import Tile
-from flexmask.backends.tiled_sdpa import block_sdpa
+from flexmask.backends.tiled_sdpa import block_sdpa, fused_sdpa
 from flexmask.backends.tiling import plan_tiles
 from flexmask.errors import LoweringError, OperandError
 
@@ -389,6 +389,16 @@ class TestScoreMod:
             return block_sdpa(query, key, value, bounds, cells=cells, score_mod=lambda score, *at: score * 2)
 
         check_attention(attend, inputs(), causal(50, 50) & cells, scale=2 / math.sqrt(8))
+
+
+def test_as_many_keys_as_heads() -> None:
+    check_attention(partial(fused_sdpa, is_causal=True), inputs(heads=4, key_heads=2, q_len=4, kv_len=4), causal(4, 4))
+
+
+def test_without_channels_all_visible_keys_weigh_the_same() -> None:
+    query, key, value = inputs(dim=0)
+    out = block_sdpa(query, key, value, intervals(causal(50, 50)))
+    assert torch.allclose(out[:, 0], value[:, 0].cumsum(1) / torch.arange(1, 51).view(-1, 1))
 
 
 def test_a_tile_without_keys_takes_none() -> None:

@@ -123,6 +123,11 @@ MODS: dict[str, Callable[..., Any]] = {
     "strides of strides": lambda b, h, q, kv: (q - kv) // 4 // 3 % 5 < 2,
     "a remainder of strides": lambda b, h, q, kv: (q + kv) % 48 // 8 == 2,
     "a product with strides": lambda b, h, q, kv: (q * kv + q // 8) // 6 % 4 == 1,
+    "limits that grow": lambda b, h, q, kv: (q * kv) % 50 < (q + kv) // 4,
+    "limits that fall": lambda b, h, q, kv: (q * kv) % 50 >= (q + kv) // 4,
+    "part of a separable mask": lambda b, h, q, kv: (q * kv > 9000) & (kv % 64 < q % 64),
+    "more than a separable mask": lambda b, h, q, kv: (q * kv > 9000) | (kv % 64 >= q % 64),
+    "one of two": lambda b, h, q, kv: (q * kv > 9000) ^ (q * kv + q > 5000),
     "per sequence": lambda b, h, q, kv: (q - kv) % LENGTHS[b] == 0,
     "moved per head": lambda b, h, q, kv: (q - kv + h * 3) % 8 == 0,
     "a table of blocks": lambda b, h, q, kv: GRID[q // 8, kv // 8],
@@ -167,6 +172,19 @@ def test_lists_are_those_of_torch(name: str, block_size: Any, stepwise: bool) ->
 
 
 # ---------------------------------------------------------------- work
+
+
+def test_progress_ends_at_all_blocks() -> None:
+    shares: list[float] = []
+    with pytest.MonkeyPatch.context() as patch, survey.watched(shares.append):
+        patch.setattr(survey, "COUNTS", 500)
+        fm.from_mask_mod(MODS["dilated or local"]).stats(LENGTH, block_size=8)
+        assert len(shares) > 2
+    assert shares[-1] == 1
+    assert all(one > 0 for one in shares)
+    before = len(shares)
+    fm.from_mask_mod(MODS["dilated or local"]).stats(LENGTH, block_size=8)
+    assert len(shares) == before, "it is reported inside of the context only"
 
 
 @contextmanager
