@@ -86,7 +86,8 @@ def _block_sdpa(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
+    out, logsumexp = forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
+    return _heads_together(out), logsumexp
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -103,7 +104,14 @@ def _block_sdpa_backward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
+    drop = DropoutState.make(dropout_p, seed, query, key)
+    grads = backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, drop)
+    return _heads_together(grads[0]), _heads_together(grads[1]), _heads_together(grads[2])
+
+
+def _heads_together(tensor: Tensor) -> Tensor:
+    """In the layout of `empty_output`, which a graph expects whatever the values: torch's kernel may use that of the query."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @_block_sdpa.register_fake
