@@ -152,15 +152,16 @@ class _Analysis:
         sizes = context.q_len, context.kv_len, context.batch, context.heads
         offset = 0 if isinstance(context.q_offset, Tensor) else context.q_offset
 
-        def ends() -> list[Any] | None:
-            found = _Analysis(bind(mask, *sizes, offset, context.device)).rows_of(separate(mask))
-            return [end.cpu().numpy() for end in (found.lower.lo, found.lower.hi)] if found.exact else None
+        def ends() -> list[Tensor] | None:
+            found = _Analysis(bind(mask, *sizes, offset, torch.device("cpu"))).rows_of(separate(mask))
+            return [end.to(context.device) for end in (found.lower.lo, found.lower.hi)] if found.exact else None
 
         with ThreadPoolExecutor(1) as thread:  # in which no graph is captured
             constants = thread.submit(ends).result()
         if constants is None:
             return None
-        lo, hi = (torch.tensor(end, device=context.device) for end in constants)
+        # As torch.tensor(list) does for the CPU, so that fake tensors may take them, but without a copy from there in the graph.
+        lo, hi = (torch.ops.aten.lift_fresh_copy(end) for end in constants)
         return RowBounds.of(Rows(lo, hi, context.kv_len))
 
     def rows_of(self, mask: Mask) -> RowBounds:
