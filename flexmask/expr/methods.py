@@ -7,7 +7,7 @@ alone import against the order of the layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flexmask._checks import names_explained
 from flexmask.expr.pictures import MaskPictures
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexmask.intervals.bounds import RowBounds
     from flexmask.intervals.context import Context
     from flexmask.lowering.mask_mod import Form, MaskMod
+    from flexmask.plans.api import Plan
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
     from flexmask.tracing.as_mask import MaskLike
@@ -175,6 +176,23 @@ class MaskMethods(MaskPictures):
 
         context = self._context(q_len, kv_len, batch, heads, q_offset, device)
         return block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
+
+    def plan(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: torch.device | str | None = None,
+        block_size: int | tuple[int, int] = 128,
+        compile: bool = False,
+    ) -> Plan:
+        """The mask analyzed once, to be lowered at each step from its data alone: see :func:`flexmask.plan`."""
+        from flexmask.plans.api import plan
+
+        options = {"device": device, "block_size": block_size, "compile": compile}
+        return plan(cast("Mask", self), q_len, kv_len, batch=batch, heads=heads, **cast(Any, options))
 
     @names_explained(EQUIVALENTS)
     def stats(

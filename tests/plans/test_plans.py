@@ -52,6 +52,13 @@ def test_other_data_than_it_was_captured_with(compiled: bool) -> None:
     assert GRAPHS.captures <= before + 1
 
 
+def test_the_method_of_a_mask() -> None:
+    mask = fm.causal() & fm.key_padding(fm.param("lengths"))
+    plan = mask.plan(5, 9, batch=2, block_size=(4, 2))
+    assert plan.setting == fm.plan(mask, 5, 9, batch=2, block_size=(4, 2)).setting
+    assert torch.equal(plan(lengths=[9, 3]).dense(), mask.bind(lengths=[9, 3]).dense(5, 9))
+
+
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, -1], [5, 5, 2, 9, 9, -1], [3, 3, 3, 3, 3, 3], [-1, -1, 4, 4, 1, 1]])
 def test_contiguous_documents(ids: list[int]) -> None:
     table = torch.tensor([ids])
