@@ -29,9 +29,9 @@ from flexmask.intervals.closures import greater, lesser
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
-from flexmask.intervals.piecewise import PiecewiseColumn, direction
+from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold, true_hull
+from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, true_hull
 from flexmask.intervals.solve import Span, is_separable, separate
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyze"]
@@ -88,27 +88,6 @@ class RowBounds:
         return (self & ~other) | (~self & other)
 
 
-@dataclass(frozen=True, eq=False)
-class _Conditions:
-    """Conditions ``column sign value`` on one piecewise non-decreasing column."""
-
-    pieces: PiecewiseColumn | None
-    conditions: list[tuple[str, Tensor]]
-
-    def keys_within(self, rows: Rows) -> Rows | None:
-        """The keys of rows that meet them all, or None where these cannot be listed."""
-        if self.pieces is None:
-            return None
-        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
-        first, ends = [every], [every + pieces.size]
-        for sign, value in self.conditions:
-            if sign in {"==", ">=", ">"}:
-                first.append(pieces.rank(value, inclusive=sign == ">"))
-            if sign in {"==", "<=", "<"}:
-                ends.append(pieces.rank(value, inclusive=sign != "<"))
-        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), MAX_SLOTS)
-
-
 def analyze(context: Context) -> RowBounds:
     """The rows of the mask of a context."""
     return _Analysis(context).rows(separate(context.mask))
@@ -128,7 +107,7 @@ class _Analysis:
     def rows(self, mask: Mask) -> RowBounds:
         """The rows of a mask. In a graph, where no value can be read, they are exact where they are without reading any, or where
         they follow from the parts of the mask that have no data."""
-        found = self.rows_of(mask)
+        found = self.direct_rows(mask)
         if found.exact or not is_captured():
             return found
         parts = mask.operands if isinstance(mask, And) else (mask,)
@@ -139,7 +118,7 @@ class _Analysis:
         if known is None:
             return found
         rest = [part for part in parts if part not in constant]
-        return known & self.rows_of(And.make(tuple(rest))) if rest else known
+        return known & self.direct_rows(And.make(tuple(rest))) if rest else known
 
     def is_constant(self, mask: Mask) -> bool:
         """Whether a mask has no data, so that its rows are the same each time."""
@@ -153,7 +132,7 @@ class _Analysis:
         offset = 0 if isinstance(context.q_offset, Tensor) else context.q_offset
 
         def ends() -> list[Tensor] | None:
-            found = _Analysis(bind(mask, *sizes, offset, torch.device("cpu"))).rows_of(separate(mask))
+            found = _Analysis(bind(mask, *sizes, offset, torch.device("cpu"))).direct_rows(separate(mask))
             return [end.to(context.device) for end in (found.lower.lo, found.lower.hi)] if found.exact else None
 
         with ThreadPoolExecutor(1) as thread:  # in which no graph is captured
@@ -164,7 +143,8 @@ class _Analysis:
         lo, hi = (torch.ops.aten.lift_fresh_copy(end) for end in constants)
         return RowBounds.of(Rows(lo, hi, context.kv_len))
 
-    def rows_of(self, mask: Mask) -> RowBounds:
+    def direct_rows(self, mask: Mask) -> RowBounds:
+        """The rows of a mask, in a graph without those that would have to be read."""
         match mask:
             case And(operands):
                 return self.conjunction(operands)
@@ -203,20 +183,20 @@ class _Analysis:
 
     def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
         """The bounds, intersected with conditions on piecewise non-decreasing columns, those of the fewest pieces first."""
-        groups: dict[Any, _Conditions] = {}
+        groups: dict[Any, Conditions] = {}
         for mask in masks:
             column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-            groups.setdefault(mask.left.key, _Conditions(self.pieces(mask.left, column), [])).conditions.append(
-                (mask.sign, value)
-            )
+            if mask.sign == "==" and is_captured():  # whose runs cannot be counted
+                bounds = RowBounds(bounds.lower, bounds.upper & equal_hull(column, value, self.context.kv_len))
+            groups.setdefault(mask.left.key, Conditions(self.pieces(mask.left, column), [])).conditions.append((mask.sign, value))
         for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
-            upper = group.keys_within(bounds.upper)
+            upper = group.keys_within(bounds.upper, MAX_SLOTS)
             if upper is None:
                 bounds = RowBounds(self.unknown().lower, bounds.upper)
             elif bounds.exact:
                 bounds = RowBounds.of(upper)
             else:
-                lower = group.keys_within(bounds.lower) or self.unknown().lower
+                lower = group.keys_within(bounds.lower, MAX_SLOTS) or self.unknown().lower
                 bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
         return bounds
 

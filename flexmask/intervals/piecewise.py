@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flexmask.intervals.rows import Rows
 
-__all__ = ["MAX_CANDIDATES", "PiecewiseColumn", "direction"]
+__all__ = ["Conditions", "MAX_CANDIDATES", "PiecewiseColumn", "direction"]
 
 #: Candidate intervals of a row at most, of which many may be empty.
 MAX_CANDIDATES = 256
@@ -96,6 +97,32 @@ class PiecewiseColumn:
         if step.numel() > 1:
             stop = torch.where(step < number.unsqueeze(-1), stop, first)
         return Rows(first.flatten(-2), stop.flatten(-2), kv_len).joined()
+
+
+@dataclass(frozen=True, eq=False)
+class Conditions:
+    """Conditions ``column sign value`` on one column.
+
+    Attributes:
+        pieces: the column; None where it has too many pieces.
+        conditions: the sign and the value of each.
+    """
+
+    pieces: PiecewiseColumn | None
+    conditions: list[tuple[str, Tensor]]
+
+    def keys_within(self, rows: Rows, most: int) -> Rows | None:
+        """The keys of rows that meet them all, or None where these cannot be listed or take over ``most`` intervals."""
+        if self.pieces is None:
+            return None
+        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
+        first, ends = [every], [every + pieces.size]
+        for sign, value in self.conditions:
+            if sign in {"==", ">=", ">"}:
+                first.append(pieces.rank(value, inclusive=sign == ">"))
+            if sign in {"==", "<=", "<"}:
+                ends.append(pieces.rank(value, inclusive=sign != "<"))
+        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), most)
 
 
 def _chunks(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:

@@ -12,7 +12,7 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows
 
-__all__ = ["ValueRuns", "nondecreasing_runs", "runs", "threshold", "true_hull"]
+__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "runs", "threshold", "true_hull"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -35,6 +35,16 @@ def true_hull(holds: Tensor, kv_len: int) -> Rows:
     position = torch.arange(kv_len, dtype=torch.int32, device=holds.device)
     start, stop = torch.where(holds, position, kv_len).amin(-1), torch.where(holds, position + 1, 0).amax(-1)
     return Rows.spans(start.unsqueeze(-1), stop.unsqueeze(-1), kv_len)
+
+
+def equal_hull(column: Tensor, value: Tensor, kv_len: int) -> Rows:
+    """The smallest interval with all keys of ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without a host sync."""
+    column = column.expand(*column.shape[:2], kv_len)
+    held, order = column.sort(dim=-1, stable=True)
+    first, end = _search(held, value, right=False), _search(held, value, right=True)
+    start = _picked(order, first.clamp(max=kv_len - 1))
+    stop = _picked(order, (end - 1).clamp(min=0)) + 1
+    return Rows.spans(start, torch.where(first < end, stop, 0), kv_len)
 
 
 def _positions(marked: Tensor, fill: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
+from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
@@ -17,7 +18,7 @@ from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_masks import CallTokens, PaddedKeys, check_window, mask_over_cache, padded_keys
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "score_mod_over_cache"]
 
 
 class KVCache:
@@ -300,3 +301,15 @@ class KVCache:
             self.start = begin
         self.key, self.value = pair[0].detach(), pair[1].detach()
         return pair
+
+
+def score_mod_over_cache(score_mod: ScoreMod | None, offset: int | Tensor, start: int | Tensor, x: Tensor) -> ScoreMod | None:
+    """A score_mod over positions in the whole sequence as one over the queries of a call and the keys in the cache."""
+    if score_mod is None:
+        return None
+    rows, columns = (torch.as_tensor(position, device=x.device).expand(x.shape[0]) for position in (offset, start))
+
+    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
+
+    return shifted

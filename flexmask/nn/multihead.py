@@ -20,7 +20,7 @@ from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS, SIZES, sizes_from_torch, state_from_torch, to_torch
-from flexmask.nn.kv_cache import KVCache
+from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -205,7 +205,7 @@ class MultiheadFlexAttention(nn.Module):
             key,
             value,
             call_mask,
-            score_mod=self.score_mod if cache is None else _score_mod_over_cache(self.score_mod, offset, start, x),
+            score_mod=self.score_mod if cache is None else score_mod_over_cache(self.score_mod, offset, start, x),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if is_lowered else offset,
@@ -394,15 +394,3 @@ def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
         taken = ", ".join(sorted(RESERVED & set(found.params)))
         raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
     return found
-
-
-def _score_mod_over_cache(score_mod: ScoreMod | None, offset: int | Tensor, start: int | Tensor, x: Tensor) -> ScoreMod | None:
-    """A score_mod over positions in the whole sequence as one over the queries of a call and the keys in the cache."""
-    if score_mod is None:
-        return None
-    rows, columns = (torch.as_tensor(position, device=x.device).expand(x.shape[0]) for position in (offset, start))
-
-    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
-
-    return shifted
