@@ -213,6 +213,7 @@ SHARES: list[tuple[Mask, float, float]] = [
     (fm.masks.random_cells(0.5), 1 / 50, 1),
     (fm.per_head([(q - kv) % 3 == 0, fm.causal()]), 1 / 1000, 1 / 50),
     ((q - kv + h) % 3 == 0, 1 / 1000, 1 / 50),
+    (kv * 37 % 101 + kv // 512 * 1000 <= q // 512 * 1000 + 300, 0, 0),  # separable, with more intervals than are listed
     (fm.table([[i % 3 == j % 2 for i in range(64)] for j in range(64)])[q // 128, kv // 128] != 0, 0, 0),
 ]
 
