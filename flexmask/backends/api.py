@@ -84,6 +84,9 @@ def attention(
     in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. In that call, on ``sdpa`` on
     other devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
 
+    In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
+    :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.
+
     Returns:
         ``[B, H, q_len, D_v]``, of the query's dtype. Where an axis has size 0 it is 0 or empty under any mask.
 

@@ -42,7 +42,7 @@ class MaskCache:
     is rebuilt when a tensor of its mask holds other values. On the CPU the values are compared with a copy, which also detects
     writes through NumPy. Elsewhere torch's version counter is compared, which does not count writes through ``.data``. Values
     that an opaque call of :func:`flexmask.from_mask_mod` reads from elsewhere than its tensors are not compared.
-    Code that ``torch.compile`` traces does not use the cache; give it a BlockMask.
+    Code that ``torch.compile`` traces does not use the cache; there the layers share a LoweredMask, from :func:`flexmask.plan`.
 
     A cache may be entered again, by several threads, and within another, where the innermost is used. A new thread starts with no
     active cache, as with every context variable.

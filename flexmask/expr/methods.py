@@ -152,9 +152,10 @@ class MaskMethods(MaskPictures):
         B is ``batch``; H is 1 unless the mask depends on the head. The BlockMask is a snapshot of the mask's data. It cannot be
         pickled, since its ``mask_mod`` is a closure: send the mask to other processes.
 
-        Compiled code takes every BlockMask of the same lengths, batch and block size without compiling again, as long as both
-        masks are per-head, or neither is, and the rows of both have at most 2 key intervals (or 4, or 8). On the CPU these are
-        counted; elsewhere their number follows from the composition: ``a & b`` has at most as many as ``a`` and ``b`` less 1,
+        Code that ``torch.compile`` traces cannot call this; it can call a :func:`flexmask.plan`, or take the Mask. Compiled code
+        that is given BlockMasks takes every one of the same lengths, batch and block size without compiling again, if both masks
+        are per-head, or neither is, and the rows of both have at most 2 key intervals (or 4, or 8). On the CPU these are counted;
+        elsewhere their number follows from the composition: ``a & b`` has at most as many as ``a`` and ``b`` less 1,
         ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22 elsewhere lists are
         packed; then their strides may differ as well.
 

@@ -40,8 +40,8 @@ class KVCache:
 
     In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity.
 
-    Under ``torch.compile(fullgraph=True)`` give a BlockMask with ``capacity`` keys, so that its sizes do not change:
-    ``mask.block_mask(1, capacity, q_offset=position)``. Two graphs then serve all steps.
+    Under ``torch.compile(fullgraph=True)`` give a LoweredMask or a BlockMask with ``capacity`` keys, so that its sizes do not
+    change: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. Two graphs then serve all steps.
 
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 

@@ -42,8 +42,10 @@ class MultiheadFlexAttention(nn.Module):
     In the mask True means attend. (In ``torch.nn.MultiheadAttention`` True means masked out: its ``key_padding_mask`` is
     ``key_padding(hide=key_padding_mask)`` here, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
 
-    Under ``torch.compile(fullgraph=True)`` give :meth:`forward` a BlockMask. ``torch.export`` with ``strict=False`` takes a
-    module without a mask, or with one that depends on positions only.
+    Under ``torch.compile(fullgraph=True)`` the module's mask, and every mask of :meth:`forward`, becomes a part of the graph
+    (with a cache see :class:`flexmask.KVCache`). Its data are inputs: other data runs without compiling again. A LoweredMask of
+    :func:`flexmask.plan` serves all layers of a model. ``torch.export`` with ``strict=False`` takes a module without a
+    mask, or with one that depends on positions only.
 
     Args:
         d_in: width of the input, and of the context unless ``d_context`` is given.
