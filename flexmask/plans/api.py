@@ -14,7 +14,7 @@ from flexmask.expr.data import as_table
 from flexmask.expr.mask import Mask
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
-from flexmask.plans.capture import GRAPHS, Setting, lower_traced
+from flexmask.plans.capture import GRAPHS, Setting
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -63,6 +63,8 @@ class Plan:
             tensors.append(_tensor(q_offset, "q_offset", setting.device))
             setting = setting._replace(q_offset=-1)
         if torch.compiler.is_compiling():
+            from flexmask.plans.traced import lower_traced
+
             return lower_traced(self.mask.structure, self._names, tuple(setting), tuple(tensors))
         return GRAPHS.get(self.mask.structure, self._names, setting, tensors).run(tensors, compiled=self.compile)
 

@@ -29,11 +29,11 @@ from flexmask.lowering.dense import cell_evaluator
 from flexmask.plans.fused import fused_kind
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 
-__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph", "lower_traced"]
+__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph"]
 
 register_constant(Structure)
 
-#: Cells of a mask that is not separable, which a graph evaluates one and all.
+#: Cells of a mask that is not separable, all of which a graph evaluates.
 MAX_CELLS = 2**26
 
 
@@ -199,12 +199,6 @@ def lower_in_graph(
     if isinstance(q_offset, Tensor):
         tensors = (*tensors, q_offset)
     setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
+    from flexmask.plans.traced import lower_traced  # imports the compiler, which is there where it traces
+
     return lower_traced(mask.structure, names, setting, tensors)
-
-
-@torch._dynamo.nonstrict_trace
-def lower_traced(
-    structure: Structure, names: tuple[str, ...], setting: tuple[Any, ...], tensors: tuple[Tensor, ...]
-) -> LoweredMask:
-    """As :meth:`GraphCache.get` and :meth:`Graph.run`, which ``torch.compile`` does not trace but runs while it makes a graph."""
-    return GRAPHS.get(structure, names, Setting(*setting), tensors).run(tensors)
