@@ -99,7 +99,7 @@ def is_mapped(tensor: Tensor) -> bool:
     return False
 
 
-def usable(tensor: Tensor, what: str) -> Tensor:
+def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
     """The plain tensor within those of running transforms; under FakeTensorMode, of a tensor with values one without.
 
     Raises:
@@ -109,7 +109,7 @@ def usable(tensor: Tensor, what: str) -> Tensor:
         return tensor
     if is_mapped(tensor):
         raise LoweringError(
-            f"torch.vmap maps over {what}, so there is no one mask; give a mask its batch as the first axis of its data, "
+            f"torch.vmap maps over {what()}, so there is no one mask; give a mask its batch as the first axis of its data, "
             "[batch, ...], and call without vmap"
         )
     while is_wrapped(tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
-from flexmask._transforms import can_keep_tensors, usable
+from flexmask._transforms import can_keep_tensors, is_captured, usable
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
 from flexmask.expr.mask import Mask, Named, PerHead
@@ -70,7 +70,7 @@ def bind(
         _add_table(lookup.table, context)
     for tensor in parts.tensors:
         if isinstance(tensor, CapturedTensor):
-            context.tables[tensor.key] = usable(tensor.tensor, f"the data of {mask.brief()}")
+            context.tables[tensor.key] = usable(tensor.tensor, lambda: f"the data of {mask.brief()}")
     for ranged in parts.ranged:
         _check_range(ranged, context)
     check_ranges(parts.computed, context)
@@ -150,7 +150,7 @@ def _offset(q_offset: Any) -> int | Tensor:
     if isinstance(q_offset, Tensor):
         if reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
-        q_offset = usable(q_offset, "q_offset")
+        q_offset = usable(q_offset, lambda: "q_offset")
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
@@ -269,7 +269,7 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
     """The data of a table on the context's device, checked."""
     match table:
         case TensorTable(tensor):
-            tensor = usable(tensor, f"the data of {context.mask.brief()}")
+            tensor = usable(tensor, lambda: f"the data of {context.mask.brief()}")
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
             where = str(context.device)
@@ -324,19 +324,10 @@ def _check_covers(lookup: Lookup, context: Context) -> None:
 
 def _check_range(ranged: Ranged, context: Context) -> None:
     values, limit = _tensor(ranged.source, context), _limit(ranged, context)
-    least_wanted = f"{ranged.what} must be at least {ranged.low}"
-    most_wanted = f"{ranged.what} must be at most {limit if isinstance(ranged.high, Constant) else f'{ranged.high} = {limit}'}"
     may_be_keep = ranged.role == "length" and 1 < values.numel() == limit
-    no_keep_wanted = (
-        f"{ranged.what} has {limit} values, 0 and 1, for {limit} positions: it may be a keep mask, as a tokenizer's "
-        f"attention_mask. Write keep= for one; for {limit} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
-    )
     if _sync.needs_sync(values):
-        _sync.require(lambda: (values >= ranged.low).all(), values.device, least_wanted)
-        if limit is not None:
-            _sync.require(lambda: (values <= limit).all(), values.device, most_wanted)
-        if may_be_keep:
-            _sync.require(lambda: (values.amin() != 0) | (values.amax() != 1), values.device, no_keep_wanted)
+        if is_captured():
+            _require_range(ranged, values, limit, may_be_keep=may_be_keep)
         return
     extent = ranged.memo.get("extent")
     if extent is None:
@@ -345,11 +336,36 @@ def _check_range(ranged: Ranged, context: Context) -> None:
             ranged.memo["extent"] = extent
     least, most = extent
     if least < ranged.low:
-        raise LoweringError(f"{least_wanted}, got {least}")
+        raise LoweringError(f"{_least_wanted(ranged)}, got {least}")
     if limit is not None and most > limit:
-        raise LoweringError(f"{most_wanted}, got {most}")
+        raise LoweringError(f"{_most_wanted(ranged, limit)}, got {most}")
     if may_be_keep and extent == (0, 1):
-        raise LoweringError(no_keep_wanted)
+        raise LoweringError(_no_keep_wanted(ranged, values))
+
+
+def _require_range(ranged: Ranged, values: Tensor, limit: int | None, *, may_be_keep: bool) -> None:
+    """As :func:`_check_range` where a graph runs."""
+    _sync.require(lambda: (values >= ranged.low).all(), values.device, _least_wanted(ranged))
+    if limit is not None:
+        _sync.require(lambda: (values <= limit).all(), values.device, _most_wanted(ranged, limit))
+    if may_be_keep:
+        _sync.require(lambda: (values.amin() != 0) | (values.amax() != 1), values.device, _no_keep_wanted(ranged, values))
+
+
+def _least_wanted(ranged: Ranged) -> str:
+    return f"{ranged.what} must be at least {ranged.low}"
+
+
+def _most_wanted(ranged: Ranged, limit: int) -> str:
+    return f"{ranged.what} must be at most {limit if isinstance(ranged.high, Constant) else f'{ranged.high} = {limit}'}"
+
+
+def _no_keep_wanted(ranged: Ranged, values: Tensor) -> str:
+    count = values.numel()
+    return (
+        f"{ranged.what} has {count} values, 0 and 1, for {count} positions: it may be a keep mask, as a tokenizer's "
+        f"attention_mask. Write keep= for one; for {count} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
+    )
 
 
 def _limit(ranged: Ranged, context: Context) -> int | None:
