@@ -16,6 +16,7 @@ from torch import Tensor
 from flexmask.expr.index import Index
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
+from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
@@ -74,7 +75,7 @@ def _along(axis: Axis, mask: Mask, context: Context, batch: int, head: int) -> I
     evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool)
     ids: dict[Any, tuple[str, Tensor]] = {}
     for label, node in _sources(mask, axis, head, "ids", padding=True):
-        values = evaluation.tensor(node)
+        values = evaluation.tensor(_ids(node, context))
         line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
         if isinstance(node, Mask):
             padded = padded | ~line
@@ -107,6 +108,14 @@ def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> 
                     yield _Source(PADDING, sides[axis] >= 0)
         case Compare() if padding and name in PADDED and _axis(mask) == axis:
             yield _Source(PADDING, mask)
+
+
+def _ids(node: Index | Mask, context: Context) -> Index | Mask:
+    """The ids of documents in place of their first positions, where the context has both."""
+    match node:
+        case Lookup(DocumentTable("starts", source), indices) if source.key in {*context.tables, *context.tables.derived}:
+            return Lookup(source, indices)
+    return node
 
 
 def _axis(node: Node) -> str | None:

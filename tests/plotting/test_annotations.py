@@ -127,3 +127,11 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
 def test_tokens_that_do_not_fit(attempt: Callable[[], object], error: type[FlexmaskError], message: str) -> None:
     with pytest.raises(error, match=message):
         attempt()
+
+
+@pytest.mark.parametrize("data", [{"lengths": [3, 2, 4]}, {"ids": [0, 0, 0, 1, 1, 2, 2, 2, 2]}], ids=["lengths", "ids"])
+def test_documents_of_inner_masks_are_numbered(data: dict[str, list[int]]) -> None:
+    """The mask compares the first positions of documents, which are no numbers that a user gave."""
+    mask = fm.per_document(fm.causal(), **data)  # type: ignore[arg-type]
+    for band in rasterize(mask, 9).bands:
+        assert (band.starts, band.values) == ((0, 3, 5), ("0", "1", "2"))
