@@ -75,7 +75,7 @@ def check(ctx: click.Context, config: Path, implementations: tuple[str, ...], as
     "--text", "texts", multiple=True, required=True, help="A document, of which each word is a token; several are packed."
 )
 @click.option("--layer", metavar="NAME|N", help="Draw the mask of this layer alone. [default: each mask once]")
-@click.option("--why", is_flag=True, help="Colour each hidden cell by the term of the mask that masks it out.")
+@click.option("--why", is_flag=True, help="Color each hidden cell by the term of the mask that masks it out.")
 @output_option("instead of drawing in the terminal")
 def render(config: Path, texts: tuple[str, ...], layer: str | None, why: bool, output: Path | None) -> None:
     """Draw the masks of a model for some texts, with their words on the axes.

@@ -14,7 +14,7 @@ __all__ = ["packing_argument", "document_ids"]
 
 
 def packing_argument(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The argument of a forward that tells documents apart: ``cu_seq_lens_q``, or ``seq_idx``; None where there is neither."""
+    """The argument that describes the documents of a row, ``cu_seq_lens_q`` or ``seq_idx``; None where there is neither."""
     for name in ("cu_seq_lens_q", "seq_idx"):
         if kwargs.get(name) is not None:
             return torch.as_tensor(kwargs[name])

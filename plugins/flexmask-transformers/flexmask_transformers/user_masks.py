@@ -83,13 +83,13 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None
         layer_type: such as ``"full_attention"``.
         given: what the caller gave as ``attention_mask`` where that is a mask of flexmask; it replaces the model's own.
     """
-    mask = None if given is None else _of_type(given, layer_type)
+    mask = None if given is None else _select_type(given, layer_type)
     replaces = mask is not None
     for active in _ACTIVE.get():
         if not any(config is own for own in active.configs):
             continue
         active.uses += 1
-        own = _of_type(active.masks, layer_type)
+        own = _select_type(active.masks, layer_type)
         if own is not None and active.replaces:
             mask, replaces = own, True
         elif own is not None:
@@ -97,7 +97,7 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None
     return mask, replaces
 
 
-def _of_type(masks: Any, layer_type: str) -> Mask | None:
+def _select_type(masks: Any, layer_type: str) -> Mask | None:
     if isinstance(masks, Mapping):
         masks = masks.get(layer_type)
     return None if masks is None else as_mask(masks, "attention_mask")
