@@ -198,14 +198,20 @@ class Node:
         return symbols
 
     def _make_tensors(self) -> tuple[Tensor, ...]:
-        parts = [child.tensors for child in self.below if child.tensors]
-        if len(parts) < 2:
-            return parts[0] if parts else ()
-        return tuple({id(tensor): tensor for part in parts for tensor in part}.values())
+        found: tuple[Tensor, ...] = ()
+        for child in self.below:
+            own = child.tensors
+            if own and own is not found:
+                found = tuple({id(tensor): tensor for tensor in (*found, *own)}.values()) if found else own
+        return found
 
     def _make_params(self) -> tuple[str, ...]:
-        parts = {child.params for child in self.below if child.params}
-        return parts.pop() if len(parts) == 1 else tuple(sorted({name for part in parts for name in part}))
+        found: tuple[str, ...] = ()
+        for child in self.below:
+            own = child.params
+            if own and own != found:
+                found = tuple(sorted({*found, *own})) if found else own
+        return found
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.
     __array_ufunc__: ClassVar[None] = None
