@@ -6,6 +6,7 @@ are packed: a strided view of the shape that kernels expect over storage that fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -88,7 +89,19 @@ def _ranked_lists(grids: Tensor) -> list[BlockList]:
     columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
     indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
     indices.scatter_(-1, rank * grids, columns)
-    return list(zip(rank[..., -1].to(torch.int32).unbind(), indices[..., 1:].contiguous().unbind(), strict=True))
+    number = rank[..., -1].to(torch.int32, memory_format=torch.contiguous_format)
+    return list(zip(_parts(number), _parts(indices[..., 1:].clone(memory_format=torch.contiguous_format)), strict=True))
+
+
+def _parts(stacked: Tensor) -> list[Tensor]:
+    """As ``unbind`` of a new contiguous tensor, with the strides of contiguous tensors also along axes of size 1.
+
+    CUDA kernels multiply the stride of heads by their number for that of sequences. In code that Inductor compiles, other views
+    than ``as_strided`` of a tensor that is computed there have stride 0 along an axis of size 1.
+    """
+    size = list(stacked.shape[1:])
+    strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+    return [stacked.as_strided(size, strides, part * math.prod(size)) for part in range(len(stacked))]
 
 
 def interval_lists(sets: Sequence[Rows], batch: int, heads: int | None, *, packed: bool) -> list[BlockList]:

@@ -217,6 +217,52 @@ def test_a_module_in_one_graph(backend: Any) -> None:
     assert graphs() - before == 1
 
 
+#: Masks of two documents in each sequence of 256 tokens, of which the second has 50 tokens of padding, with their data from the
+#: position where the second document starts.
+PLANS: dict[str, tuple[str, Callable[[Tensor], dict[str, Tensor]]]] = {
+    "key intervals": (
+        "causal & document(cu_seqlens=cu) & key_padding(lengths)",
+        lambda starts: {
+            "cu": torch.stack([torch.zeros_like(starts), starts, torch.full_like(starts, 256)], 1),
+            "lengths": torch.tensor([256, 206]),
+        },
+    ),
+    "cells": (
+        "causal & document(ids) & key_padding(lengths)",
+        lambda starts: {"ids": (torch.arange(256) >= starts[:, None]).long(), "lengths": torch.tensor([256, 206])},
+    ),
+}
+#: Kernels that list the blocks of a packed mask at most.
+LISTING = 15
+
+
+@pytest.mark.parametrize("kind", ["key intervals", pytest.param("cells", marks=NEWER_TORCH)])
+def test_a_plan_and_its_attention_in_one_graph(backend: Any, kind: str) -> None:
+    text, data_of = PLANS[kind]
+    plan = fm.plan(text, 256, batch=2)
+
+    def step(query: Tensor, key: Tensor, value: Tensor, data: dict[str, Tensor]) -> Tensor:
+        return fm.attention(query, key, value, plan(**data), backend="flex")
+
+    compiled, before = torch.compile(step, backend=backend, fullgraph=True), graphs()
+    for starts in (torch.tensor([100, 30]), torch.tensor([256, 7])):
+
+        def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, starts: Tensor = starts) -> Tensor:
+            return (kv <= q) & ((q < starts[b]) == (kv < starts[b])) & (kv < 256 - 50 * b)
+
+        case = Case(fm.full(), shown)
+        tensors = inputs(case, torch.float32)
+        virtual_gpu.launched.clear()
+        found, (wanted, _) = compiled(*tensors, data_of(starts)), reference(case, *tensors)
+        assert sum(FORWARD not in name for name in virtual_gpu.launched) <= LISTING
+        losses = found.square().sum(), wanted.square().sum()
+        pairs = [(found, wanted), *zip(*(torch.autograd.grad(loss, tensors) for loss in losses), strict=True)]
+        assert any(BACKWARD in name for name in virtual_gpu.launched)
+        for one, other in pairs:
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+    assert graphs() - before == 1
+
+
 # ---------------------------------------------------------------- the check can fail
 
 

@@ -214,6 +214,17 @@ def _patch_interpreter(patch: pytest.MonkeyPatch) -> None:
 
     dot = builder.create_dot
     patch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))
+    # Its atomic operations read broadcast operands as if each element had memory.
+    atomic = builder.create_atomic_rmw
+
+    def stored(handle: Any) -> Any:
+        return interpreter.TensorHandle(np.ascontiguousarray(handle.data), handle.dtype)
+
+    patch.setattr(
+        builder,
+        "create_atomic_rmw",
+        lambda self, op, *operands: atomic(self, op, *map(stored, operands[:3]), *operands[3:]),
+    )
     # The places of the addresses and of their mask among the arguments.
     for name, places in (("create_masked_load", (0, 1)), ("create_masked_store", (0, 2)), ("create_atomic_rmw", (1, 3))):
         patch.setattr(builder, name, Memory.guarded(getattr(builder, name), *places))
