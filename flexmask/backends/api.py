@@ -60,8 +60,8 @@ def attention(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), what a :func:`flexmask.plan` gives, a BlockMask, or
-            None for no mask.
+        mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a LoweredMask (from a
+            :func:`flexmask.plan`), a BlockMask, or None for no mask.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores.
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.

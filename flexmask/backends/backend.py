@@ -172,7 +172,7 @@ def check_sizes(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, q_off
     """Checks that a mask was lowered for a query and a key: kernels would read beyond the tensors of one that does not fit.
 
     Raises:
-        LoweringError: it was not, or there is a ``q_offset`` on top.
+        LoweringError: it has other sizes or is on another device, or a ``q_offset`` is given as well.
     """
     name = type(mask).__name__ if isinstance(mask, LoweredMask) else "BlockMask"
     if isinstance(q_offset, Tensor) or q_offset:

@@ -79,7 +79,7 @@ class Band(Tile):
         return rows.transpose(0, 1)
 
     def _windows(self, tensor: Tensor, start: int, every: int) -> Tensor:
-        """The keys of each so many tiles, [c', n, t, D], a view."""
+        """The keys of every ``every``-th tile from ``start`` on, [c', n, t, D], a view."""
         (lo, hi), *_ = self.runs
         part = tensor[self.elements.start, self.key_heads.start : self.key_heads.stop, lo + start * self.step :]
         heads, length, width = part.stride()
@@ -94,7 +94,7 @@ def join_bands(tiles: Iterable[Tile], kv_len: int, worth: int) -> Iterator[Tile]
     Args:
         tiles: tiles in the order of their rows.
         kv_len: KV.
-        worth: a call that is saved may cost as many scores of masked-out keys.
+        worth: the most scores of masked-out keys that a saved call may cost.
     """
     diagonals: dict[tuple[range, range], _Diagonal] = {}
     mask_ids = count(-1, -1)  # no tile has them
@@ -130,7 +130,7 @@ class _Diagonal:
     scores: int
 
     def has_joined(self, tile: Tile, kv_len: int, worth: int) -> bool:
-        """Join the next tile, where that costs less than a call of its own."""
+        """Join the next tile where that costs less than a separate call, and return whether it was joined."""
         first, last = self.tiles[0], self.tiles[-1]
         if len(tile.runs) != 1 or len(tile.rows) != len(first.rows) or tile.rows.start != last.rows.stop:
             return False

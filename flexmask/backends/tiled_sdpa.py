@@ -170,7 +170,7 @@ def _run(call: Call) -> Tensor:
 
 
 def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
-    """What a mask shows; the second part is None where torch's fused kernel computes the call."""
+    """The kind of fused call, or the key intervals and cells of the mask; they are None where a fused call is enough."""
     query, mask = call.query, call.mask
     if isinstance(mask, BlockMask):
         return None, from_block_mask(mask)

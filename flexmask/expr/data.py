@@ -19,12 +19,12 @@ __all__ = ["Data", "SupportsArray", "along", "as_table", "per_batch", "ranged", 
 
 
 class SupportsArray(Protocol):
-    """A NumPy array, or what turns into one."""
+    """A NumPy array, or an object that converts to one."""
 
     def __array__(self) -> Any: ...
 
 
-#: What holds integers or truth values: a number, nested lists, a NumPy array, a tensor, a table, or a parameter.
+#: Integers or truth values: a number, nested lists, a NumPy array, a tensor, a table, or a parameter.
 Data: TypeAlias = "int | Sequence[Any] | SupportsArray | Tensor | Table | Param"
 
 #: Axes that data may have; no mask looks up more than 4.
@@ -87,7 +87,7 @@ def as_table(data: object, what: str) -> Table:
 
 def _from_numpy(given: Any, what: str) -> Literal:
     try:
-        data = given.__array__()  # of a column of a table, for one
+        data = given.__array__()  # also of other containers, such as a pandas column
     except Exception as error:  # an array of another library may be where NumPy cannot read it
         raise OperandError(f"{what} must be data that NumPy can read, got {type(given).__name__}: {error}") from error
     if data.dtype.kind not in "iub":

@@ -144,7 +144,7 @@ class MaskPictures(Node):
         head: Indices = "some",
         **options: Unpack[ContentOptions],
     ) -> str:
-        """The interactive view of the mask as one HTML document, which asks for nothing from outside.
+        """The interactive view of the mask as one HTML document, which loads nothing from outside.
 
         It pans, zooms, and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of
         its block. Without ``against``, ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter

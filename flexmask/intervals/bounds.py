@@ -105,8 +105,11 @@ class _Analysis:
         self.side_values: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
-        """The rows of a mask. In a graph, where no value can be read, they are exact where they are without reading any, or where
-        they follow from the parts of the mask that have no data."""
+        """The rows of a mask.
+
+        In a graph, where no value can be read, parts of the mask that have no data are lowered as constants where their rows are
+        not exact otherwise.
+        """
         found = self.direct_rows(mask)
         if found.exact or not is_captured():
             return found
@@ -144,7 +147,7 @@ class _Analysis:
         return RowBounds.of(Rows(lo, hi, context.kv_len))
 
     def direct_rows(self, mask: Mask) -> RowBounds:
-        """The rows of a mask, in a graph without those that would have to be read."""
+        """The rows of a mask. In a graph they are not exact where that would require values to be read."""
         match mask:
             case And(operands):
                 return self.conjunction(operands)

@@ -22,7 +22,7 @@ N = TypeVar("N", bound=Node)
 
 
 class Tables(dict[Any, Tensor]):
-    """The data of a mask by the key of its node. What is derived from other data is computed once it is looked up."""
+    """The data of a mask by the key of its node. Data that is derived from other data is computed when it is first looked up."""
 
     def __init__(self, derived: dict[Any, Callable[[], Tensor]] | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Tables(dict[Any, Tensor]):
         return made
 
     def cloned(self) -> Tables:
-        """Copies of the data, so that later changes of it do not matter."""
+        """Copies of all data, which later changes of the originals do not reach."""
         copies = Tables()
         copies.update({key: self[key].clone() for key in (*self, *self.derived)})
         return copies

@@ -24,8 +24,8 @@ __all__ = ["Plan", "plan"]
 class Plan:
     """A mask at some lengths as a function of its data: ``plan(lengths=lengths)`` gives a LoweredMask. :func:`plan` makes it.
 
-    The first call for some shapes of the data captures the lowering as a graph, in about a second. The others run the graph: no
-    analysis, and no host sync. In code that ``torch.compile`` traces the graph becomes a part of the graph of the model.
+    The first call with data of some shapes captures the lowering as a graph, in about a second. Later calls run the graph, with
+    no analysis and no host sync. In code that ``torch.compile`` traces, the graph becomes a part of the model's graph.
 
     Attributes:
         mask: the mask, with its parameters.
@@ -48,11 +48,12 @@ class Plan:
             data: the value of each parameter of the mask: a tensor on the plan's device; numbers and lists are copied to it.
 
         Returns:
-            What :func:`flexmask.attention` takes as its mask, for each layer of a model.
+            The mask to give to :func:`flexmask.attention` in each layer of a model.
 
         Raises:
             ExpressionError: a parameter that the mask does not have, or one that is not given.
-            LoweringError: data that contradicts the lengths, or a mask whose lowering needs to read values.
+            LoweringError: data that contradicts the lengths, data on another device, or a mask that is not separable in q and kv
+                and has too many cells.
             OperandError: data of a wrong type.
         """
         if data.keys() != set(self._names):
@@ -92,7 +93,7 @@ def plan(
     block_size: int | tuple[int, int] = 128,
     compile: bool = False,
 ) -> Plan:
-    """A mask analysed once for some lengths, to be lowered at each step from its data alone::
+    """A mask analyzed once for some lengths, to be lowered at each step from its data alone::
 
         plan = flexmask.plan("causal & document(cu_seqlens=cu)", q_len=8192, batch=4)
         for tokens, cu in batches:

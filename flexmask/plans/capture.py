@@ -33,7 +33,7 @@ __all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_gr
 
 register_constant(Structure)
 
-#: Cells of a mask that is not separable, all of which a graph evaluates.
+#: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
 
 
@@ -66,7 +66,7 @@ class Graph:
     Attributes:
         module: from the tensors of the mask, those of its parameters in the order of their names, and ``q_offset`` where it is a
             tensor, to the tensors of a LoweredMask.
-        layout: what else the LoweredMask has.
+        layout: the fields of the LoweredMask that are not tensors, for :meth:`LoweredMask.unflatten`.
     """
 
     module: torch.fx.GraphModule
@@ -109,7 +109,14 @@ class GraphCache:
             self._graphs.clear()
 
     def get(self, structure: Structure, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
-        """The graph of a structure with its tensors, the values of the parameters ``names``, and ``q_offset`` as a tensor."""
+        """The graph for a structure and the shapes of tensors, captured where there is none yet.
+
+        Args:
+            structure: the mask apart from its tensors.
+            names: the parameters of the mask.
+            setting: the lengths and sizes.
+            tensors: the tensors of the mask, the value of each parameter, and ``q_offset`` where it is a tensor.
+        """
         key = structure, names, setting, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
         with self._lock:
             graph = self._graphs.pop(key, None)
@@ -199,6 +206,6 @@ def lower_in_graph(
     if isinstance(q_offset, Tensor):
         tensors = (*tensors, q_offset)
     setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
-    from flexmask.plans.traced import lower_traced  # imports the compiler, which is there where it traces
+    from flexmask.plans.traced import lower_traced  # imports the compiler, which is already loaded here
 
     return lower_traced(mask.structure, names, setting, tensors)

@@ -1,4 +1,4 @@
-"""A BlockMask of any origin as key intervals and cells, for backends that take no BlockMask."""
+"""Converts any BlockMask to key intervals and cells, for backends that take no BlockMask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["from_block_mask"]
 
 
 def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
-    """The bounds and the cells of a BlockMask, as of a LoweredMask; the cells are a ``mask_mod`` where values can be read.
+    """The bounds ``int32[B', H', Q', K, 2]`` and the cells of a BlockMask; see :class:`LoweredMask`.
+
+    The cells are a ``mask_mod``. In a graph, where values cannot be read, they are ``bool[B, H, q_len, kv_len]``, and the bounds
+    hold all keys.
 
     A key is visible in a full block, and in a partial block where the ``mask_mod`` shows it.
 
@@ -60,6 +63,6 @@ def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
 def _grid(number: Tensor, indices: Tensor, width: int) -> Tensor:
     """The listed blocks as ``bool[B, H, q_blocks, kv_blocks]``."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < number.unsqueeze(-1)
-    at = torch.where(listed, indices.long(), width)  # what is not listed goes to a column that is cut off
+    at = torch.where(listed, indices.long(), width)  # unused entries go to a column that is cut off
     grid = torch.zeros((*number.shape, width + 1), dtype=torch.bool, device=indices.device)
     return grid.scatter_(-1, at, True)[..., :width]

@@ -1,4 +1,4 @@
-"""Which masks torch's fused attention kernels have without a tensor: all keys, or ``is_causal``."""
+"""Which masks torch's fused attention kernels take without a tensor: all keys, or ``is_causal``."""
 
 from __future__ import annotations
 

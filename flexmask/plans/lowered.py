@@ -1,7 +1,7 @@
-"""A mask lowered at some lengths as one value: tensors alone, which every backend of attention takes.
+"""A mask lowered at some lengths as one pytree of tensors, which every backend of attention takes.
 
-It is a pytree. So compiled code takes it as an input without compiling again for other values, and it moves to a device, to other
-processes and into files.
+Compiled code takes it as an input without compiling again for other values. It can be moved to a device, sent to other processes
+and saved in files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class LoweredMask:
         cells: None where the intervals are the mask. Where a part of the mask is not separable in q and kv, the intervals hold
             all visible keys, and ``bool[B', H', q_len, kv_len]`` says which of them are visible.
         block_size: queries and keys in a block of :attr:`block_mask`.
-        fused: ``"whole"`` or ``"causal"`` where torch's fused kernels have the mask without a tensor.
+        fused: ``"whole"`` for a mask of all keys, ``"causal"`` for the mask of ``is_causal``: torch's fused kernels take these
+            without a tensor. None for another mask.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class LoweredMask:
 
     @classmethod
     def unflatten(cls, tensors: Iterable[Tensor], layout: Any) -> Self:
-        """The value of :meth:`flatten`."""
+        """The LoweredMask of the two results of :meth:`flatten`."""
         bounds, *rest = tensors
         shape, cells, block_size, fused = layout
         return cls(shape, bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), fused)

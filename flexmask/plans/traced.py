@@ -1,4 +1,4 @@
-"""The call that ``torch.compile`` does not trace: it runs while a graph is made, and puts a captured graph into it."""
+"""The call that dynamo does not trace: it runs while ``torch.compile`` makes a graph, and inserts a captured graph into it."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ __all__ = ["lower_traced"]
 def lower_traced(
     structure: Structure, names: tuple[str, ...], setting: tuple[Any, ...], tensors: tuple[Tensor, ...]
 ) -> LoweredMask:
-    """As :meth:`GraphCache.get` and :meth:`Graph.run`, which ``torch.compile`` does not trace but runs while it makes a graph."""
+    """The LoweredMask of a captured graph: :meth:`GraphCache.get`, then the graph with ``tensors``."""
     return GRAPHS.get(structure, names, Setting(*setting), tensors).run(tensors)

@@ -22,7 +22,7 @@ from flexmask_transformers.scores import Scores, append_sink, with_sink
 
 __all__ = ["attention_forward"]
 
-#: Arguments of attention that change its result in ways that `Scores` does not have.
+#: Arguments of attention that change its result and are not supported.
 UNSUPPORTED = {"cache": "continuous batching", "sinks": "sinks for each token", "block_indices": "blocks chosen by an indexer"}
 
 
@@ -61,7 +61,7 @@ def attention_forward(
         ``[B, q_len, H, D_v]``, and with ``output_attentions`` the weights ``[B, H, q_len, kv_len]`` before dropout, else None.
 
     Raises:
-        LoweringError: the mask does not fit the keys, or continuous batching.
+        LoweringError: the mask does not fit the keys, or an argument of `UNSUPPORTED` is given.
     """
     for name, what in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
@@ -91,7 +91,7 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # in layers that are compiled one by one, whose masks are made outside of their graphs
+@torch.compiler.disable  # type: ignore[untyped-decorator] # layers compiled one by one get masks that are made outside of their graphs
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -127,7 +127,7 @@ def _attend(
 
 
 def _weights(query: Tensor, key: Tensor, mask: Mask, scores: Scores, q_offset: int | Tensor) -> Tensor:
-    """The weights ``[B, H, q_len, kv_len]`` without those of a sink."""
+    """The weights ``[B, H, q_len, kv_len]``, without the weight of the sink."""
     batch, kv_len = len(query), key.shape[2]
     if scores.sink is not None:
         query, key, _ = append_sink(query, key, key, scores.sink, scores.scale)

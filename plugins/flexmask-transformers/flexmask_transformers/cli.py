@@ -1,4 +1,4 @@
-"""``flexmask hf``: questions about the models of transformers, from their configs."""
+"""``flexmask hf``: commands that check and draw the masks of models of transformers, given their configs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _chosen(masks: dict[str, Mask], layer: str | None) -> dict[str, Mask]:
 
 @contextmanager
 def _questions() -> Iterator[None]:
-    """Keeps what transformers prints out of the answer, and turns its errors into messages."""
+    """Keeps the output of transformers out of the results, and turns its errors into messages."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

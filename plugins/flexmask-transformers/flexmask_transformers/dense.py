@@ -1,4 +1,4 @@
-"""Attention with a mask that is a tensor already: in graphs of ``torch.compile``, for one query, and for 4-D masks of users."""
+"""Attention with a dense mask: in graphs of ``torch.compile``, for a single query, and for 4-D tensors that users give."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def _attend_capped(
 
 
 def _float(visible: Tensor, scores: Tensor) -> Tensor:
-    """Scores with the least number of their dtype where they are masked out, as ``eager`` has it."""
+    """Scores, with the least number of their dtype where a cell is masked out, as in ``eager``."""
     return torch.where(visible, scores, torch.finfo(scores.dtype).min)

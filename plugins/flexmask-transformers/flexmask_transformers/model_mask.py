@@ -15,7 +15,7 @@ from flexmask_transformers.request import Documents, Request
 
 __all__ = ["ModelMask", "to_mask"]
 
-#: Attributes and methods that a model may use: they ask for the shape and the dtype, or give the same mask.
+#: Functions that a model may call on its mask: METADATA reads its shape, dtype or device, SAME returns the mask itself.
 METADATA = {
     "__get__",
     "dim",
@@ -42,7 +42,7 @@ class ModelMask(Tensor):
         q_offset: the position of the first query, an int or a tensor without axes.
         cache: the lowerings of the mask, which all layers share.
         is_chunked: whether it depends on positions in the document, not on distances alone.
-        request: what it was made from.
+        request: the documents, user mask and cache that it was made with.
     """
 
     mask: Mask

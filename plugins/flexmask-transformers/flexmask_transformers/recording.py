@@ -46,7 +46,7 @@ def masks_of(model: Any, **inputs: Any) -> dict[str, Mask]:
 
 
 def record(module: torch.nn.Module, mask: Callable[[], Mask]) -> None:
-    """Notes the mask of a layer, within :func:`masks_of`."""
+    """Records the mask of a layer for :func:`masks_of`; does nothing outside of it."""
     if torch.compiler.is_compiling():
         return
     found = _RECORD.get()
@@ -56,7 +56,7 @@ def record(module: torch.nn.Module, mask: Callable[[], Mask]) -> None:
 
 @contextmanager
 def using(model: Any, implementation: str) -> Iterator[None]:
-    """Within it a model has another ``attn_implementation``.
+    """Gives a model another ``attn_implementation`` within a ``with`` block.
 
     Raises:
         ValueError: the model does not support it.

@@ -1,4 +1,4 @@
-"""What flexmask adds to a mask that transformers asks for: documents that it would drop, and masks that the user gives.
+"""Adds to the masks that transformers requests: documents that it would drop, and masks that the user gives.
 
 transformers reads the arguments of each mask in ``_preprocess_mask_arguments(config, inputs_embeds, attention_mask,
 past_key_values, position_ids, layer_idx)`` and calls the mask function after it, without most of them. `preprocess` replaces it:
@@ -136,9 +136,9 @@ def dropped_documents(
     kv_len: int,
     q_offset: int | Tensor,
 ) -> Documents | None:
-    """The documents of rows that transformers takes for one sequence, or None where they are that.
+    """The documents of packed rows that transformers would treat as one sequence; None where rows are not packed.
 
-    It drops them where there is a cache, which is the default, or a 2-D mask.
+    transformers ignores documents where there is a cache, which is the default, or a 2-D mask.
 
     Raises:
         LoweringError: there are documents, and keys of earlier forwards.
@@ -173,7 +173,7 @@ def dropped_documents(
 def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
     """``bool[B, q_len]``: whether a token is the first of a further document.
 
-    Its position is not after that of the real token before it. Positions of padding have no meaning.
+    That is a token whose position is not greater than that of the real token before it. Positions of padding have no meaning.
     """
     places = torch.arange(q_len, device=position_ids.device).expand_as(position_ids)
     real = torch.ones_like(position_ids, dtype=torch.bool) if keep is None else keep[:, :q_len].expand_as(position_ids)
@@ -193,7 +193,10 @@ def documents_in_graph(position_ids: Tensor | None, batch: int, q_len: int, kv_l
 
 
 def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None) -> Any:
-    """The same in a graph, where values cannot be read: rows count as packed, with one document where they are not."""
+    """The arguments of a mask with the documents that transformers would drop, in a graph.
+
+    Values cannot be read there, so every row counts as packed; a row that is not has one document.
+    """
     early_exit, attention_mask, documents, q_len, kv_len, q_offset, kv_offset = found
     if early_exit or documents is not None or position_ids is None or q_len == 1 or position_ids.dim() != 2:
         return found

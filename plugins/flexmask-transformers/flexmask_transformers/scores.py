@@ -1,4 +1,4 @@
-"""What models do with scores besides scaling them: soft-capping, a position bias, and sinks."""
+"""Changes of the scores besides the scale: soft-capping, a position bias, and sinks."""
 
 from __future__ import annotations
 
