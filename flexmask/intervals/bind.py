@@ -27,7 +27,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.extent import Extent
 
-__all__ = ["bind", "check_batch", "check_bound", "own_sizes"]
+__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60

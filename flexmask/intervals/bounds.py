@@ -81,8 +81,9 @@ class RowBounds:
         return RowBounds(RowBounds.of(self.lower | other.lower).lower, RowBounds.of(self.upper | other.upper).upper)
 
     def __invert__(self) -> RowBounds:
-        lower = ~self.upper
-        return RowBounds(lower, lower if self.exact else ~self.lower)
+        if self.exact:
+            return RowBounds.of(~self.lower)
+        return RowBounds(RowBounds.of(~self.upper).lower, RowBounds.of(~self.lower).upper)
 
     def __xor__(self, other: RowBounds) -> RowBounds:
         return (self & ~other) | (~self & other)

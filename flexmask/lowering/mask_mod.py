@@ -15,7 +15,7 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Form", "MaskMod", "interval_count", "interval_mod", "mask_mod"]
+__all__ = ["Form", "INTERVALS", "MaskMod", "interval_count", "interval_mod", "mask_mod"]
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

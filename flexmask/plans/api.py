@@ -12,6 +12,7 @@ from flexmask._checks import checked_int, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.capture import GRAPHS, Setting
@@ -60,6 +61,8 @@ class Plan:
             raise ExpressionError(self._wrong_names(set(data)))
         tensors = [*self.mask.tensors, *[_tensor(data[name], name, self.setting.device) for name in self._names]]
         setting = self.setting
+        if not isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
+            checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
         if isinstance(q_offset, Tensor) or q_offset:
             tensors.append(_tensor(q_offset, "q_offset", setting.device))
             setting = setting._replace(q_offset=-1)
@@ -70,8 +73,9 @@ class Plan:
         return GRAPHS.get(self.mask.structure, self._names, setting, tensors).run(tensors, compiled=self.compile)
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value}" for name, value in self.setting._asdict().items() if value is not None)
-        return f"plan({str(self.mask)!r}, {given})"
+        given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
+        options = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+        return f"plan({str(self.mask)!r}, {options}, device={str(self.setting.device)!r}, compile={self.compile})"
 
     def _wrong_names(self, given: set[str]) -> str:
         unknown, missing = sorted(given - set(self._names)), sorted(set(self._names) - given)

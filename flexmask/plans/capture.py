@@ -83,8 +83,10 @@ class Graph:
             run = self._compiled
         try:
             return LoweredMask.unflatten(run(*tensors), self.layout)
-        except RuntimeError as error:  # torch raises it on the CPU for values that contradict each other
-            raise LoweringError(str(error)) from error
+        except (RuntimeError, IndexError) as error:
+            if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
+                raise
+            raise LoweringError(str(error)) from error  # values that contradict each other or the lengths
 
 
 class GraphCache:

@@ -23,13 +23,13 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.mask_mod import MaskMod, interval_mod
+from flexmask.lowering.mask_mod import INTERVALS, MaskMod, interval_mod
 from flexmask.plans.fused import Fused
 
 __all__ = ["LoweredMask", "flat_lists", "lists_of"]
 
-#: Intervals of a row that the ``mask_mod`` of a BlockMask tests: the least of these that is enough.
-INTERVALS = (2, 4, 8, 16, 32, 64)
+#: As :data:`flexmask.lowering.mask_mod.INTERVALS`, for all numbers of intervals, since there is no expression to evaluate.
+ALL_INTERVALS = (*INTERVALS, 16, 32, 64)
 
 
 class LoweredMask:
@@ -70,12 +70,14 @@ class LoweredMask:
         if self.cells is not None:
             return _cells_mod(self.cells)
         rows = self._rows()
-        return interval_mod(rows, next(count for count in INTERVALS if count >= rows.slots), (batch, heads, q_len))
+        return interval_mod(rows, next(count for count in ALL_INTERVALS if count >= rows.slots), (batch, heads, q_len))
 
     @property
     def block_mask(self) -> BlockMask:
         """The BlockMask with the blocks that torch's ``create_block_mask`` lists."""
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
+        if not torch.compiler.is_compiling():
+            self._lists = tensors
         lists = list(zip(tensors[::2], tensors[1::2], strict=True))
         return from_lists(lists, self.mask_mod, self.shape[2:], self.block_size)
 

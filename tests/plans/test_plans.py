@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map
 
 import flexmask as fm
-from flexmask import Mask, attention
+from flexmask import Mask, attention, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS, GraphCache
@@ -144,6 +144,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         LoweringError,
         "q_offset does not apply to a LoweredMask",
     ),
+    "negative offset": (lambda: fm.plan("causal", 9)(q_offset=-1), LoweringError, "q_offset must be at least 0"),
     "index": (lambda: fm.plan("causal", 9)()[1], LoweringError, "has 1 sequences, so there is none at 1"),
 }
 
@@ -183,6 +184,21 @@ def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
         assert other.shape == lowered.shape
     assert lowered.to("meta").device.type == "meta"
     assert repr(lowered).startswith("LoweredMask(shape=(3, 1, 40, 40)")
+
+
+def test_a_plan_is_printed_as_it_is_made() -> None:
+    plan = fm.plan("causal", 9, batch=2)
+    written = "plan('causal', q_len=9, kv_len=9, batch=2, block_size=(128, 128), device='cpu', compile=False)"
+    assert repr(plan) == written
+    assert eval(written, {"plan": fm.plan}).setting == plan.setting
+
+
+def test_rows_of_more_intervals_than_are_listed() -> None:
+    """The complement of 64 intervals has 65, which are bounded."""
+    mask = ~((kv % 4 == 0) & (kv < 256) & (q >= 0))
+    lowered = mask.plan(260)()
+    assert torch.equal(lowered.dense(), mask.dense(260))
+    check_lists(lowered.block_mask, mask.block_mask(260))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
