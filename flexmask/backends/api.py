@@ -18,6 +18,7 @@ from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
+from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -208,6 +209,8 @@ def _checked_call(
         check_options(score_mod, scale)
     if isinstance(mask, LoweredMask | BlockMask):
         check_sizes(mask, query, key, q_offset)
+    elif isinstance(mask, Plan):
+        raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")
     elif mask is not None:
         mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
     check_dropout(dropout_p)

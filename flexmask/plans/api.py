@@ -141,6 +141,8 @@ def plan(
 
 def _tensor(value: Any, name: str, device: torch.device) -> Tensor:
     """Data of a parameter as a tensor on a device."""
+    if isinstance(value, int) and torch.compiler.is_compiling():
+        return torch.full((), value, dtype=torch.int64, device=device)
     if not isinstance(value, Tensor):
         return as_table(value, name).to_tensor().to(device)
     if reason := not_plain_reason(value):

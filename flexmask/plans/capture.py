@@ -119,7 +119,7 @@ class GraphCache:
             setting: the lengths and sizes.
             tensors: the tensors of the mask, the value of each parameter, and ``q_offset`` where it is a tensor.
         """
-        key = structure, names, setting, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        key = structure, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
         with self._lock:
             graph = self._graphs.pop(key, None)
             if graph is None:
@@ -159,6 +159,11 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
 
 
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The sizes as numbers: ``torch.compile`` then compiles again for others."""
+    return tuple(map(int, tensor.shape))
+
+
 def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
     layout: Any = None
 
@@ -174,7 +179,7 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
         return flat
 
     def capture() -> torch.fx.GraphModule:
-        examples = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+        examples = [torch.empty(_shape(tensor), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         graph.graph.eliminate_dead_code()
         graph.recompile()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask._transforms import is_captured
 from flexmask._vmap import vectorized
@@ -49,10 +49,9 @@ def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
                 f"a graph evaluates all {count} cells of a BlockMask on this backend; at most {MAX_CELLS} are possible. Give "
                 "it a LoweredMask of flexmask.plan()"
             )
-        index = (torch.arange(size, device=device) for size in (batch, heads, q_len, kv_len))
-        b, h, q, kv = (positions.view([-1 if i == axis else 1 for i in range(4)]) for axis, positions in enumerate(index))
-        own = b, h, q // q_size, kv // kv_size
-        visible = full[own] | (partial[own] & vectorized(mod, b, h, q, kv))
+        b, h, q, kv = (torch.arange(size, device=device) for size in (batch, heads, q_len, kv_len))
+        own = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), (q // q_size).unsqueeze(-1), kv // kv_size
+        visible = full[own] | (partial[own] & create_mask(mod, batch, heads, q_len, kv_len, device))
         return Rows.everything(kv_len, device).bounds, visible
     listed = runs((partial | full).flatten(0, 2)[:, None], full.shape[3])
     rows = torch.arange(q_len, device=device) // q_size

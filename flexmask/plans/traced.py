@@ -19,4 +19,7 @@ def lower_traced(
     structure: Structure, names: tuple[str, ...], setting: tuple[Any, ...], tensors: tuple[Tensor, ...]
 ) -> LoweredMask:
     """The LoweredMask of a captured graph: :meth:`GraphCache.get`, then the graph with ``tensors``."""
-    return GRAPHS.get(structure, names, Setting(*setting), tensors).run(tensors)
+    *sizes, device, block_size = setting
+    q_len, kv_len, batch, heads, q_offset = map(int, sizes)  # a size that changes is another graph
+    known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
+    return GRAPHS.get(structure, names, known, tensors).run(tensors)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_map
 
 import flexmask as fm
@@ -117,7 +118,7 @@ def test_values_are_checked_on_the_cpu(name: str, compiled: bool) -> None:
 
 def attend(length: int, **options: Any) -> Tensor:
     x = torch.zeros(1, 1, length, 4)
-    return attention(x, x, x, fm.plan("causal", 9)(), **options)
+    return attention(x, x, x, **{"mask": fm.plan("causal", 9)(), **options})
 
 
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -144,6 +145,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         LoweringError,
         "q_offset does not apply to a LoweredMask",
     ),
+    "plan": (lambda: attend(9, mask=fm.plan("causal", 9)), OperandError, "mask is a plan: call it with the mask's data"),
     "negative offset": (lambda: fm.plan("causal", 9)(q_offset=-1), LoweringError, "q_offset must be at least 0"),
     "index": (lambda: fm.plan("causal", 9)()[1], LoweringError, "has 1 sequences, so there is none at 1"),
 }
@@ -275,3 +277,54 @@ def test_another_structure_is_another_graph() -> None:
     for mask in (fm.causal(), fm.sliding_window(left=2, right=0), fm.sliding_window(left=3, right=0), fm.causal()):
         torch.testing.assert_close(compiled(mask), attention(x, x, x, mask))
     assert counter.frame_count == 3
+
+
+def test_another_shape_is_another_graph() -> None:
+    torch._dynamo.reset()
+    layer = fm.MultiheadFlexAttention(16, 16, 2, mask="causal & document(cu_seqlens=cu)")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for rows in (
+        [[0, 8, 24]] * 2,
+        [[0, 8, 18, 24]] * 2,
+        [[0, 8, 9, 18, 24]] * 2,
+        [[0, 8, 24]] * 3,
+        [[0, 8, 30]] * 3,
+        [[0, 9, 24]] * 2,
+    ):
+        cu, x = torch.tensor(rows), torch.randn(len(rows), rows[0][-1], 16)
+        found = compiled(x, cu=cu)
+        assert isinstance(found, Tensor)
+        found.sum().backward()
+        torch.testing.assert_close(found, layer(x, cu=cu))
+    assert counter.frame_count == 5
+
+
+@pytest.mark.parametrize("made_by", ["flexmask", "torch"])
+def test_a_block_mask_trains_in_a_graph_on_the_cpu(made_by: str) -> None:
+    torch._dynamo.reset()
+    if made_by == "flexmask":
+        block_mask = fm.causal().block_mask(24)
+    else:
+        block_mask = create_block_mask(
+            lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx + kv_idx) % 3 != 0), None, None, 24, 24, "cpu", BLOCK_SIZE=8
+        )
+    tensors = [torch.randn(2, 2, 24, 8, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(lambda x, y, z: attention(x, y, z, block_mask), fullgraph=True, backend="aot_eager")
+    found, wanted = (call(*tensors) for call in (compiled, lambda x, y, z: attention(x, y, z, block_mask)))
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(wanted.sum(), tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_offsets_in_a_graph() -> None:
+    torch._dynamo.reset()
+    plan = fm.plan("causal", 1, 32, batch=2)
+    query, key = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 32, 8)
+
+    def attend(offset: Any) -> Tensor:
+        return attention(query, key, key, plan(q_offset=offset))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for offset in (3, 7, 9, torch.tensor([5, 2])):
+        torch.testing.assert_close(compiled(offset), attention(query, key, key, fm.causal(), q_offset=offset))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask_transformers.models import small_model
-from flexmask_transformers.recording import using
+from flexmask_transformers.recording import evaluated, using
 
 __all__ = ["PackingCheck", "PackingResult", "check_packing"]
 
@@ -103,12 +103,8 @@ def check_packing(
         model = small_model(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder and a decoder; only models of one sequence can be packed")
-    training = model.training
-    try:
-        with torch.no_grad():
-            return PackingCheck(tuple(_results(model.eval(), attention, tuple(lengths), tolerance)))
-    finally:
-        model.train(training)
+    with evaluated(model), torch.no_grad():
+        return PackingCheck(tuple(_results(model, attention, tuple(lengths), tolerance)))
 
 
 def _results(model: Any, attention: Sequence[str], lengths: tuple[int, ...], tolerance: float) -> Iterator[PackingResult]:

@@ -52,7 +52,7 @@ def dense_attention(
         bias = scores.position_bias[..., :kv_len]
         mask = bias if mask is None else _float(mask, bias) if mask.dtype == torch.bool else mask + bias
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
+        mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)  # -inf in a whole row would give NaN
     if scores.softcap is not None:
         return _attend_capped(query, key, value, mask, scores, scores.softcap, dropout)
     if scores.sink is not None:

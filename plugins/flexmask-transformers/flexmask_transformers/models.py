@@ -34,17 +34,18 @@ def small_model(config: Any) -> Any:
     if text.is_encoder_decoder:
         raise ValueError(f"{type(text).__name__} is for an encoder and a decoder; only models of one sequence can be packed")
     _shrink(text)
-    torch.manual_seed(0)
-    for kind in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
-        if type(text) in kind._model_mapping:
-            model = kind.from_config(text).eval()
-            break
-    else:
-        raise ValueError(f"transformers has no text model for {type(text).__name__}")
-    with torch.no_grad():
-        for parameter in model.parameters():  # so large that every position matters
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=max(0.02, parameter.shape[-1] ** -0.5))
+    with torch.random.fork_rng(devices=[]):  # the caller draws on as before
+        torch.manual_seed(0)
+        for kind in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
+            if type(text) in kind._model_mapping:
+                model = kind.from_config(text).eval()
+                break
+        else:
+            raise ValueError(f"transformers has no text model for {type(text).__name__}")
+        with torch.no_grad():
+            for parameter in model.parameters():  # so large that every position matters
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=max(0.02, parameter.shape[-1] ** -0.5))
     return model
 
 

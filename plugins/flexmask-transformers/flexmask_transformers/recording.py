@@ -11,7 +11,7 @@ import torch
 
 from flexmask import Mask
 
-__all__ = ["masks_of", "record", "using"]
+__all__ = ["evaluated", "masks_of", "record", "using"]
 
 _RECORD: ContextVar[dict[int, Mask] | None] = ContextVar("flexmask_transformers.record", default=None)
 
@@ -34,12 +34,10 @@ def masks_of(model: Any, **inputs: Any) -> dict[str, Mask]:
     """
     found: dict[int, Mask] = {}
     before = _RECORD.set(found)
-    training = model.training
     try:
-        with using(model, "flexmask"), torch.no_grad():
-            model.eval()(**inputs)
+        with using(model, "flexmask"), evaluated(model), torch.no_grad():
+            model(**inputs)
     finally:
-        model.train(training)
         _RECORD.reset(before)
     names = {id(module): name for name, module in model.named_modules()}
     return {names[module]: mask for module, mask in found.items()}
@@ -52,6 +50,18 @@ def record(module: torch.nn.Module, mask: Callable[[], Mask]) -> None:
     found = _RECORD.get()
     if found is not None:
         found[id(module)] = mask()
+
+
+@contextmanager
+def evaluated(model: Any) -> Iterator[None]:
+    """Puts a model into evaluation mode within a ``with`` block; each module is then in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager

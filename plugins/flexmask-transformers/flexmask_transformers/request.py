@@ -106,7 +106,7 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
             if not rest and not options:  # they are for the keys of an encoder
                 _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
-            return _packed_in_graph(found, past_key_values, position_ids)
+            return _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
         _NEXT.set(None)
         user_mask = None
         if is_user_mask(attention_mask):
@@ -192,7 +192,7 @@ def documents_in_graph(position_ids: Tensor | None, batch: int, q_len: int, kv_l
     return _restarts(position_ids.expand(batch, -1), keep, q_len).cumsum(-1)
 
 
-def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None) -> Any:
+def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None, batch: int) -> Any:
     """The arguments of a mask with the documents that transformers would drop, in a graph.
 
     Values cannot be read there, so every row counts as packed; a row that is not has one document.
@@ -202,6 +202,5 @@ def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None) -> Any
         return found
     if (cache is not None and not (isinstance(q_offset, int) and q_offset == 0)) or q_len != kv_len:
         return found
-    batch = position_ids.shape[0] if attention_mask is None else attention_mask.shape[0]
     documents = _restarts(position_ids.expand(batch, -1), attention_mask, q_len).cumsum(-1)
     return False, attention_mask, documents, q_len, kv_len, q_offset, kv_offset

@@ -172,3 +172,18 @@ def test_checks_run_without_gradients() -> None:
     flexmask_transformers.check_packing(eager, attention=["flexmask"], lengths=(2, 2))
     assert all(parameter.grad is None for parameter in eager.parameters())
     assert torch.is_grad_enabled()
+
+
+def test_a_check_leaves_modes_and_random_numbers_alone() -> None:
+    model = small_model(transformers.LlamaConfig())
+    model.train()
+    model.model.norm.eval()
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    flexmask_transformers.check_packing(model, attention=["sdpa"], lengths=(3, 4))
+    small_model(transformers.LlamaConfig())
+    assert torch.equal(torch.rand(3), wanted)
+    assert model.training
+    assert model.model.layers.training
+    assert not model.model.norm.training

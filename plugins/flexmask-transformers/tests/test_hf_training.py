@@ -106,6 +106,14 @@ class TestCompile:
         assert counters["stats"]["unique_graphs"] == 1
         torch.compiler.reset()
 
+    def test_several_rows_without_a_mask(self) -> None:
+        """Transformers then makes positions for one row."""
+        _, ours = pair("llama")
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+        ids = tokens(2)
+        assert_close(compiled(ids).logits, ours(ids).logits, **CLOSE)
+        torch.compiler.reset()
+
     @pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
     def test_one_graph_for_all_padding(self, name: str) -> None:
         eager, ours = pair(name)
