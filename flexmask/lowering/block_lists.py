@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._transforms import is_captured
 from flexmask.blocks.layout import Entries, rank_in_row
 from flexmask.blocks.sparse import union
 from flexmask.intervals.rows import Rows
@@ -89,8 +90,14 @@ def _ranked_lists(grids: Tensor) -> list[BlockList]:
     columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
     indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
     indices.scatter_(-1, rank * grids, columns)
-    number = rank[..., -1].to(torch.int32, memory_format=torch.contiguous_format)
-    return list(zip(_parts(number), _parts(indices[..., 1:].clone(memory_format=torch.contiguous_format)), strict=True))
+    if is_captured():
+        number = rank[..., -1].to(torch.int32, memory_format=torch.contiguous_format)
+        return list(zip(_parts(number), _parts(indices[..., 1:].clone(memory_format=torch.contiguous_format)), strict=True))
+    # Each list has its own memory: the offsets of parts of one tensor differ, and torch.compile would compile for each length.
+    return [
+        (last.to(torch.int32, memory_format=torch.contiguous_format), part[..., 1:].clone(memory_format=torch.contiguous_format))
+        for last, part in zip(rank[..., -1].unbind(), indices.unbind(), strict=True)
+    ]
 
 
 def _parts(stacked: Tensor) -> list[Tensor]:
