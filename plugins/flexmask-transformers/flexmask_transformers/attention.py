@@ -75,18 +75,22 @@ def attention_forward(
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
         documents = _dense_documents(module, batch, q_len, kv_len, kwargs)
-        record(module, lambda: _dense_mask(attention_mask, is_causal))
+
+        def mask() -> Mask:
+            dense = _dense_mask(attention_mask, is_causal)
+            return dense if documents is None else dense & document(documents)
+
+        record(module, mask)
         out = dense_attention(
             query, key, value, attention_mask, scores, is_causal=is_causal, documents=documents, dropout=dropout
         )
         weights = None
         if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
-            mask = _dense_mask(attention_mask, is_causal)
-            weights = _weights(query, key, mask if documents is None else mask & document(documents), scores, 0)
+            weights = _weights(query, key, mask(), scores, 0)
     else:
         if not isinstance(attention_mask, ModelMask):
-            mask = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
-            attention_mask = ModelMask.make(mask, batch, q_len, kv_len, 0, query.device)
+            whole = causal() if is_causal else full() if attention_mask is None else _user_mask(attention_mask, q_len, kv_len)
+            attention_mask = ModelMask.make(whole, batch, q_len, kv_len, 0, query.device)
         out, weights = _attend(module, query, key, value, attention_mask, scores, dropout, kwargs)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -175,7 +179,7 @@ def _dense_documents(module: torch.nn.Module, batch: int, q_len: int, kv_len: in
     if packing is not None:
         return document_ids(packing, batch, q_len, kv_len)
     if torch.compiler.is_compiling() and getattr(module, "is_causal", False):
-        return documents_in_graph(kwargs.get("position_ids"), batch, q_len, kv_len)
+        return documents_in_graph(getattr(module, "config", None), kwargs.get("position_ids"), batch, q_len, kv_len)
     return None
 
 

@@ -62,8 +62,12 @@ _NEXT: ContextVar[Request | None] = ContextVar("flexmask_transformers.request", 
 
 
 class _InGraph:
-    """The request of the masks in a graph of ``torch.compile``, which does not trace context variables."""
+    """The request of the masks in a graph of ``torch.compile``, which does not trace context variables.
 
+    It is that of the last model that made masks, so it counts for the layers of that model's config alone.
+    """
+
+    config: Any = None
     keep: Tensor | None = None
     has_positions: bool = True
 
@@ -105,6 +109,7 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
             if not rest and not options:  # they are for the keys of an encoder
+                _InGraph.config = config
                 _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
             return _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
         _NEXT.set(None)
@@ -182,10 +187,11 @@ def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
     return real & (last >= 0) & (position_ids <= before)
 
 
-def documents_in_graph(position_ids: Tensor | None, batch: int, q_len: int, kv_len: int) -> Tensor | None:
+def documents_in_graph(config: Any, position_ids: Tensor | None, batch: int, q_len: int, kv_len: int) -> Tensor | None:
     """The documents ``int[B, q_len]`` in a graph, of a model that gives its ``position_ids`` to attention and not to the mask."""
-    keep = _InGraph.keep
-    if _InGraph.has_positions or position_ids is None or position_ids.dim() != 2 or q_len == 1 or q_len != kv_len:
+    is_known = _InGraph.config is config
+    keep = _InGraph.keep if is_known else None
+    if (is_known and _InGraph.has_positions) or position_ids is None or position_ids.dim() != 2 or q_len == 1 or q_len != kv_len:
         return None
     if keep is not None and keep.shape[-1] != q_len:
         return None

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from flexmask_transformers import masks_of
+from flexmask_transformers.attention import attention_forward
 from hf_models import pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
@@ -145,3 +147,38 @@ def test_documents_next_to_a_tensor_of_four_axes(kind: str) -> None:
     mask = cells if kind == "bool" else torch.where(cells, 0.0, torch.finfo(torch.float32).min)
     found = ours(tokens(1), attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 5, 9, 12])).logits
     assert_close(found, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+
+
+class LoneLayer(torch.nn.Module):
+    """The attention of a model that makes no mask of its own, and gives positions to its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.is_causal = object(), True
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return attention_forward(self, x, x, x, None, position_ids=position_ids)[0]
+
+
+def test_a_graph_does_not_take_the_packing_of_another_model() -> None:
+    _, other = pair("llama")
+    compiled: Any = torch.compile(other, backend="eager", fullgraph=True)
+    compiled(tokens(1), position_ids=positions(12))
+    x = torch.randn(1, 2, 12, 8)
+    found = torch.compile(LoneLayer(), backend="eager", fullgraph=True)(x, positions(*LENGTHS))
+    torch.compiler.reset()
+    start = 0
+    for length in LENGTHS:
+        alone = x[:, :, start : start + length]
+        wanted = torch.nn.functional.scaled_dot_product_attention(alone, alone, alone, is_causal=True).transpose(1, 2)
+        assert_close(found[:, start : start + length], wanted)
+        start += length
+
+
+def test_masks_next_to_a_tensor_have_the_documents() -> None:
+    _, ours = pair("llama")
+    visible = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    packed = {"attention_mask": visible, "cu_seq_lens_q": torch.tensor([0, 5, 9, 12], dtype=torch.int32)}
+    ids = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
+    for mask in masks_of(ours, input_ids=tokens(1), **packed).values():
+        assert torch.equal(mask.dense(12), visible & (ids[:, None] == ids))
