@@ -165,7 +165,8 @@ def choose_backend(
     """
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     chosen = select(call)
-    first = "for a BlockMask" if isinstance(call.mask, chosen.preferred_for) else f"on {query.device.type}"
+    kind = next((kind.__name__ for kind in chosen.preferred_for if isinstance(call.mask, kind)), None)
+    first = f"on {query.device.type}" if kind is None else f"for a {kind}"
     name = ChosenBackend(chosen.name)
     name.reasons = {
         other.name: other.reason_against(call) or f"{chosen.name} comes first {first}"

@@ -147,6 +147,7 @@ def _cells_mod(cells: Tensor) -> MaskMod:
 
 
 def flat_lists(lists: list[BlockList]) -> tuple[Tensor, ...]:
+    """The tensors of lists one after the other, the numbers of blocks before the indices of each."""
     return tuple(tensor for block_list in lists for tensor in block_list)
 
 
