@@ -29,7 +29,11 @@ html_title = "flexmask"
 html_static_path = ["static"]
 html_css_files = ["flexmask.css"]
 html_show_sourcelink = False
-html_theme_options = {"source_repository": "https://github.com/flexmask/flexmask/", "source_branch": "main", "source_directory": "docs/"}
+html_theme_options = {
+    "source_repository": "https://github.com/flexmask/flexmask/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]

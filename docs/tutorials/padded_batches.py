@@ -2,10 +2,10 @@
 Causal attention on padded batches
 ==================================
 
-Sentences have different lengths. To compute them together, they are padded to the longest one. A decoder then needs a mask with two
-conditions: a token attends to no later token, and to no padding. This tutorial writes that mask by hand, then with flexmask, and
-runs it in plain PyTorch, in ``scaled_dot_product_attention`` and in FlexAttention. At the end it explains what happens in the rows of
-padding.
+Sentences have different lengths. To compute them together, they are padded to the longest one. A decoder then needs a mask with
+two conditions: a token attends to no later token, and to no padding. This tutorial writes that mask by hand, then with
+flexmask, and runs it in plain PyTorch, in ``scaled_dot_product_attention`` and in FlexAttention. At the end it explains what
+happens in the rows of padding.
 """
 
 import torch
@@ -20,8 +20,8 @@ torch.manual_seed(0)
 # %%
 # A padded batch
 # --------------
-# Three sentences of 3, 5 and 4 tokens, in a batch of 3 sequences of 5 tokens. The batch has queries, keys and values of 2 heads with
-# 8 channels each, in the layout ``[batch, heads, length, channels]``.
+# Three sentences of 3, 5 and 4 tokens, in a batch of 3 sequences of 5 tokens. The batch has queries, keys and values of 2 heads
+# with 8 channels each, in the layout ``[batch, heads, length, channels]``.
 
 sentences = ["the cat sat", "a dog barked at night", "birds sing at dawn"]
 words = [sentence.split() for sentence in sentences]
@@ -36,8 +36,8 @@ query, key, value = (torch.randn(3, 2, longest, 8) for _ in range(3))
 # %%
 # The mask by hand
 # ----------------
-# ``visible[b, h, q, kv]`` is True where query ``q`` of sequence ``b`` attends to key ``kv``. It is a table: its size is the product of the
-# two lengths.
+# ``visible[b, h, q, kv]`` is True where query ``q`` of sequence ``b`` attends to key ``kv``. It is a table: its size is the
+# product of the two lengths.
 
 position = torch.arange(longest)
 no_later_token = position[None, :] <= position[:, None]
@@ -46,7 +46,8 @@ visible = no_later_token & real_key[:, None, None, :]
 print(visible.shape)
 
 # %%
-# Dense attention computes all scores, sets those that are masked out to ``-inf``, and takes the softmax. Their weights are then 0.
+# Dense attention computes all scores, sets those that are masked out to ``-inf``, and takes the softmax. Their weights are then
+# 0.
 
 scores = query @ key.transpose(-2, -1) / 8**0.5
 weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
@@ -63,8 +64,8 @@ print(mask)
 print(torch.equal(mask.dense(longest), visible))
 
 # %%
-# A picture shows what each query attends to. Queries go down, keys go across. ``why=True`` colors each hidden cell by the condition
-# that masks it out.
+# A picture shows what each query attends to. Queries go down, keys go across. ``why=True`` colors each hidden cell by the
+# condition that masks it out.
 
 mask.plot_panels(longest, why=True)
 
@@ -82,16 +83,16 @@ sdpa = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.dense(lo
 print((sdpa - dense).abs().max() < 1e-6)
 
 # %%
-# FlexAttention takes a ``BlockMask`` instead: for each block of queries, the list of the blocks of keys that have to be computed. flexmask
-# computes it from the key intervals of each query, without the table. (A block has 128 tokens by default, so that this small batch is
-# one block.)
+# FlexAttention takes a ``BlockMask`` instead: for each block of queries, the list of the blocks of keys that have to be
+# computed. flexmask computes it from the key intervals of each query, without the table. (A block has 128 tokens by default, so
+# that this small batch is one block.)
 
 block_mask = mask.block_mask(longest)
 print(block_mask.shape, block_mask.kv_num_blocks.tolist())
 
 # %%
-# :func:`flexmask.attention` takes the mask itself and picks the implementation. On the CPU that is ``"sdpa"``, which has gradients;
-# on a GPU it is ``"flex"``, compiled FlexAttention. Both give the same result.
+# :func:`flexmask.attention` takes the mask itself and picks the implementation. On the CPU that is ``"sdpa"``, which has
+# gradients; on a GPU it is ``"flex"``, compiled FlexAttention. Both give the same result.
 
 for backend in ("sdpa", "flex"):
     out = flexmask.attention(query, key, value, mask, backend=backend)
@@ -100,8 +101,8 @@ for backend in ("sdpa", "flex"):
 # %%
 # Rows of padding
 # ---------------
-# The first sentence has 3 tokens, so rows 3 and 4 of its table belong to padding. ``key_padding`` masks out columns only: these rows
-# still attend to the real tokens. Their output is not used, since the loss skips padding.
+# The first sentence has 3 tokens, so rows 3 and 4 of its table belong to padding. ``key_padding`` masks out columns only: these
+# rows still attend to the real tokens. Their output is not used, since the loss skips padding.
 #
 # Masking out the rows as well looks tidier, but then their softmax is over nothing. Dense attention returns NaN for them:
 
@@ -112,8 +113,8 @@ out = weights @ leaf
 print(out[0, 0, :, 0].detach())
 
 # %%
-# A loss over the real rows alone does not help. The gradient of a skipped row is 0, but the gradient of ``value`` is the transposed
-# weights times it, and 0 times NaN is NaN. From there it reaches the weights of the model.
+# A loss over the real rows alone does not help. The gradient of a skipped row is 0, but the gradient of ``value`` is the
+# transposed weights times it, and 0 times NaN is NaN. From there it reaches the weights of the model.
 
 out.transpose(1, 2)[real_key].sum().backward()
 print(leaf.grad[0, 0, :, 0])
@@ -130,7 +131,8 @@ rows_too.plot(longest, batch=0, tokens=tokens[0], why=True)
 # %%
 # In a module
 # -----------
-# ``MultiheadFlexAttention`` projects the input to queries, keys and values, attends, and projects back. It takes the mask in each call.
+# ``MultiheadFlexAttention`` projects the input to queries, keys and values, attends, and projects back. It takes the mask in
+# each call.
 
 layer = MultiheadFlexAttention(d_in=16, d_out=16, n_heads=2)
 x = torch.randn(3, longest, 16)
@@ -148,8 +150,8 @@ print("real tokens move by", moved[real_key].max().item())
 print("with causal alone by", (layer(other, causal()) - layer(x, causal())).abs().amax(-1)[real_key].max().item())
 
 # %%
-# The second number is 0 as well. With padding on the *right*, a causal mask alone already hides padding from every real token, since all
-# padding comes later. So when is ``key_padding`` needed?
+# The second number is 0 as well. With padding on the *right*, a causal mask alone already hides padding from every real token,
+# since all padding comes later. So when is ``key_padding`` needed?
 #
 # - Where a query may attend to later tokens: in an encoder, in cross-attention, in a prefix.
 # - With padding on the *left*, as in batched generation: ``key_padding(start=...)`` is the position of the first real token.
@@ -164,8 +166,8 @@ left.plot(longest, batch=0, tokens=["<pad>", "<pad>", *words[0]], why=True)
 #
 # Weights as a picture
 # --------------------
-# :meth:`~flexmask.MultiheadFlexAttention.attention_weights` returns the weights after the softmax, and ``plot_scores`` draws them. Cells that
-# the mask hides stay gray.
+# :meth:`~flexmask.MultiheadFlexAttention.attention_weights` returns the weights after the softmax, and ``plot_scores`` draws
+# them. Cells that the mask hides stay gray.
 
 plot_scores(layer.attention_weights(x, mask), mask, head=0, tokens=tokens[0])
 
