@@ -13,7 +13,19 @@ from flexmask.expr.names import NAMES
 __all__ = ["suggestion"]
 
 #: The packages whose ``__all__`` is public.
-PACKAGES = ("backends", "errors", "expr", "intervals", "lowering", "nn", "plotting.mpl", "registry", "report", "testing")
+PACKAGES = (
+    "backends",
+    "distributed",
+    "errors",
+    "expr",
+    "intervals",
+    "lowering",
+    "nn",
+    "plotting.mpl",
+    "registry",
+    "report",
+    "testing",
+)
 #: Names that other libraries have for a thing, and the code that gives it here.
 GUESSES = {
     "additive": "mask.to_bias(q_len)",

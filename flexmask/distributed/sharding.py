@@ -1,0 +1,219 @@
+"""Which rank holds which tokens of a sequence, what it computes, and which keys it needs: a plan from masks and sizes alone.
+
+Every process computes the same plan; no process group is needed. All positions are those of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import or_
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from flexmask._checks import checked_int, nearest
+from flexmask.distributed.balance import arcs, contiguous, head_tail, imbalance
+from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
+from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import bind, own_sizes
+from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.lowering.block_mask import block_sizes
+from flexmask.tracing.as_mask import MaskLike, as_mask
+
+__all__ = ["Balance", "Masks", "Sharding", "shard_sequence"]
+
+#: How the tokens of a sequence are distributed: see :func:`shard_sequence`.
+Balance: TypeAlias = Literal["work", "head_tail", "contiguous"]
+#: The masks of a model: one, one for each layer, or each with the number of its layers.
+Masks: TypeAlias = "MaskLike | Sequence[MaskLike] | Mapping[Mask, int] | Mapping[str, int]"
+
+#: Blocks of queries for each rank from which on no block is divided between ranks, so that kernels compute none twice.
+MIN_BLOCKS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """The shards of a sequence, from :func:`shard_sequence`. All tensors are in the CPU's memory.
+
+    Attributes:
+        seq_len: tokens of the sequence.
+        ranks: processes that it is distributed over.
+        balance: how it is.
+        tokens: tokens of each rank, ``int64[ranks]``.
+        work: cells that the kernels of each rank compute, ``int64[ranks]``, in blocks that are not empty, over all sequences,
+            heads and layers.
+        visible: visible cells of each rank, ``int64[ranks]``, over all sequences, heads and layers.
+    """
+
+    seq_len: int
+    ranks: int
+    balance: Balance
+    tokens: Tensor
+    work: Tensor
+    visible: Tensor
+    _pieces: Tensor = field(repr=False)
+    _owner: Tensor = field(repr=False)
+    _seen: tuple[KeyLists, ...] = field(repr=False)
+
+    def runs(self, rank: int) -> Tensor:
+        """The positions of a rank's tokens as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
+        return self._pieces[self._owner == self._checked(rank)]
+
+    def positions(self, rank: int) -> Tensor:
+        """The positions of a rank's tokens in order, ``int64[tokens]``; the same in all sequences of the batch."""
+        return positions_of(self.runs(rank))
+
+    def seen(self, rank: int, mask: int | None = None) -> Tensor:
+        """The keys that some query of a rank attends to, as intervals ``[lo, hi)`` in order, ``int64[n, 2]``.
+
+        In any sequence and any head. More keys where the mask is not separable in q and kv.
+
+        Args:
+            rank: the rank, from 0 up.
+            mask: the number of a mask, in the order in which they were given; None for any of them.
+        """
+        rank = self._checked(rank)
+        lists = self._seen_by_any if mask is None else self._seen[checked_int(mask, "mask", 0, len(self._seen) - 1)]
+        part = slice(int(lists.first[rank]), int(lists.first[rank + 1]))
+        return torch.stack((lists.lo[part], lists.hi[part]), -1)
+
+    @property
+    def imbalance(self) -> float:
+        """The most work of a rank relative to the mean, at least 1."""
+        return imbalance(self.work)
+
+    @cached_property
+    def received(self) -> Tensor:
+        """How many keys of other ranks each rank needs, for the masks of all layers together, ``int64[ranks]``."""
+        lists = self._seen_by_any
+        own = KeyLists.union(self.ranks, self._owner, *self._pieces.unbind(1))
+        return (lists | own).sizes() - own.sizes()
+
+    @cached_property
+    def _seen_by_any(self) -> KeyLists:
+        return reduce(or_, self._seen)
+
+    def _checked(self, rank: int) -> int:
+        return checked_int(rank, "rank", 0, self.ranks - 1, LoweringError)
+
+
+def shard_sequence(
+    masks: Masks,
+    seq_len: int,
+    ranks: int,
+    *,
+    balance: Balance = "work",
+    batch: int | None = None,
+    heads: int | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Sharding:
+    """Distributes the tokens of a sequence over ranks, for self-attention with some masks.
+
+    Args:
+        masks: the mask of all layers; a list, one for each layer; or a dict from masks to the number of layers that have them.
+        seq_len: tokens; any number, also fewer than ranks, some of which then have none.
+        ranks: processes.
+        balance: ``"work"`` gives each rank the same number of tokens, up to a block, and the same work, in few runs of tokens
+            that attend to few keys of others; ``"head_tail"`` gives each rank one run and its mirror image from the end, which
+            balances causal masks; ``"contiguous"`` gives each rank one run.
+        batch: sequences; by default as many as the masks have data for.
+        heads: heads; by default as many as the masks differ in.
+        block_size: tokens in a block of the kernel, or the pair (queries, keys).
+
+    Raises:
+        OperandError: an argument of another type.
+        LoweringError: a mask cannot be lowered at these sizes, or sizes beyond their limits.
+    """
+    counts = _counts(masks)
+    seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
+    ranks = checked_int(ranks, "ranks", most=MAX_LENGTH, kind=LoweringError)
+    if balance not in get_args(Balance):
+        names = ", ".join(map(repr, get_args(Balance)))
+        raise OperandError(f"balance must be one of {names}, got {balance!r}.{nearest(str(balance), get_args(Balance))}")
+    sizes = block_sizes(block_size)
+    contexts = _contexts([mask for mask, _ in counts], seq_len, batch, heads)
+    groups = max(context.full_batch for context in contexts) * (heads or max(context.heads for context in contexts))
+    times = [layers * groups // (context.batch * context.heads) for context, (_, layers) in zip(contexts, counts, strict=True)]
+    if sum(layers for _, layers in counts) * groups * seq_len**2 >= 2**62:
+        raise LoweringError(f"the cells of {seq_len} tokens in all sequences, heads and layers exceed 64-bit integers")
+    size = unit_size(seq_len, ranks, sizes[0])
+    found = [units_of(context, size, sizes) for context in contexts]
+    work, visible = (_total([getattr(units, name) for units in found], times) for name in ("work", "visible"))
+    owner = _in_order(_owners(balance, work, found, ranks, sizes[0] // size))
+    edges = (owner.diff() != 0).nonzero().squeeze(-1) + 1
+    starts = torch.nn.functional.pad(edges, (1, 0))
+    pieces = torch.stack((starts, torch.nn.functional.pad(edges, (0, 1), value=owner.numel())), -1) * size
+    pieces[-1, 1] = seq_len
+    return Sharding(
+        seq_len=seq_len,
+        ranks=ranks,
+        balance=balance,
+        tokens=_sums(pieces[:, 1] - pieces[:, 0], owner[starts], ranks),
+        work=_sums(work, owner, ranks),
+        visible=_sums(visible, owner, ranks),
+        _pieces=pieces,
+        _owner=owner[starts],
+        _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
+    )
+
+
+def positions_of(runs: Tensor) -> Tensor:
+    """The positions in intervals ``int64[n, 2]``, one interval after another."""
+    lengths = runs[:, 1] - runs[:, 0]
+    first = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (runs[:, 0] - first).repeat_interleave(lengths)
+
+
+def _counts(masks: object) -> list[tuple[Mask, int]]:
+    """The masks, each with the number of its layers."""
+    if isinstance(masks, Mapping):
+        pairs = [(as_mask(mask, "masks"), checked_int(count, "the number of layers of a mask")) for mask, count in masks.items()]
+    elif isinstance(masks, Sequence) and not isinstance(masks, str):
+        pairs = [(as_mask(mask, "masks"), 1) for mask in masks]
+    else:
+        pairs = [(as_mask(masks, "masks", also="a list or a dict of them"), 1)]
+    if not pairs:
+        raise OperandError("masks must be a mask, or a list or a dict with at least one, got none")
+    return pairs
+
+
+def _contexts(masks: Sequence[Mask], seq_len: int, batch: int | None, heads: int | None) -> list[Context]:
+    """The lowering contexts of the masks, those without an axis of their own with the sizes of the others."""
+    own = [own_sizes(mask) for mask in masks]
+    sizes = [max((found[axis] for found in own if axis in found), default=None) for axis in ("b", "h")]
+    b, h = (size if given is None else given for size, given in zip(sizes, (batch, heads), strict=True))
+    return [bind(mask, seq_len, seq_len, b, h) for mask in masks]
+
+
+def _owners(balance: Balance, work: Tensor, found: Sequence[QueryUnits], ranks: int, in_block: int) -> Tensor:
+    """The rank of each unit, ``int64[units]``."""
+    if balance == "contiguous":
+        return contiguous(work.numel(), ranks)
+    if balance == "head_tail":
+        return head_tail(work.numel(), ranks)
+    keys = reduce(or_, [units.keys for units in found])
+    if work.numel() < MIN_BLOCKS * in_block * ranks:
+        return arcs(work, keys, min(ranks, work.numel()))
+    block = torch.arange(work.numel()).div(in_block, rounding_mode="floor")
+    blocks = int(block[-1]) + 1
+    return arcs(_sums(work, block, blocks), keys.grouped(block, blocks), ranks)[block]
+
+
+def _in_order(owner: Tensor) -> Tensor:
+    """The same shards, with the ranks in the order of their first tokens."""
+    first = torch.full((int(owner.max()) + 1,), owner.numel())
+    first.scatter_reduce_(0, owner, torch.arange(owner.numel()), "amin")
+    return first.argsort().argsort()[owner]
+
+
+def _total(parts: Sequence[Tensor], times: Sequence[int]) -> Tensor:
+    return torch.stack([part * count for part, count in zip(parts, times, strict=True)]).sum(0)
+
+
+def _sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The sums of the values of each group, ``int64[groups]``."""
+    return values.new_zeros(groups).index_add_(0, group, values)

@@ -1,0 +1,174 @@
+"""Plans: the shards cover the sequence, and what they compute and see is what dense tables show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexmask as fm
+from flexmask.distributed import Sharding, shard_sequence
+from flexmask.errors import LoweringError, OperandError
+from tests.support.strategies import Case, Shape, mask_cases
+
+BALANCES = ["work", "head_tail", "contiguous"]
+
+
+def marked(runs: Tensor, length: int) -> Tensor:
+    """The positions in intervals, ``bool[length]``."""
+    found = torch.zeros(length, dtype=torch.bool)
+    for lo, hi in runs.tolist():
+        assert not found[lo:hi].any(), "intervals overlap"
+        found[lo:hi] = True
+    return found
+
+
+def check_runs(runs: Tensor) -> None:
+    """Intervals are in order, not empty, and do not touch."""
+    assert runs.dtype == torch.int64
+    assert runs.shape[1:] == (2,)
+    assert (runs[:, 0] < runs[:, 1]).all()
+    assert (runs[1:, 0] > runs[:-1, 1]).all()
+
+
+def block_row_work(table: Tensor, top: int, block_size: int) -> int:
+    """The cells that a kernel computes for each query of a block of queries, over all sequences and heads."""
+    blocks = table[:, :, top : top + block_size].split(block_size, -1)
+    return block_size * sum(int(block.any(-1).any(-1).sum()) for block in blocks)
+
+
+def check_plan(sharding: Sharding, tables: list[Tensor], layers: list[int], block_size: int, exact: list[bool]) -> None:
+    """Compares a plan with the masks as ``bool[B, H, n, n]``, which need no block size or batch of their own."""
+    n = sharding.seq_len
+    shape = [max(table.shape[axis] for table in tables) for axis in (0, 1)]
+    tables = [table.expand(*shape, n, n) for table in tables]
+    row_work = [[block_row_work(table, top, block_size) for top in range(0, n, block_size)] for table in tables]
+    everywhere = torch.zeros(n, dtype=torch.int64)
+    for rank in range(sharding.ranks):
+        check_runs(sharding.runs(rank))
+        positions = sharding.positions(rank)
+        assert positions.tolist() == marked(sharding.runs(rank), n).nonzero().flatten().tolist()
+        everywhere[positions] += 1
+        work = visible = 0
+        seen_by_any = torch.zeros(n, dtype=torch.bool)
+        for number, (table, count) in enumerate(zip(tables, layers, strict=True)):
+            work += count * sum(row_work[number][q // block_size] for q in positions.tolist())
+            visible += count * int(table[:, :, positions].sum())
+            check_runs(sharding.seen(rank, number))
+            seen, expected = marked(sharding.seen(rank, number), n), table[:, :, positions].sum((0, 1, 2)) > 0
+            assert (seen | ~expected).all()
+            assert not exact[number] or torch.equal(seen, expected)
+            seen_by_any |= seen
+        assert torch.equal(marked(sharding.seen(rank), n), seen_by_any)
+        assert sharding.tokens[rank] == positions.numel()
+        assert sharding.work[rank] == work
+        assert sharding.visible[rank] == visible
+        assert sharding.received[rank] == int(seen_by_any.sum() - seen_by_any[positions].sum())
+    assert (everywhere == 1).all()
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[Case], Shape, dict[str, Any]]:
+    n = draw(st.integers(1, 40))
+    shape = Shape(n, n, draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+    cases = draw(st.lists(mask_cases(shape, 2), min_size=1, max_size=2))
+    options = {
+        "ranks": draw(st.integers(1, 9)),
+        "balance": draw(st.sampled_from(BALANCES)),
+        "block_size": draw(st.sampled_from([1, 2, 3, 4, 8, 128])),
+    }
+    return cases, shape, options
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_plans_of_drawn_masks(drawn: tuple[list[Case], Shape, dict[str, Any]]) -> None:
+    cases, shape, options = drawn
+    sizes: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads}
+    sharding = shard_sequence([case.mask for case in cases], shape.q_len, **options, **sizes)
+    exact = [case.mask.rows(shape.q_len, **sizes).exact for case in cases]
+    check_plan(sharding, [case.expected(shape) for case in cases], [1] * len(cases), options["block_size"], exact)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize(("length", "ranks"), [(97, 4), (64, 8), (5, 8), (1, 3), (30, 1)])
+def test_layers_count_as_often_as_there_are(balance: Any, length: int, ranks: int) -> None:
+    masks = {fm.causal(): 2, fm.sliding_window(size=5): 3}
+    sharding = shard_sequence(masks, length, ranks, balance=balance, block_size=4)
+    q, kv = torch.arange(length).view(-1, 1), torch.arange(length)
+    tables = [(kv <= q)[None, None], ((kv <= q) & (kv > q - 5))[None, None]]
+    check_plan(sharding, tables, [2, 3], 4, [True, True])
+
+
+def test_a_mask_for_each_sequence_counts_as_many_times_as_one_for_all() -> None:
+    lengths = [[3, 9, 20], [30, 2, 0]]
+    sharding = shard_sequence([fm.causal() & fm.document(lengths=lengths), fm.causal()], 32, 3, block_size=8)
+    ids = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths])
+    q, kv = torch.arange(32).view(-1, 1), torch.arange(32)
+    packed = (ids[:, :, None] == ids[:, None, :]) & (kv <= q)
+    check_plan(sharding, [packed[:, None], (kv <= q)[None, None]], [1, 1], 8, [True, True])
+
+
+DOCUMENTS = [5000, 130, 900, 2, 7000, 48, 300, 1100, 2500, 64, 3000, 700, 1, 6000, 1255, 4768]
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        fm.causal(),
+        fm.sliding_window(size=512),
+        fm.causal() & fm.document(lengths=DOCUMENTS),
+        [fm.causal(), fm.sliding_window(size=512)],
+        fm.prefix_lm(prefix_lengths=9000),
+        fm.causal() & fm.query_padding(lengths=20000),
+    ],
+    ids=str,
+)
+def test_shards_have_equal_tokens_and_work_in_few_runs(masks: Any, ranks: int) -> None:
+    length = sum(DOCUMENTS)
+    sharding = shard_sequence(masks, length, ranks)
+    assert sharding.tokens.max() - sharding.tokens.min() <= 128
+    assert sharding.imbalance <= 1.15
+    assert sum(len(sharding.runs(rank)) for rank in range(ranks)) <= 2 * ranks
+
+
+def test_a_text_and_a_function_are_masks() -> None:
+    of = shard_sequence(fm.causal(), 100, 3)
+    for mask in ("causal", lambda b, h, q, kv: q >= kv):
+        assert torch.equal(shard_sequence(mask, 100, 3).work, of.work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"masks": []}, OperandError, "at least one, got none"),
+        ({"masks": 3}, OperandError, "masks must be a Mask, its text, a list or a dict of them or a mask_mod function, got"),
+        ({"masks": {fm.causal(): 0}}, Exception, "the number of layers of a mask must be at least 1, got 0"),
+        ({"ranks": 0}, LoweringError, "ranks must be at least 1, got 0"),
+        ({"ranks": 2.0}, OperandError, "ranks must be an integer, got 2.0"),
+        ({"seq_len": 0}, LoweringError, "seq_len must be at least 1"),
+        ({"balance": "works"}, OperandError, "'work', 'head_tail', 'contiguous', got 'works'. Did you mean work?"),
+        ({"block_size": 0}, LoweringError, "block_size must be at least 1"),
+        ({"masks": fm.document([0, 0, 1])}, LoweringError, "3 values along"),
+        ({"masks": "document(ids)"}, LoweringError, "unbound parameters"),
+        ({"seq_len": 2**30, "heads": 128}, LoweringError, "exceed 64-bit integers"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        shard_sequence(**{"masks": "causal", "seq_len": 16, "ranks": 4, **arguments})
+
+
+@pytest.mark.parametrize("ask", [Sharding.runs, Sharding.positions, Sharding.seen])
+def test_bad_ranks(ask: Any) -> None:
+    sharding = shard_sequence("causal", 16, 4)
+    with pytest.raises(LoweringError, match="rank must be at most 3, got 4"):
+        ask(sharding, 4)
+    with pytest.raises(OperandError, match="rank must be an integer, got '1'"):
+        ask(sharding, "1")
