@@ -1,39 +1,41 @@
-"""The README's code runs as it stands there."""
+"""The README's code runs as it stands there and prints what it shows, and its links work wherever it is read."""
 
 from __future__ import annotations
 
 import re
-import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from flexmask.cli import main
+from tests.support.pages import blocks_of, run_page
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-COMMANDS = [line.removeprefix("flexmask ") for line in LINES if line.startswith("flexmask ")]
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+TEXT = README.read_text()
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+#: Where the files of the main branch are on the web, as pages and as pictures.
+WEB = rf"{URLS['Source']}/(?:blob|tree)/main/|{URLS['Source'].replace('github.com', 'raw.githubusercontent.com')}/main/"
 
 
-def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each after the others, as a reader would type them."""
+def test_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block after the others, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for number, block in enumerate(PYTHON):
-        exec(compile(block, f"README block {number}", "exec"), names)
-    assert {"mask", "layer", "block_mask", "dilated", "cache"} <= set(names)
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, shlex.split(line, comments=True))
-    assert result.exit_code == 0, result.output
+    assert {"layer", "packed", "plan", "block_mask", "cache"} <= set(run_page(README))
+    assert (tmp_path / "mask.png").is_file()
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(PYTHON) >= 2
-    assert len(COMMANDS) >= 3
-    assert len(README.splitlines()) <= 150
+    blocks = blocks_of(README)
+    assert sum(block.language == "python" for block in blocks) >= 10
+    assert sum(len(block.commands) for block in blocks) >= 3
+    assert len(TEXT.splitlines()) <= 220
+
+
+def test_links_are_absolute_and_lead_to_files() -> None:
+    """A relative link works on no page of a package index."""
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    assert len(links) >= 10
+    assert [link for link in links if not link.startswith("https://")] == []
+    for place in [re.sub(WEB, "", link) for link in [*links, *URLS.values()] if re.match(WEB, link)]:
+        assert (ROOT / place).exists(), place
