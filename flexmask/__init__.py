@@ -25,9 +25,10 @@ from flexmask.catalogue import (
     query_padding,
     sliding_window,
 )
+from flexmask.expr.choice import where
 from flexmask.expr.data import table
 from flexmask.expr.index import b, h, kv, kv_len, maximum, minimum, q, q_len
-from flexmask.expr.mask import Mask, where
+from flexmask.expr.mask import Mask
 from flexmask.expr.tables import param
 from flexmask.parser import parse
 

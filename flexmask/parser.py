@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from flexmask import registry
 from flexmask._checks import nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
+from flexmask.expr.choice import where
 from flexmask.expr.data import table
+from flexmask.expr.deferral import FUNCTIONS as DEFERRABLE
+from flexmask.expr.deferral import is_traced
+from flexmask.expr.deferred import deferred
 from flexmask.expr.index import Index, Symbol, maximum, minimum
-from flexmask.expr.mask import Mask, where
+from flexmask.expr.mask import Mask
 from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
@@ -98,6 +102,11 @@ def parse(text: str, /, **values: object) -> Mask:
         TextError: the text is not a mask; the message shows the column and the closest known name.
         OperandError: ``text`` is not a string.
     """
+    if is_traced():
+        names = _names(text)
+        if isinstance(names, str):
+            raise ExpressionError(names)
+        return deferred("parse", (text,), values, names)
     if not isinstance(text, str):
         raise OperandError(f"parse() reads a string, got {type(text).__name__} {text!r}")
     if len(text) > MAX_LENGTH:
@@ -122,6 +131,9 @@ def parse(text: str, /, **values: object) -> Mask:
     return mask
 
 
+DEFERRABLE["parse"] = parse
+
+
 def cached_mask(text: str, device: torch.device | None = None) -> Mask:
     """The mask of a text; each text is parsed once.
 
@@ -133,6 +145,8 @@ def cached_mask(text: str, device: torch.device | None = None) -> Mask:
     Raises:
         TextError: the text is not a mask.
     """
+    if is_traced():
+        return parse(text)
     kept = _cached(text)
     return kept if device is not None and device.type == "cpu" else _copy_data(kept)
 
@@ -140,6 +154,17 @@ def cached_mask(text: str, device: torch.device | None = None) -> Mask:
 @lru_cache(maxsize=256)
 def _cached(text: str) -> Mask:
     return parse(text)
+
+
+def _names(text: str) -> tuple[str, ...] | str:
+    """The parameters of a text, or what is wrong with it."""
+    try:
+        return _cached(text).params
+    except FlexmaskError as error:
+        return str(error)
+
+
+_names._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler.assume_constant_result, without torch
 
 
 def _copy_data(mask: Mask) -> Mask:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, cast
 from flexmask._checks import is_tensor, kind_of, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import as_table
+from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
 from flexmask.expr.names import NAMES, signature_of
@@ -99,6 +100,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     if not name.isidentifier() or name.startswith("_"):
         raise ExpressionError(f"a named mask's name must be an identifier without a leading underscore, got {name!r}")
 
+    @deferrable
     @wraps(define)
     def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
         try:

@@ -87,6 +87,8 @@ def attention(
 
     In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
     :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.
+    A mask may be made there by text, named masks, operators (``~`` from torch 2.14) and ``bind``. Index expressions, a
+    ``mask_mod`` and a plan are made outside.
 
     Returns:
         ``[B, H, q_len, D_v]``, of the query's dtype. Where an axis has size 0 it is 0 or empty under any mask.

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.node import Key, Node, within_depth
 
 if TYPE_CHECKING:
@@ -189,10 +190,12 @@ def _constant(value: int) -> Constant:
 
 
 def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
+    refuse_traced("an index expression")
     return within_depth(Arithmetic.make(sign, as_index(left), as_index(right)))
 
 
 def _compare(sign: str, left: object, right: object) -> Mask:
+    refuse_traced("a comparison of index expressions")
     from flexmask.expr.mask import Compare, Mask  # masks are built on index expressions; this is the one way back
 
     if isinstance(right, Mask):

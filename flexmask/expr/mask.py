@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table
-from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Choice, Constant, Index, as_index, wrap
+from flexmask.expr.deferral import deferrable
+from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
@@ -20,7 +21,7 @@ from flexmask.expr.tables import Lookup, Param, TensorTable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor", "where"]
+__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor"]
 
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -45,16 +46,16 @@ class Mask(MaskMethods):
         object.__setattr__(self, "structure", Structure(self))
 
     def __and__(self, other: Mask) -> Mask:
-        return _combine(And, self, other)
+        return _combine("&", self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return _combine(Or, self, other)
+        return _combine("|", self, other)
 
     def __xor__(self, other: Mask) -> Mask:
-        return _combine(Xor, self, other)
+        return _combine("^", self, other)
 
     def __sub__(self, other: Mask) -> Mask:
-        return _combine(And, self, Not.make(other) if isinstance(other, Mask) else other, "-")
+        return _combine("-", self, other)
 
     def __rand__(self, other: object) -> NoReturn:
         _refuse("&", other)
@@ -65,6 +66,7 @@ class Mask(MaskMethods):
     def __rxor__(self, other: object) -> NoReturn:
         _refuse("^", other)
 
+    @deferrable
     def __invert__(self) -> Mask:
         return within_depth(Not.make(self))
 
@@ -74,6 +76,7 @@ class Mask(MaskMethods):
             "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`."
         )
 
+    @deferrable
     def bind(self, /, **values: object) -> Mask:
         """The same mask with parameters given their values: integers, or data where they are looked up.
 
@@ -117,9 +120,13 @@ class Mask(MaskMethods):
         return cast(Mask, self.replace(replaced))
 
 
-def _combine(kind: type[And | Or | Xor], left: Mask, right: object, sign: str = "") -> Mask:
+@deferrable
+def _combine(sign: str, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
-        _refuse(sign or kind.symbol, right)
+        _refuse(sign, right)
+    if sign == "-":
+        return within_depth(And.make((left, Not.make(right))))
+    kind: type[_Nary] = {"&": And, "|": Or, "^": Xor}[sign]
     return within_depth(kind.make((left, right)))
 
 
@@ -361,38 +368,3 @@ class Named(Mask):
     def write(self, bare: bool) -> tuple[str, int]:
         text = write_arguments(self.define, self.arguments, bare)
         return (self.name if bare and not text else f"{self.name}({text})"), PRECEDENCE["atom"]
-
-
-@overload
-def where(condition: Mask, a: Mask, b: Mask) -> Mask: ...
-@overload
-def where(condition: Mask, a: Index | int, b: Index | int) -> Index: ...
-def where(condition: Mask, a: Any, b: Any) -> Any:
-    """``a`` where the mask ``condition`` holds, else ``b``.
-
-    Predicate: ``(condition & a) | (~condition & b)`` of two masks. Of two index expressions it is an index expression.
-
-    ``where(kv < 2, full, causal)`` at 4 x 4 and 3 x 5::
-
-        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
-        ■ ■ ⬚ ⬚     ■ ■ ⬚ ⬚ ⬚
-        ■ ■ ■ ⬚     ■ ■ ■ ⬚ ⬚
-        ■ ■ ■ ■
-
-    Args:
-        condition: a mask.
-        a: a mask, or an index expression or integer.
-        b: the same kind as ``a``.
-
-    Raises:
-        OperandError: ``condition`` is not a mask, or ``a`` and ``b`` are of two kinds.
-
-    Source: ``torch.where``.
-    """
-    if not isinstance(condition, Mask):
-        raise OperandError(f"where() chooses by a mask, got {describe_non_mask(condition)}; compare numbers first")
-    if isinstance(a, Mask) != isinstance(b, Mask):
-        raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
-    if isinstance(a, Mask):
-        return (condition & a) | (~condition & b)
-    return within_depth(Choice.make(condition, as_index(a), as_index(b)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from typing import Literal as OneOf
 
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import PRECEDENCE, Index, as_index
 from flexmask.expr.node import Key, Node, within_depth
 
@@ -242,4 +243,5 @@ def write_data(data: Table | Param, bare: bool) -> str:
 
 def param(name: str) -> Param:
     """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
+    refuse_traced("a parameter")
     return Param(name)

@@ -11,6 +11,8 @@ from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_table
+from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
@@ -59,17 +61,18 @@ class Plan:
         """
         if data.keys() != set(self._names):
             raise ExpressionError(self._wrong_names(set(data)))
-        tensors = [*self.mask.tensors, *[_tensor(data[name], name, self.setting.device) for name in self._names]]
+        values = [_tensor(data[name], name, self.setting.device) for name in self._names]
         setting = self.setting
         if not isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
             checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
         if isinstance(q_offset, Tensor) or q_offset:
-            tensors.append(_tensor(q_offset, "q_offset", setting.device))
+            values.append(_tensor(q_offset, "q_offset", setting.device))
             setting = setting._replace(q_offset=-1)
         if torch.compiler.is_compiling():
             from flexmask.plans.traced import lower_traced
 
-            return lower_traced(self.mask.structure, self._names, tuple(setting), tuple(tensors))
+            return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
+        tensors = [*self.mask.tensors, *values]
         return GRAPHS.get(self.mask.structure, self._names, setting, tensors).run(tensors, compiled=self.compile)
 
     def __repr__(self) -> str:
@@ -124,6 +127,7 @@ def plan(
         OperandError: an argument of a wrong type.
         LoweringError: a length or a size that is not possible.
     """
+    refuse_traced("a plan")
     mask = as_mask(mask, device=device)
     if "q_offset" in mask.params:
         raise ExpressionError(f"{mask.brief()} has the parameter q_offset, which a plan takes itself; rename it")

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import register_constant
 
 from flexmask.errors import LoweringError
+from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import Structure
 from flexmask.intervals.bind import bind
@@ -208,11 +209,11 @@ def lower_in_graph(
         block_size: see :class:`Setting`.
     """
     names = tuple(sorted(parameters or {}))
-    tensors = (*mask.tensors, *[(parameters or {})[name] for name in names])
+    values = tuple([(parameters or {})[name] for name in names])
     offset = -1 if isinstance(q_offset, Tensor) else q_offset
     if isinstance(q_offset, Tensor):
-        tensors = (*tensors, q_offset)
+        values = (*values, q_offset)
     setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
     from flexmask.plans.traced import lower_traced  # imports the compiler, which is already loaded here
 
-    return lower_traced(mask.structure, names, setting, tensors)
+    return lower_traced(in_graph(mask), names, setting, values)

@@ -6,20 +6,68 @@ from typing import Any
 
 import torch._dynamo
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_map_only
 
-from flexmask.expr.node import Structure
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+from flexmask.expr.deferred import DeferredMask
 from flexmask.plans.capture import GRAPHS, Setting
 from flexmask.plans.lowered import LoweredMask
 
 __all__ = ["lower_traced"]
 
+#: The errors that a refused lowering raises.
+ERRORS: dict[str, type[FlexmaskError]] = {kind.__name__: kind for kind in (LoweringError, ExpressionError, OperandError)}
+
+
+class _Refusal:
+    """An error of code that dynamo does not trace. It is returned, as dynamo would report it without its message.
+
+    Attributes:
+        kind: a key of `ERRORS`.
+        message: the message.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind, self.message = kind, message
+
+
+def lower_traced(mask: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
+    """The LoweredMask of a captured graph, which becomes a part of the graph that ``torch.compile`` makes.
+
+    Args:
+        mask: the mask.
+        names: the parameters of the mask.
+        setting: the fields of the :class:`Setting`.
+        values: the value of each parameter, and ``q_offset`` where it is a tensor.
+
+    Raises:
+        FlexmaskError: the mask cannot be made or lowered.
+    """
+    found = _lower(mask, names, setting, values)
+    if isinstance(found, _Refusal):
+        raise ERRORS[found.kind](found.message)
+    return found
+
 
 @torch._dynamo.nonstrict_trace
-def lower_traced(
-    structure: Structure, names: tuple[str, ...], setting: tuple[Any, ...], tensors: tuple[Tensor, ...]
-) -> LoweredMask:
-    """The LoweredMask of a captured graph: :meth:`GraphCache.get`, then the graph with ``tensors``."""
+def _lower(
+    deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]
+) -> LoweredMask | _Refusal:
     *sizes, device, block_size = setting
     q_len, kv_len, batch, heads, q_offset = map(int, sizes)  # a size that changes is another graph
     known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
-    return GRAPHS.get(structure, names, known, tensors).run(tensors)
+    try:
+        mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
+        tensors = (*mask.tensors, *values)
+        return GRAPHS.get(mask.structure, names, known, tensors).run(tensors)
+    except FlexmaskError as error:
+        return _Refusal(next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "LoweringError"), str(error))
+
+
+register_pytree_node(DeferredMask, DeferredMask.flatten, DeferredMask.unflatten, serialized_type_name="flexmask.DeferredMask")
+register_pytree_node(
+    _Refusal,
+    lambda refusal: ((), (refusal.kind, refusal.message)),
+    lambda _, context: _Refusal(*context),
+    serialized_type_name="flexmask.Refusal",
+)

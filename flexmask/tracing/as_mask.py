@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 
 from flexmask.errors import OperandError
+from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.lowering.mask_mod import MaskMod
@@ -40,6 +41,8 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
         return mask
     if isinstance(mask, str):
         return cached_mask(mask, None if device is None else torch.device(device))
+    if callable(mask) and not isinstance(mask, type):
+        refuse_traced("the mask of a mask_mod")
     if callable(mask) and not isinstance(mask, type) and not call_hint(mask):
         return from_mask_mod(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, maximum, minimum
-from flexmask.expr.mask import Mask, Truth, where
+from flexmask.expr.mask import Mask, Truth
 from flexmask.tracing.proxies import INTEGERS, MAX_ELEMENTS, Element, NoExpression, Proxy, TraceState, as_integer, as_truth
 from flexmask.tracing.rules import RULES, Rule, has_proxy, map_elements, rule
 

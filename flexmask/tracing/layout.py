@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, maximum, minimum
-from flexmask.expr.mask import Mask, where
+from flexmask.expr.mask import Mask
 from flexmask.tracing.proxies import MAX_ELEMENTS, Element, NoExpression, Proxy, Source, TraceState, as_integer, as_truth
 from flexmask.tracing.rules import RULES, Rule, broadcast_elements, has_proxy, map_nested, rule
 

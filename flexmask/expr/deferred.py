@@ -1,0 +1,126 @@
+"""A mask that code under ``torch.compile`` makes: the call that makes it, which runs when the mask is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from flexmask._checks import is_tensor, kind_of
+from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.deferral import FUNCTIONS
+from flexmask.expr.mask import Mask
+from flexmask.expr.node import Structure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DeferredMask", "deferred", "in_graph"]
+
+#: The name of a call whose arguments are the structure of a mask and its tensors.
+GIVEN = "given"
+
+
+class DeferredMask(Mask):
+    """A mask as the call of a deferrable function. It is a pytree of the tensors among its arguments.
+
+    Attributes:
+        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, or :data:`GIVEN`.
+        args: arguments by position.
+        kwargs: arguments by name.
+        params: the names of the parameters that are not bound yet.
+    """
+
+    call: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __init__(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], params: tuple[str, ...]) -> None:
+        for name, value in (("call", call), ("args", args), ("kwargs", kwargs), ("params", params)):
+            object.__setattr__(self, name, value)
+
+    def made(self) -> Mask:
+        """The mask that the call makes.
+
+        Raises:
+            OperandError: it makes no mask.
+            FlexmaskError: the function refuses its arguments.
+        """
+        made = _made(self)
+        if not isinstance(made, Mask):
+            raise OperandError(f"{self.call} makes no mask")
+        return made
+
+    def flatten(self) -> tuple[tuple[Any, ...], Any]:
+        """The arguments, and what :meth:`unflatten` takes with them."""
+        return (self.args, self.kwargs), (self.call, self.params)
+
+    @classmethod
+    def unflatten(cls, arguments: Any, context: Any) -> DeferredMask:
+        """The mask of the two results of :meth:`flatten`."""
+        call, params = context
+        args, kwargs = arguments
+        return cls(call, args, kwargs, params)
+
+    def brief(self) -> str:
+        return cast(str, self.args[0]) if self.call == "parse" else f"{self.call.rpartition('.')[2]}(...)"
+
+    def _unknown(self) -> NoReturn:
+        raise LoweringError(
+            f"the mask {self.brief()} is made in code that torch.compile traces, where only flexmask's attention and "
+            "modules take it: make it outside, and lower it there or pass it"
+        )
+
+    __repr__ = __str__ = brief
+    key = structure = symbols = depth = below = tensors = memo = property(_unknown)  # type: ignore[assignment]
+
+
+def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredMask:
+    """The call of a deferrable function as a mask.
+
+    Args:
+        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
+        args: arguments by position.
+        kwargs: arguments by name.
+        params: the parameters of the mask in addition to those of the masks among the arguments.
+
+    Raises:
+        OperandError: an argument that a graph cannot take.
+    """
+    plain = tuple([_argument(arg) for arg in args])
+    named = {name: _argument(arg) for name, arg in kwargs.items()}
+    names = set(params)
+    for part in (*plain, *named.values()):
+        for own in part if isinstance(part, tuple) else (part,):
+            if isinstance(own, DeferredMask):
+                names.update(own.params)
+    return DeferredMask(call, plain, named, tuple(sorted(names)))
+
+
+def in_graph(mask: Mask) -> DeferredMask:
+    """A mask as one that a graph takes, with its tensors as inputs."""
+    return mask if isinstance(mask, DeferredMask) else DeferredMask(GIVEN, (mask.structure, mask.tensors), {}, mask.params)
+
+
+def _argument(value: Any) -> Any:
+    """An argument as a graph takes it."""
+    if isinstance(value, Mask):
+        return in_graph(value)
+    if value is None or isinstance(value, bool | int | float | str) or is_tensor(value):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple([_argument(item) for item in value])
+    raise OperandError(
+        f"in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got {kind_of(value)}; "
+        "make the mask outside and pass it, write it as text, or pass what a flexmask.plan gives"
+    )
+
+
+def _made(value: Any) -> Any:
+    match value:
+        case DeferredMask(call="given", args=(Structure() as structure, tensors)):
+            return cast(Mask, structure.node).with_tensors(cast("tuple[Tensor, ...]", tensors))
+        case DeferredMask(call=call, args=args, kwargs=kwargs):
+            return FUNCTIONS[call](*map(_made, args), **{name: _made(own) for name, own in kwargs.items()})
+        case tuple():
+            return [_made(item) for item in value]
+    return value

@@ -1,0 +1,146 @@
+"""Masks that are made in compiled code: one graph for all data, and the library's own messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flexmask as fm
+from flexmask import Mask, attention, kv, q
+from flexmask.expr.deferral import FUNCTIONS
+
+LENGTH = 24
+X = torch.randn(2, 2, LENGTH, 8)
+CU = torch.tensor([[0, 5, LENGTH], [0, 20, LENGTH]])
+WINDOW = fm.sliding_window(size=4)
+PACKED = fm.document(cu_seqlens=CU)
+
+b_, h_, q_, kv_ = (torch.arange(size).view(-1, *[1] * axes) for size, axes in ((2, 3), (2, 2), (LENGTH, 1), (LENGTH, 0)))
+CAUSAL = kv_ <= q_
+DOCUMENTS = torch.searchsorted(CU[:, 1:].contiguous(), torch.arange(LENGTH).expand(2, -1).contiguous(), right=True)
+SAME = DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :]
+
+Predicate = Callable[[Tensor], Tensor]
+
+
+def keys(lengths: Tensor) -> Tensor:
+    return kv_ < lengths.view(-1, 1, 1, 1)
+
+
+#: How a mask is made from lengths in compiled code, and its cells.
+MADE: dict[str, tuple[Callable[[Tensor], Any], Predicate]] = {
+    "text": (lambda n: "causal", lambda n: CAUSAL),
+    "functions": (lambda n: fm.causal() & fm.key_padding(n), lambda n: CAUSAL & keys(n)),
+    "operators": (
+        lambda n: (fm.causal() - fm.key_padding(lengths=n)) ^ WINDOW | fm.sliding_window(left=1, right=1),
+        lambda n: ((CAUSAL & ~keys(n)) ^ ((q_ - kv_ < 4) & CAUSAL)) | ((q_ - kv_).abs() <= 1),
+    ),
+    "a mask that is an input": (lambda n: PACKED & fm.key_padding(n), lambda n: SAME & keys(n)),
+    "lists": (
+        lambda n: fm.key_padding(lengths=[3, LENGTH]) & fm.per_head([fm.full(), fm.key_padding(n)]),
+        lambda n: keys(torch.tensor([3, LENGTH])) & ((h_ == 0) | keys(n)),
+    ),
+    "parse": (lambda n: fm.parse("(kv <= q) & key_padding(n)", n=n), lambda n: CAUSAL & keys(n)),
+    "bind": (lambda n: fm.parse("causal & key_padding(n)").bind(n=n), lambda n: CAUSAL & keys(n)),
+    "where": (lambda n: fm.where(fm.causal(), fm.key_padding(n), WINDOW), lambda n: CAUSAL & keys(n)),
+    "per document": (
+        lambda n: fm.per_document(fm.causal(), cu_seqlens=CU) & fm.key_padding(n),
+        lambda n: SAME & CAUSAL & keys(n),
+    ),
+}
+
+
+def dense(visible: Tensor) -> Tensor:
+    scores = (X.double() @ X.double().mT / X.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0) @ X.double()).float()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_mask_made_in_compiled_code(name: str) -> None:
+    torch._dynamo.reset()
+    make, cells = MADE[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda n: attention(X, X, X, make(n)), fullgraph=True, backend=counter)
+    for lengths in ([20, 24], [3, 0], [24, 7]):
+        n = torch.tensor(lengths)
+        torch.testing.assert_close(compiled(n), dense(cells(n)))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="dynamo traces ~ of no object before torch 2.14")
+def test_the_complement() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda n: attention(X, X, X, ~fm.key_padding(n)), fullgraph=True, backend="aot_eager")
+    n = torch.tensor([20, 3])
+    torch.testing.assert_close(compiled(n), dense(~keys(n)))
+
+
+def test_the_text_of_a_layer_with_its_parameters() -> None:
+    torch._dynamo.reset()
+    layer = fm.MultiheadFlexAttention(16, 16, 2)
+    x = torch.randn(2, LENGTH, 16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda n: layer(x, "causal & key_padding(lengths=n)", n=n), fullgraph=True, backend=counter)
+    for lengths in ([20, 24], [3, 0]):
+        n = torch.tensor(lengths)
+        found, wanted = compiled(n), layer(x, fm.from_dense(CAUSAL & keys(n)))
+        torch.testing.assert_close(found, wanted)
+        parameters = list(layer.parameters())
+        for one, other in zip(
+            torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(wanted.sum(), parameters), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 1
+
+
+def test_a_mask_of_other_values_that_are_no_tensors_is_another_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda size: attention(X, X, X, fm.sliding_window(size=size)), fullgraph=True, backend=counter)
+    for size in (3, 5, 7, 3):
+        torch.testing.assert_close(compiled(size), dense(CAUSAL & (q_ - kv_ < size)))
+    assert counter.frame_count == 3
+
+
+ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a text": (lambda n: "causl", "causl is not a named mask. Did you mean causal"),
+    "an argument": (lambda n: fm.key_padding(lengthz=n), "unexpected keyword argument 'lengthz'. Did you mean lengths"),  # type: ignore[call-arg]
+    "a dtype": (lambda n: fm.key_padding(n.float()), "key_padding: lengths must hold integers"),
+    "a batch": (lambda n: fm.key_padding(n.expand(3, 2)[:, 0]), "two sizes of batch: 2 by batch=2 and 3 by"),
+    "an unbound parameter": (lambda n: "key_padding(n)", "unbound parameters: give them with mask.bind"),
+    "a mask_mod": (lambda n: lambda b, h, q, kv: kv < n[b], "the mask of a mask_mod cannot be made in code that torch.compile"),
+    "a comparison": (lambda n: kv <= q, "a comparison of index expressions cannot be made .* write a mask as text"),
+    "arithmetic": (lambda n: q - kv < 3, "an index expression cannot be made in code that torch.compile traces"),
+    "a parameter": (lambda n: fm.key_padding(fm.param("n")), "a parameter cannot be made in code that torch.compile traces"),
+    "a plan": (lambda n: fm.plan("causal", LENGTH)(), "a plan cannot be made in code that torch.compile traces"),
+    "a lowering": (lambda n: fm.causal().block_mask(LENGTH), "where only flexmask's attention and modules take it"),
+    "an object": (lambda n: fm.key_padding({1, 2}), "made of tensors, numbers, lists, texts and masks, got "),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_those_of_the_library(name: str) -> None:
+    torch._dynamo.reset()
+    make, message = ERRORS[name]
+    compiled = torch.compile(lambda n: attention(X, X, X, make(n)), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        compiled(torch.tensor([3, 4]))
+
+
+def test_a_mask_that_leaves_its_graph() -> None:
+    torch._dynamo.reset()
+    made = torch.compile(lambda: fm.causal() & WINDOW, fullgraph=True, backend="eager")()
+    assert isinstance(made, Mask)
+    for use in (lambda: made.dense(4), lambda: made & WINDOW, lambda: hash(made), lambda: made == WINDOW):
+        with pytest.raises(fm.errors.LoweringError, match="is made in code that torch\\.compile traces"):
+            use()
+
+
+def test_every_function_that_makes_a_mask_can_be_deferred() -> None:
+    named = {function.__name__ for function in FUNCTIONS.values()}
+    assert {"causal", "document", "per_head", "bind", "where", "parse", "_combine", "__invert__"} <= named
