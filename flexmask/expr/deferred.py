@@ -50,9 +50,9 @@ class DeferredMask(Mask):
             raise OperandError(f"{self.call} makes no mask")
         return made
 
-    def flatten(self) -> tuple[tuple[Any, ...], Any]:
+    def flatten(self) -> tuple[list[Any], Any]:
         """The arguments, and what :meth:`unflatten` takes with them."""
-        return (self.args, self.kwargs), (self.call, self.params)
+        return [self.args, self.kwargs], (self.call, self.params)
 
     @classmethod
     def unflatten(cls, arguments: Any, context: Any) -> DeferredMask:
@@ -71,7 +71,7 @@ class DeferredMask(Mask):
         )
 
     __repr__ = __str__ = brief
-    key = structure = symbols = depth = below = tensors = memo = property(_unknown)  # type: ignore[assignment]
+    key = structure = symbols = depth = below = tensors = memo = property(_unknown)
 
 
 def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredMask:

@@ -126,8 +126,8 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
         _refuse(sign, right)
     if sign == "-":
         return within_depth(And.make((left, Not.make(right))))
-    kind: type[_Nary] = {"&": And, "|": Or, "^": Xor}[sign]
-    return within_depth(kind.make((left, right)))
+    kinds: dict[str, type[And | Or | Xor]] = {"&": And, "|": Or, "^": Xor}
+    return within_depth(kinds[sign].make((left, right)))
 
 
 def _refuse(sign: str, other: object) -> NoReturn:

@@ -67,7 +67,7 @@ def _lower(
 register_pytree_node(DeferredMask, DeferredMask.flatten, DeferredMask.unflatten, serialized_type_name="flexmask.DeferredMask")
 register_pytree_node(
     _Refusal,
-    lambda refusal: ((), (refusal.kind, refusal.message)),
+    lambda refusal: ([], (refusal.kind, refusal.message)),
     lambda _, context: _Refusal(*context),
     serialized_type_name="flexmask.Refusal",
 )

@@ -57,7 +57,8 @@ MADE: dict[str, tuple[Callable[[Tensor], Any], Predicate]] = {
 
 def dense(visible: Tensor) -> Tensor:
     scores = (X.double() @ X.double().mT / X.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0) @ X.double()).float()
+    out: Tensor = scores.softmax(-1).nan_to_num(0) @ X.double()
+    return out.float()
 
 
 @pytest.mark.parametrize("name", MADE)
