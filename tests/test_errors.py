@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -31,6 +31,11 @@ def on(device: torch.device) -> Any:
 
 
 # Each row: a name, what is tried, and what the message must hold (in any order, separated by " ... ").
+
+
+def sdpa(x: torch.Tensor, mask: Any) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
 
 OPERATORS: list[Row] = [
     ("and", lambda: fm.causal() and fm.full(), "a & b"),
@@ -63,6 +68,12 @@ OPERATORS: list[Row] = [
     ("torch.minimum", lambda: torch.minimum(q, torch.tensor(3)), r"Write flexmask.minimum\(q, tensor\)"),
     ("torch.where", lambda: torch.where(fm.causal(), q, 0), r"Write flexmask.where\(causal, q, 0\)"),
     ("torch.logical_not", lambda: torch.logical_not(fm.causal()), r"Write ~\(causal\)"),
+    (
+        "SDPA",
+        lambda: sdpa(torch.zeros(1, 1, 4, 2), fm.causal()),
+        r"takes a tensor, not a mask ... attn_mask=mask.dense\(q_len, kv_len\), or flexmask.attention\(",
+    ),
+    ("masked_fill", lambda: torch.zeros(4, 4).masked_fill(cast(Any, fm.causal()), 0), r"masked_fill\(~mask.dense\("),
     ("torch.where by name", lambda: torch.where(input=q, condition=fm.causal(), other=0), r"where ... flexmask.where\(\)"),
     ("torch.sin", lambda: torch.sin(q), r"sin takes tensors ... from_mask_mod\(mask_mod\)"),
     ("torch.nn.functional.relu of a table", lambda: torch.relu(fm.table([1])), "relu takes tensors"),

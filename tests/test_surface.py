@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from importlib import import_module
@@ -12,6 +13,7 @@ import torch
 
 import flexmask as fm
 from flexmask._suggestions import GUESSES, PACKAGES
+from flexmask.plotting import mpl
 from tests.support.examples import OWN_MASKS
 from tests.support.imports import HEAVY, loaded_after
 
@@ -54,6 +56,23 @@ def test_names_at_the_top() -> None:
     assert fm.__all__ == SURFACE
     assert [name for name in SURFACE if not hasattr(fm, name)] == []
     assert set(SURFACE) <= set(dir(fm))
+
+
+def test_arguments_are_listed_by_help() -> None:
+    """A user finds every argument in the signature; only data by the names of a mask's parameters is taken by any name."""
+    methods = {f"Mask.{name}": getattr(fm.Mask, name) for name in dir(fm.Mask) if not name.startswith("_")}
+    drawing = {name: getattr(mpl, name) for name in mpl.__all__}
+    found = {name: getattr(fm, name) for name in fm.__all__} | methods | drawing
+    by_any_name = {
+        name
+        for name, value in found.items()
+        if inspect.isroutine(value) and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
+    }
+    assert by_any_name == {"parse", "Mask.bind", "Mask.substitute"}
+    for name, value in found.items():
+        if inspect.isroutine(value):
+            first = (inspect.getdoc(value) or "").partition("\n")[0]
+            assert re.fullmatch(r"[A-Z`].*[.:]+", first), (name, first)
 
 
 def test_star_import_gives_these_names() -> None:

@@ -81,7 +81,7 @@ def output_option(instead: str) -> Callable[[Command], Command]:
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_output,
         metavar="FILE",
-        help=f"Write a .png, .svg or interactive .html {instead}.",
+        help=f"Write a .png, .svg, .pdf or interactive .html {instead}.",
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flexmask.report.stats import Stats
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["MaskMethods"]
+__all__ = ["EQUIVALENTS_OF_PLAN", "MaskMethods"]
 
 #: For arguments of torch's create_block_mask, what to write.
 EQUIVALENTS = {
@@ -36,6 +36,7 @@ EQUIVALENTS = {
     "KV_LEN": "write kv_len=",
     "Q_LEN": "write q_len=",
 }
+EQUIVALENTS_OF_PLAN = {**EQUIVALENTS, "q_offset": "give it to the call of the plan, plan(q_offset=position)"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -178,6 +179,7 @@ class MaskMethods(MaskPictures):
         context = self._context(q_len, kv_len, batch, heads, q_offset, device)
         return block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
 
+    @names_explained(EQUIVALENTS_OF_PLAN)
     def plan(
         self,
         q_len: int,

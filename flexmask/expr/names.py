@@ -59,6 +59,8 @@ def describe_non_mask(value: Any) -> str:
             return f"{given}. {_from_tensor(value)}"
         case _ if type(value).__name__ == "BlockMask":
             return f"{given}; give the Mask that it was made from"
+        case _ if type(value).__name__ == "LoweredMask":
+            return f"{given}; give the Mask of its plan, plan.mask"
     if callable(value) and not isinstance(value, Node):
         name = getattr(value, "__name__", type(value).__name__)
         return f"{given}: {call_hint(value) or f'if it is a mask_mod, trace it, flexmask.from_mask_mod({name})'}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, cast
 
 from flexmask.expr.node import Node
 
@@ -15,47 +15,57 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.console import Console
+    from torch import Tensor
 
     from flexmask.expr.mask import Mask
-    from flexmask.plotting.labels import ContentOptions, PictureOptions
+    from flexmask.plotting.labels import ContentOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
+    from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["MaskPictures"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MaskPictures(Node):
-    """Pictures of a mask.
-
-    Pictures have queries down and keys across. Every picture takes
-
-    * ``q_len``, ``kv_len``: the numbers of queries and keys; ``kv_len`` defaults to ``q_len``. Where neither is given,
-      they follow from the tokens or the mask's data, else they are 16;
-    * ``q_offset``: the position of the first query;
-    * ``block_size``: also draws the block grid, with what a kernel skips, computes and discards;
-    * ``why=True``: colors each hidden cell by the term that hides it, of several the first in reading order. The terms of
-      ``a & b`` are those of each; a union is a term as a whole, or ``a | c`` and ``b | c`` where it is ``(a & b) | c``;
-    * ``against=other``: which cells both masks show, only this one (A), or only the other one (B);
-    * ``tokens``, ``kv_tokens``: labels of the queries, and of the keys unless these have their own: lists, or texts that are
-      split at whitespace;
-    * ``bands=False``: leaves out the documents and the padding along the edges;
-    * ``batch``, ``head``: which sequence and head, by default the first.
-
-    Long masks are downsampled: a pixel is the visible fraction of its cells.
-    """
+    """Pictures of a mask: queries down, keys across, long masks downsampled. :meth:`plot` describes the arguments of all."""
 
     def plot(
         self,
         q_len: int | None = None,
         kv_len: int | None = None,
         *,
+        batch: int = 0,
+        head: int = 0,
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        why: bool = False,
+        against: MaskLike | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
+        max_pixels: tuple[int, int] = (1024, 1024),
+        max_blocks: tuple[int, int] = (64, 64),
         ax: Axes | None = None,
         title: str | None = None,
-        **options: Unpack[PictureOptions],
     ) -> Axes:
-        """Draws the mask with matplotlib, on given axes or on those of a new figure.
+        """Draws one sequence and head of the mask with matplotlib.
 
         Args:
+            q_len: number of queries; by default from the tokens or the mask's data, else 16.
+            kv_len: number of keys; ``q_len`` by default.
+            batch: index of the sequence.
+            head: index of the head.
+            q_offset: position of the first query.
+            block_size: also draws blocks of this many queries and keys: those that a kernel skips, and the cells that it computes
+                and discards.
+            why: colors each hidden cell by the term of the mask that hides it; of several terms by the first. The terms of
+                ``a & b`` are those of ``a`` and ``b``, and those of ``(a & b) | c`` are ``a | c`` and ``b | c``.
+            against: another mask (B): colors the cells that are visible in both masks, only in this one (A), or only in B.
+            tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
+            kv_tokens: labels of the keys.
+            bands: whether documents and padding are shown along the edges.
+            max_pixels: rows and columns of the picture at most; in a downsampled picture a pixel is the visible fraction.
+            max_blocks: rows and columns of blocks at most; with more, they are not drawn.
             ax: where to draw; by default a new figure of a fitting size.
             title: instead of the mask's text.
 
@@ -64,12 +74,28 @@ class MaskPictures(Node):
 
         Raises:
             RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
-                ``against`` together with ``why`` or blocks.
+                ``against`` together with ``why`` or ``block_size``.
         """
         from flexmask.plotting.mpl.plot import draw
         from flexmask.plotting.raster import rasterize
 
-        return draw(rasterize(cast("Mask", self), q_len, kv_len, **options), ax=ax, title=title)
+        shown = rasterize(
+            cast("Mask", self),
+            q_len,
+            kv_len,
+            batch=batch,
+            head=head,
+            q_offset=q_offset,
+            block_size=block_size,
+            why=why,
+            against=against,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            bands=bands,
+            max_pixels=max_pixels,
+            max_blocks=max_blocks,
+        )
+        return draw(shown, ax=ax, title=title)
 
     def plot_panels(
         self,
@@ -78,8 +104,16 @@ class MaskPictures(Node):
         *,
         batch: Indices = "all",
         head: Indices = "all",
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        why: bool = False,
+        against: MaskLike | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
+        max_pixels: tuple[int, int] = (1024, 1024),
+        max_blocks: tuple[int, int] = (64, 64),
         title: str | None = None,
-        **options: Unpack[ContentOptions],
     ) -> Figure:
         """Draws several sequences and heads with matplotlib, a panel for each: sequences down, heads across.
 
@@ -87,6 +121,8 @@ class MaskPictures(Node):
             batch: which sequences: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
             head: which heads, in the same forms.
             title: instead of the mask's text.
+
+        The other arguments are those of :meth:`plot`.
 
         Returns:
             The figure, with an axes for each panel; ``savefig(...)`` writes it.
@@ -97,15 +133,43 @@ class MaskPictures(Node):
         from flexmask.plotting.mpl.panels import draw_sheet
         from flexmask.plotting.sheet import panel_sheet
 
-        return draw_sheet(panel_sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options), title=title)
+        sheet = panel_sheet(
+            cast("Mask", self),
+            q_len,
+            kv_len,
+            batch=batch,
+            head=head,
+            q_offset=q_offset,
+            block_size=block_size,
+            why=why,
+            against=against,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            bands=bands,
+            max_pixels=max_pixels,
+            max_blocks=max_blocks,
+        )
+        return draw_sheet(sheet, title=title)
 
     def plot_terms(
-        self, q_len: int | None = None, kv_len: int | None = None, *, title: str | None = None, **options: Unpack[PictureOptions]
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        batch: int = 0,
+        head: int = 0,
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
+        max_pixels: tuple[int, int] = (1024, 1024),
+        max_blocks: tuple[int, int] = (64, 64),
+        title: str | None = None,
     ) -> Figure:
-        """Draws each term of the composition with matplotlib, then the whole with what each term hides.
+        """Draws each term of the mask with matplotlib, then the whole with what each term hides.
 
-        Args:
-            title: instead of the mask's text.
+        The arguments are those of :meth:`plot`.
 
         Returns:
             The figure, with an axes for each term.
@@ -116,23 +180,51 @@ class MaskPictures(Node):
         from flexmask.plotting.mpl.panels import draw_sheet
         from flexmask.plotting.sheet import term_sheet
 
-        return draw_sheet(term_sheet(cast("Mask", self), q_len, kv_len, **options), title=title)
+        sheet = term_sheet(
+            cast("Mask", self),
+            q_len,
+            kv_len,
+            batch=batch,
+            head=head,
+            q_offset=q_offset,
+            block_size=block_size,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            bands=bands,
+            max_pixels=max_pixels,
+            max_blocks=max_blocks,
+        )
+        return draw_sheet(sheet, title=title)
 
     def show(
         self,
         q_len: int | None = None,
         kv_len: int | None = None,
         *,
+        batch: int = 0,
+        head: int = 0,
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        why: bool = False,
+        against: MaskLike | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
         console: Console | None = None,
-        **options: Unpack[PictureOptions],
     ) -> None:
         """Draws the mask in the terminal, or as plain ASCII if the output is not a terminal.
 
+        A picture that is larger than the terminal is downsampled.
+
         Args:
             console: where to draw; by default the standard output.
+
+        The other arguments are those of :meth:`plot`.
         """
         from flexmask.plotting.terminal.show import show
 
+        options: PictureOptions = {"batch": batch, "head": head, "q_offset": q_offset, "block_size": block_size}
+        options |= {"why": why, "against": against, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
         show(cast("Mask", self), q_len, kv_len, console=console, **options)
 
     def html(
@@ -142,23 +234,39 @@ class MaskPictures(Node):
         *,
         batch: Indices = "some",
         head: Indices = "some",
-        **options: Unpack[ContentOptions],
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        why: bool | None = None,
+        against: MaskLike | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
+        max_pixels: tuple[int, int] = (1024, 1024),
+        max_blocks: tuple[int, int] | None = None,
     ) -> str:
-        """The interactive view of the mask as one HTML document, which loads nothing from outside.
+        """Makes an interactive view of the mask: one HTML document, which loads nothing from outside.
 
-        It pans, zooms, and says of each cell where it is, whether it is visible, by which terms it is hidden, and the kind of
-        its block. Without ``against``, ``why`` is True where not given, and blocks are of 128 or, of short masks, about a quarter
-        of their length.
+        It pans and zooms. Of each cell it says where it is, whether it is visible, which terms hide it, and in which block it is.
 
         Args:
             batch: which sequences can be chosen: an index, a list of them, ``"all"``, or ``"some"`` for the first eight.
             head: which heads, in the same forms.
+            block_size: by default 128 or, of short masks, about a quarter of their length.
+            why: whether terms can be shown; True by default.
+
+        The other arguments are those of :meth:`plot`.
 
         Raises:
             RenderError: as :meth:`plot_panels`.
         """
         from flexmask.plotting.html.view import html
 
+        options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
+        options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}
+        if why is not None:
+            options["why"] = why
+        if max_blocks is not None:
+            options["max_blocks"] = max_blocks
         return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
 
     def save_picture(
@@ -169,17 +277,30 @@ class MaskPictures(Node):
         *,
         batch: Indices | None = None,
         head: Indices | None = None,
+        q_offset: int | Tensor = 0,
+        block_size: int | tuple[int, int] | None = None,
+        why: bool | None = None,
+        against: MaskLike | None = None,
+        tokens: Tokens | None = None,
+        kv_tokens: Tokens | None = None,
+        bands: bool = True,
+        max_pixels: tuple[int, int] = (1024, 1024),
+        max_blocks: tuple[int, int] | None = None,
         terms: bool = False,
-        **options: Unpack[ContentOptions],
     ) -> None:
-        """Writes a picture as ``.png`` or ``.svg``, or the interactive view as ``.html``; the same bytes for the same mask.
+        """Writes a picture as ``.png``, ``.svg`` or ``.pdf``, or the interactive view as ``.html``.
+
+        The same mask gives the same bytes.
 
         Args:
             path: the file.
             batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those
                 that fit into an interactive view.
             head: which head, in the same forms.
+            why: as for :meth:`plot`; True by default in an interactive view.
             terms: draws each term of the mask next to the whole.
+
+        The other arguments are those of :meth:`plot`.
 
         Raises:
             RenderError: another ending, several sequences or heads together with ``terms``, an interactive view of terms, or as
@@ -188,6 +309,12 @@ class MaskPictures(Node):
         """
         from flexmask.plotting.files import save
 
+        options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
+        options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}
+        if why is not None:
+            options["why"] = why
+        if max_blocks is not None:
+            options["max_blocks"] = max_blocks
         save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
 
     def _repr_html_(self) -> str:

@@ -24,6 +24,14 @@ EQUIVALENTS = {
 }
 
 
+#: What to write for torch functions that take a mask as a tensor.
+TAKE_MASKS = {
+    "masked_fill": "tensor.masked_fill(~mask.dense(q_len, kv_len), value), since True is visible",
+    "multi_head_attention_forward": "attn_mask=~mask.dense(q_len, kv_len)[0, 0], since True is hidden there",
+    "scaled_dot_product_attention": "attn_mask=mask.dense(q_len, kv_len), or flexmask.attention(query, key, value, mask)",
+}
+
+
 def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The message for a torch function that was called with expressions.
 
@@ -32,6 +40,8 @@ def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) 
         args: its arguments by position.
     """
     name = getattr(function, "__name__", str(function)).strip("_")
+    if name in TAKE_MASKS:
+        return f"torch's function {name} takes a tensor, not a mask of flexmask. Write {TAKE_MASKS[name]}"
     if name in ("getitem", "setitem") and len(args) > 1:
         indices = ", ".join(map(_text, args[1] if isinstance(args[1], tuple) else args[1:2]))
         return f"a tensor is not indexed with [{indices}]: wrap it as data, flexmask.table(tensor)[{indices}]"

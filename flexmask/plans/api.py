@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, not_plain_reason
+from flexmask._checks import checked_int, names_explained, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
+from flexmask.expr.methods import EQUIVALENTS_OF_PLAN
 from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
@@ -40,7 +41,7 @@ class Plan:
         self.mask, self.setting, self.compile = mask, setting, compile
         self._names = mask.params
 
-    def __call__(self, *, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
+    def __call__(self, /, *, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
         """Lowers the mask with some data.
 
         On the CPU, data that contradicts itself or the lengths is an error. Elsewhere values are not read, apart from what the
@@ -89,6 +90,7 @@ class Plan:
         return f"the mask {self.mask.brief()} has parameters that are not given: call the plan with {calls}"
 
 
+@names_explained(EQUIVALENTS_OF_PLAN)
 def plan(
     mask: MaskLike,
     q_len: int,

@@ -7,7 +7,7 @@ and saved in files.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ __all__ = ["LoweredMask", "flat_lists", "lists_of"]
 
 #: As :data:`flexmask.lowering.mask_mod.INTERVALS`, for all numbers of intervals, since there is no expression to evaluate.
 ALL_INTERVALS = (*INTERVALS, 16, 32, 64)
+
+
+#: What to write where a LoweredMask is given to what takes something else.
+HINT = (
+    "It is for flexmask.attention(query, key, value, lowered). Other functions take lowered.dense(), a tensor, or "
+    "lowered.block_mask; plan.mask is the Mask, to draw or to compose"
+)
 
 
 class LoweredMask:
@@ -87,6 +94,20 @@ class LoweredMask:
         visible = self._rows().holds(kv)
         return (visible if self.cells is None else visible & self.cells).expand(self.shape)
 
+    #: Looking up by index is no iteration, which would end in an error.
+    __iter__: ClassVar[None] = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Torch calls this in place of a function that is given a LoweredMask."""
+        name = getattr(function, "__name__", str(function)).strip("_")
+        raise OperandError(f"torch's function {name} takes tensors, not a LoweredMask. {HINT}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says what to write for an attribute of a tensor or of a Mask."""
+        hint = "" if name.startswith("_") else f". {HINT}"
+        raise AttributeError(f"'LoweredMask' object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def to(self, device: torch.device | str) -> Self:
         """The same value with its tensors on a device."""
         tensors, layout = self.flatten()
@@ -100,6 +121,8 @@ class LoweredMask:
         if isinstance(index, int) and not -batch <= index < batch:
             raise LoweringError(f"the LoweredMask has {batch} sequences, so there is none at {index}")
         part = slice(index, index + 1 or None) if isinstance(index, int) else index
+        if not all(end is None or type(end) is int for end in (part.start, part.stop, part.step)) or (part.step or 1) < 1:
+            raise OperandError(f"a slice of a LoweredMask has integers as its ends and a step above 0, got {index}")
         number = len(range(batch)[part])
         if not number:
             raise LoweringError(f"the LoweredMask has {batch} sequences, of which {index} leaves none")

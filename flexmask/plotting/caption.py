@@ -12,7 +12,17 @@ from flexmask.errors import OperandError
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = ["check_title", "join_lines", "notes", "numbered", "selection_notes", "shortened", "title_lines", "visible_text"]
+__all__ = [
+    "check_title",
+    "first_term_note",
+    "join_lines",
+    "notes",
+    "numbered",
+    "selection_notes",
+    "shortened",
+    "title_lines",
+    "visible_text",
+]
 
 #: The most values of a list to write.
 MAX_VALUES = 32
@@ -67,14 +77,20 @@ def join_lines(parts: list[str], width: float, between: str) -> list[str]:
 
 
 def numbered(length: int, most: float, block: int | None = None) -> range:
-    """The indices to label: all if at most ``most``, else some at round distances or at the edges of blocks."""
+    """The indices to label: all if at most ``most``, else some at round distances or at the edges of blocks.
+
+    Round distances are powers of two where they divide the length, else 1, 2 or 5 times a power of ten.
+    """
     if length <= most:
         return range(length)
-    if block is None and length % 64:
-        steps = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
-    else:
-        steps = [(block or 1) * 2**power for power in range(31)]
-    return range(0, length, next(step for step in steps if length / step <= most or step >= length))
+    binary, decimal = (
+        next(step for step in steps if length / step <= most or step >= length)
+        for steps in (
+            [(block or 1) * 2**power for power in range(31)],
+            [digit * 10**power for power in range(10) for digit in (1, 2, 5)],
+        )
+    )
+    return range(0, length, binary if block is not None or (length % 64 == 0 and length % binary == 0) else decimal)
 
 
 def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[str]:
@@ -100,6 +116,12 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
     if picture.block_size and picture.blocks is None:
         parts.append("blocks of {:,} × {:,} are too small to draw".format(*picture.block_size))
     return parts
+
+
+def first_term_note(picture: Picture) -> str | None:
+    """A note on the colors of cells that several terms hide; None for a picture with less than two terms."""
+    several = sum(category.hides is not None for category in picture.categories) > 1
+    return "a cell has the color of the first term that hides it" if several else None
 
 
 def selection_notes(picture: Picture) -> list[str]:

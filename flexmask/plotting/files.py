@@ -1,4 +1,4 @@
-"""Pictures as files: PNG and SVG with matplotlib, and the interactive view as HTML."""
+"""Pictures as files: PNG, SVG and PDF with matplotlib, and the interactive view as HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["picture_suffix", "save"]
 
-SUFFIXES = (".png", ".svg", ".html")
+SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
 def save(

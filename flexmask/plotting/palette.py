@@ -1,4 +1,8 @@
-"""The colors of pictures, after Okabe and Ito: distinguishable with color blindness, and with patterns in print."""
+"""The colors of pictures, after Okabe and Ito: distinguishable with color blindness, and with patterns in print.
+
+A color has one meaning in every style. Blue is visible, gray is hidden, and darker gray is hidden in a block that is computed.
+Each pale color with its pattern is hidden by one term. The differences between two masks have strong colors of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ __all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "PADDED", "STRETCHES"
 
 VISIBLE = "#0072B2"
 IN_PARTIAL = "#56B4E9"
-WASTED = "#FBE3B8"
+WASTED = "#BFC3C8"
 HIDDEN = "#EFEFEF"
-UNDECIDED = "#F2D5E4"
+UNDECIDED = "#F4B9A8"
 INK = "#333333"
 FAINT = "#666666"
 #: Alternating colors of the stretches of a band.
@@ -44,7 +48,7 @@ LOOKS = {
     "visible": Look(VISIBLE, prominent=True),
     "hidden": Look(HIDDEN),
     "both": Look("#9DB4C6"),
-    "only_a": Look(VISIBLE, prominent=True),
+    "only_a": Look("#332288", prominent=True),
     "only_b": Look("#D55E00", "////", "#FFFFFF", prominent=True),
     "neither": Look(HIDDEN),
 }
@@ -53,9 +57,9 @@ TERMS = (
     Look("#F8E3BA", "", "#E69F00"),
     Look("#B5E0D0", "////", "#009E73"),
     Look("#E8BCD6", "....", "#CC79A7"),
-    Look("#F0AE86", "\\\\\\\\", "#D55E00"),
+    Look("#C9A27A", "\\\\\\\\", "#7D5A32"),
     Look("#FBF7A8", "||||", "#C9B900"),
-    Look("#B0B0B0", "xxxx", "#6A6A6A"),
+    Look("#8FA35A", "xxxx", "#55662A"),
 )
 
 

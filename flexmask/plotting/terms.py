@@ -1,7 +1,7 @@
 """The terms of a mask: masks whose conjunction is the mask, so each hidden cell is masked out by at least one.
 
 The terms of ``a & b`` are those of ``a`` and of ``b``. Those of ``(a & b) | c`` are ``a | c`` and ``b | c``; those of
-``where(c, a, b)`` are ``~c | a`` and ``c | b``. Any other mask is one term.
+``where(c, a, b)`` are ``~c | a`` and ``c | b``. Any other mask is one term; a named mask is one by its name.
 """
 
 from __future__ import annotations
@@ -17,24 +17,17 @@ __all__ = ["terms"]
 
 #: The most terms of a union; a union with more is one term.
 MAX_OF_UNION = 4
-#: The most characters of terms that replace a named mask.
-SHORT = 40
 
 
 def terms(mask: Mask, head: int | None) -> list[Mask]:
     """The terms of a mask in reading order, each once; their conjunction is the mask.
 
     Args:
-        mask: the mask. A single named mask has the terms of its definition, if there are several short ones.
+        mask: the mask.
         head: the head whose mask replaces ``per_head``; None to keep that as one term.
     """
     whole = reduce(operator.and_, _clauses(mask, head))  # without duplicates and implied terms
-    found = list(whole.operands) if isinstance(whole, And) else [whole]
-    if len(found) == 1 and isinstance(found[0], Named):
-        within = terms(found[0].body, head)
-        if len(within) > 1 and max(len(str(term)) for term in within) <= SHORT:
-            return within
-    return found
+    return list(whole.operands) if isinstance(whole, And) else [whole]
 
 
 def _clauses(mask: Mask, head: int | None) -> list[Mask]:

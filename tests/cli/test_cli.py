@@ -168,8 +168,8 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", "causal", "--batch", "1"], "batch 1 is out of range"),
     (["render", "causal", "--batch", "-1"], "-1"),
     (["render", "causal", "--head", "2"], "head 2 is out of range"),
-    (["render", "causal", "-o", "mask.pdf"], "must end in .png, .svg or .html, got 'mask.pdf'"),
-    (["render", "causal", "-o", "mask"], "must end in .png, .svg or .html, got 'mask'"),
+    (["render", "causal", "-o", "mask.gif"], "must end in .png, .svg, .pdf or .html, got 'mask.gif'"),
+    (["render", "causal", "-o", "mask"], "must end in .png, .svg, .pdf or .html, got 'mask'"),
     (["render", "causal", "-o", "no/such/folder/mask.png"], "there is no folder 'no/such/folder'"),
 ]
 
@@ -237,7 +237,7 @@ except SystemExit as done:
         (["list", "causal"], "0"),
         (["stats", "--help"], "0"),
         (["diff", "causal"], "2"),
-        (["render", "causal", "-o", "mask.pdf"], "2"),
+        (["render", "causal", "-o", "mask.gif"], "2"),
         (["stats", "causal"], "0 torch numpy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -103,7 +103,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", "causal", "--tokens", "a b", "--q-offset", "5"], "2 tokens do not reach --q-offset 5"),
     (["render", "causal", "--tokens", "@no/file"], "cannot read 'no/file'"),
     (["render", "causal", "--terms", "-o", "mask.html"], "terms"),
-    (["diff", "causal", "full", "-o", "mask.gif"], "must end in .png, .svg or .html"),
+    (["diff", "causal", "full", "-o", "mask.gif"], "must end in .png, .svg, .pdf or .html"),
 ]
 
 

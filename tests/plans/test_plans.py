@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
@@ -148,7 +149,34 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "plan": (lambda: attend(9, mask=fm.plan("causal", 9)), OperandError, "mask is a plan: call it with the mask's data"),
     "negative offset": (lambda: fm.plan("causal", 9)(q_offset=-1), LoweringError, "q_offset must be at least 0"),
     "index": (lambda: fm.plan("causal", 9)()[1], LoweringError, "has 1 sequences, so there is none at 1"),
+    "step": (lambda: fm.plan("causal", 9)()[::-1], OperandError, "a slice of a LoweredMask has integers as its ends and a step"),
+    "slice": (lambda: fm.plan("causal", 9)()[0.5:], OperandError, r"a slice of a LoweredMask .* got slice\(0.5, None, None\)"),
+    "list": (lambda: list(fm.plan("causal", 9)()), TypeError, "'LoweredMask' object is not iterable"),  # type: ignore[call-overload]
+    "keyword": (lambda: plan_of(q_offset=3), OperandError, r"has no argument q_offset: give it to the call of the plan"),
+    "torch's keyword": (lambda: plan_of(B=2), OperandError, "plan has no argument B: write batch="),
+    "method": (lambda: cast(Any, fm.causal()).plan(9, q_offset=3), OperandError, "plan has no argument q_offset: give it to"),
+    "sdpa": (
+        lambda: sdpa(torch.zeros(1, 1, 9, 4), fm.plan("causal", 9)()),
+        OperandError,
+        r"torch's function scaled_dot_product_attention takes tensors, not a LoweredMask.*flexmask.attention.*lowered.dense\(\)",
+    ),
+    "explain": (lambda: fm.explain(cast(Any, fm.plan("causal", 9)()), 9), OperandError, "give the Mask of its plan, plan.mask"),
+    "plot": (lambda: fm.plan("causal", 9)().plot(), AttributeError, "has no attribute 'plot'.*plan.mask is the Mask, to draw"),
+    "dim": (lambda: fm.plan("causal", 9)().dim(), AttributeError, r"has no attribute 'dim'.*lowered.dense\(\), a tensor"),
 }
+
+
+def sdpa(x: Tensor, mask: Any) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def plan_of(**options: Any) -> Any:
+    return cast(Any, fm.plan)("causal", 9, **options)
+
+
+def test_a_parameter_may_have_any_other_name() -> None:
+    mask = fm.causal() & fm.key_padding(fm.param("self"))
+    assert torch.equal(fm.plan(mask, 9)(self=[4]).dense(), mask.bind(self=[4]).dense(9))
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
+import flexmask as fm
+from flexmask.plotting.categories import Category
+from flexmask.plotting.html.page import style
 from flexmask.plotting.mpl.heat import scale_marks
-from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, VISIBLE, WASTED, Look
-from flexmask.plotting.raster import Scores
+from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, UNDECIDED, VISIBLE, WASTED, Look
+from flexmask.plotting.raster import FULL, PARTIAL, UNKNOWN, Scores
+from flexmask.plotting.terminal import signs
 
 Color = NDArray[np.float64]
 
@@ -61,6 +66,34 @@ def test_kinds_differ_in_print(name: str) -> None:
     for one, other in combinations(TOGETHER[name], 2):
         lightness = abs(lab(one.color)[0] - lab(other.color)[0])
         assert one.hatch != other.hatch or lightness >= 3, (one, other)
+
+
+def test_a_color_has_one_meaning() -> None:
+    cells = {"visible": VISIBLE, "in partial": IN_PARTIAL, "wasted": WASTED, "hidden": HIDDEN, "unknown": UNDECIDED}
+    strong = {role: LOOKS[role].color for role in ("both", "only_a", "only_b")}
+    named = {**cells, **strong, **{f"term {place}": look.color for place, look in enumerate(TERMS)}}
+    assert LOOKS["hidden"].color == LOOKS["neither"].color == HIDDEN
+    assert LOOKS["visible"].color == VISIBLE
+    for (one, color), (other, another) in combinations(named.items(), 2):
+        assert apart(color, another, "common") >= 8, (one, other)
+
+
+def test_a_terminal_color_has_one_meaning() -> None:
+    hides = [Category("hidden", f"term {place}", fm.full(), fm.full()) for place in range(6)]
+    visible = {signs.IN_FULL.style, signs.IN_PARTIAL.style, *(sign.style for sign in signs.SHADES[1:])}
+    terms = [sign.style for sign in signs.signs_of(hides)]
+    others = [signs.WASTED, signs.EITHER, signs.BLOCKS[UNKNOWN], *(signs.ROLES[role] for role in ("both", "only_a", "only_b"))]
+    apart_from_visible = [*terms, *(sign.style for sign in others)]
+    assert len({*apart_from_visible} | visible) == len(apart_from_visible) + len(visible)
+    assert {signs.BLOCKS[FULL].style, signs.BLOCKS[PARTIAL].style} <= visible
+
+
+def test_the_page_has_the_same_colors() -> None:
+    named = {"visible": VISIBLE, "in-partial": IN_PARTIAL, "wasted": WASTED, "hidden": HIDDEN, "unknown": UNDECIDED}
+    named |= {role.replace("_", "-"): LOOKS[role].color for role in ("both", "only_a", "only_b", "neither")}
+    css = dict(re.findall(r"--flexmask-([\w-]+): (?:light-dark\()?(#\w+)", style()))
+    assert {name: css[name] for name in named} == {name: color.lower() for name, color in named.items()}
+    assert [css[f"term-{place}"] for place in range(6)] == [look.ink.lower() for look in TERMS]
 
 
 def test_weights_grow_darker_steadily() -> None:

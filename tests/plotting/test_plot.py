@@ -88,7 +88,7 @@ def test_drawn_pixels_are_the_mask() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 200])
-@pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) -> None:
     mask = fm.causal() & fm.document(packed(tokens, 5))
     first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"

@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("length", lambda: rasterize(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: rasterize(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
     ("pixels", lambda: rasterize(PADDED, 5, max_pixels=(0, 4)), OperandError, r"max_pixels .*\(0, 4\)"),
-    ("ending", lambda: save(rasterize(PADDED, 5), "mask.pdf"), RenderError, r"\.png or \.svg, got .*mask\.pdf"),
+    ("ending", lambda: save(rasterize(PADDED, 5), "mask.gif"), RenderError, r"\.png, \.svg or \.pdf, got .*mask\.gif"),
 ]
 
 
@@ -207,5 +207,8 @@ def test_numbers_are_round_and_fit() -> None:
     assert list(numbered(5, 5)) == [0, 1, 2, 3, 4]
     assert list(numbered(50, 10)) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
     assert list(numbered(64, 5)) == [0, 16, 32, 48]
+    assert list(numbered(8192, 5)) == [0, 2048, 4096, 6144]
+    assert list(numbered(1_000_000, 6)) == [0, 200_000, 400_000, 600_000, 800_000]
+    assert list(numbered(6400, 8)) == [0, 1000, 2000, 3000, 4000, 5000, 6000]
     assert list(numbered(12, 4, 3)) == [0, 3, 6, 9]
     assert list(numbered(7, 0.5)) == [0]

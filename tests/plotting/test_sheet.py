@@ -157,8 +157,8 @@ def test_files_are_the_same_each_time(tmp_path: Path, ending: str, options: dict
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RenderError, match=r"\.png, \.svg or \.html, got .*mask\.pdf"):
-        MASK.save_picture(tmp_path / "mask.pdf", 5)
+    with pytest.raises(RenderError, match=r"\.png, \.svg, \.pdf or \.html, got .*mask\.gif"):
+        MASK.save_picture(tmp_path / "mask.gif", 5)
     with pytest.raises(RenderError, match="one sequence"):
         MASK.save_picture(tmp_path / "mask.png", 5, terms=True, batch="all")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from textwrap import TextWrapper
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,8 @@ def entries_of(pictures: Sequence[Picture], characters: int) -> tuple[list[Patch
     for shown in pictures:
         for look, label, count in _entries(shown):
             found.setdefault(f"{label} ({count})" if count and len(pictures) == 1 else label, look)
-    return [_patch(look, textwrap.fill(label, characters)) for label, look in found.items()], min(map(_columns, pictures))
+    fill = TextWrapper(characters, break_long_words=False, break_on_hyphens=False).fill  # no name is broken
+    return [_patch(look, fill(label)) for label, look in found.items()], min(map(_columns, pictures))
 
 
 def legend_lines(entries: list[Patch], columns: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from flexmask.plotting.caption import check_title, join_lines, notes, title_lines, visible_text
-from flexmask.plotting.labels import LabelOptions
+from flexmask.plotting.caption import check_title, first_term_note, join_lines, notes, title_lines, visible_text
+from flexmask.plotting.labels import LabelOptions, Tokens
 from flexmask.plotting.mpl.drawing import draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
@@ -40,8 +40,11 @@ def plot_score_panels(
     *,
     batch: Indices = 0,
     head: Indices = "all",
+    q_offset: int | Tensor = 0,
+    tokens: Tokens | None = None,
+    kv_tokens: Tokens | None = None,
+    bands: bool = True,
     title: str | None = None,
-    **options: Unpack[LabelOptions],
 ) -> Figure:
     """Draws attention weights of several heads, a heat map for each, on one scale.
 
@@ -50,14 +53,18 @@ def plot_score_panels(
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequences: an index, a list of them, or ``"all"``.
         head: which heads, in the same way.
+        q_offset: position of the first query.
+        tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
+        kv_tokens: labels of the keys.
+        bands: whether documents and padding are shown along the edges.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.rasterize`.
     """
-    return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **options), title=title)
+    labels: LabelOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
+    return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **labels), title=title)
 
 
 def save_sheet(shown: Sheet, path: str | Path, *, title: str | None = None, dpi: int = DPI) -> None:
-    """Writes a sheet as PNG or SVG, as the ending of ``path`` says; the bytes depend on nothing but what is given.
+    """Writes a sheet as PNG, SVG or PDF, as the ending of ``path`` says; the bytes depend on nothing but what is given.
 
     Args:
         shown: the sheet.
@@ -93,7 +100,7 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
     across, down = (count * size + (count - 1) * GAP for count, size in ((shown.columns, wide), (rows, high)))
     text_width = max(across, TEXT_WIDTH)
     lines = title_lines(shown.text, int(text_width / TITLE_CHARACTER)) if title is None else title.split("\n")
-    said = join_lines(notes(last, alone=False), text_width / NOTE_CHARACTER, "  ·  ")
+    said = join_lines([*notes(last, alone=False), *filter(None, [first_term_note(last)])], text_width / NOTE_CHARACTER, "  ·  ")
     entries, columns = entries_of(shown.pictures, int(text_width / NOTE_CHARACTER))
     top, bottom = MARGIN + TITLE_LINE * len(lines) + 0.1, MARGIN + LEGEND_LINE * (len(said) + legend_lines(entries, columns))
     size = (text_width + 2 * MARGIN, top + down + bottom)

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: PNG and SVG for papers and pull requests, always the same bytes for the same picture.
+"""Pictures with matplotlib: PNG, SVG and PDF for papers and pull requests, always the same bytes for the same picture.
 
 Nothing here touches pyplot, so drawing opens no window and changes no global state.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -20,9 +20,9 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import check_title, join_lines, notes, title_lines
+from flexmask.plotting.caption import check_title, first_term_note, join_lines, notes, title_lines
 from flexmask.plotting.files import picture_suffix
-from flexmask.plotting.labels import LabelOptions
+from flexmask.plotting.labels import LabelOptions, Tokens
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
@@ -51,6 +51,12 @@ TEXT_WIDTH, LEAST_WIDTH = 4.2, 1.2
 SCRIPTS = ["Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"]
 SCRIPTS += ["Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Devanagari", "Noto Sans Arabic", "Noto Emoji"]
 
+#: What files say of how they were made: nothing that differs between two runs or versions.
+ABOUT: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 STYLE: dict[str, Any] = {
     "hatch.linewidth": 0.5,
     "svg.hashsalt": "flexmask",
@@ -64,9 +70,12 @@ def plot_scores(
     *,
     batch: int = 0,
     head: int | None = None,
+    q_offset: int | Tensor = 0,
+    tokens: Tokens | None = None,
+    kv_tokens: Tokens | None = None,
+    bands: bool = True,
     ax: Axes | None = None,
     title: str | None = None,
-    **options: Unpack[LabelOptions],
 ) -> Axes:
     """Draws attention weights as a heat map, of one head or the mean of all, with numbers where they fit.
 
@@ -76,18 +85,22 @@ def plot_scores(
         mask: what it hides is drawn as hidden, instead of as a weight of 0.
         batch: which sequence.
         head: which head; None for the mean of all.
+        q_offset: position of the first query.
+        tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
+        kv_tokens: labels of the keys.
+        bands: whether documents and padding are shown along the edges.
         ax: where to draw; by default a new figure of a fitting size.
         title: instead of the mask's text.
-        options: ``q_offset``, ``tokens``, ``kv_tokens`` and ``bands``, as for :func:`flexmask.plotting.raster.rasterize`.
 
     Returns:
         The axes, with queries and keys as units.
     """
-    return draw(score_picture(weights, mask, batch=batch, head=head, **options), ax=ax, title=title)
+    labels: LabelOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
+    return draw(score_picture(weights, mask, batch=batch, head=head, **labels), ax=ax, title=title)
 
 
 def save(shown: Picture, path: str | Path, *, title: str | None = None, dpi: int = DPI) -> None:
-    """Writes a picture as PNG or SVG, as the ending of ``path`` says; the bytes depend on nothing but what is given.
+    """Writes a picture as PNG, SVG or PDF, as the ending of ``path`` says; the bytes depend on nothing but what is given.
 
     Args:
         shown: the picture.
@@ -104,8 +117,8 @@ def save(shown: Picture, path: str | Path, *, title: str | None = None, dpi: int
 
 def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
     """Writes a figure that was drawn in the style of pictures, with a text that says what it shows."""
-    suffix = picture_suffix(path, (".png", ".svg"))
-    words = {"Software": None} if suffix == ".png" else {"Date": None, "Creator": None, "Title": about}
+    suffix = picture_suffix(path, (".png", ".svg", ".pdf"))
+    words = ABOUT[suffix] if suffix == ".png" else {**ABOUT[suffix], "Title": about}
     with style():
         figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
 
@@ -206,5 +219,5 @@ def _title(shown: Picture, title: str | None, width: float) -> list[str]:
 
 def _notes(shown: Picture, width: float) -> list[str]:
     """The notes in lines that fit into a width in inches."""
-    said = [*notes(shown), *([] if _to_scale(shown) else ["not to scale"])]
+    said = [*notes(shown), *([] if _to_scale(shown) else ["not to scale"]), *filter(None, [first_term_note(shown)])]
     return join_lines(said, width / NOTE_CHARACTER, "  ·  ")

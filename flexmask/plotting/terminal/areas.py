@@ -18,7 +18,7 @@ from rich.text import Text
 
 from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import count_text, is_detailed
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry, framed, ruler
+from flexmask.plotting.terminal.canvas import Canvas, Drawing, LegendEntry, framed, ruler
 from flexmask.plotting.terminal.signs import EITHER, SHADES, SHADES_OF_BOTH, Sign, signs_of
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ __all__ = ["coarsen", "draw_area"]
 RGB: TypeAlias = tuple[int, int, int]
 
 #: The colors of pixels of one category.
-DARK, BRIGHT = (58, 58, 58), (86, 180, 233)
+DARK, BRIGHT = (58, 58, 58), (42, 147, 213)
 COLORS: dict[str, RGB] = {
     "visible": BRIGHT,
     "hidden": DARK,
-    "both": (150, 150, 150),
-    "only_a": BRIGHT,
-    "only_b": (230, 110, 10),
+    "both": (157, 180, 198),
+    "only_a": (142, 134, 224),
+    "only_b": (213, 94, 0),
     "neither": DARK,
 }
 #: Categories that are drawn over the others in this order, and their least opacity.
@@ -59,9 +59,9 @@ def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
 
 def _step(shown: Picture, canvas: Canvas) -> tuple[int, int]:
     """Queries and keys in a pixel. A character is twice as high as wide; with colors it is two pixels."""
-    side = max(1, -(-shown.kv_len // canvas.room(shown)), -(-shown.q_len // (2 * MAX_LINES)))
+    side = max(1, -(-shown.kv_len // canvas.room(shown)), -(-shown.q_len // (2 * canvas.lines)))
     side = -(-side // shown.step[1]) * shown.step[1]
-    every_cell = side == 1 and shown.q_len <= MAX_LINES
+    every_cell = side == 1 and shown.q_len <= canvas.lines
     return side if canvas.mixing or every_cell else 2 * side, side
 
 

@@ -57,12 +57,16 @@ class Canvas:
         ascii_only: whether all other text must be ASCII too.
         mixing: whether there are enough colors to mix them.
         width: characters of a line.
+        height: lines of the terminal; None for a file.
+        lines: lines of a drawing at most.
     """
 
     plain: bool
     ascii_only: bool
     mixing: bool
     width: int
+    height: int | None = None
+    lines: int = MAX_LINES
 
     @staticmethod
     def from_console(console: Console) -> Canvas:
@@ -70,7 +74,7 @@ class Canvas:
         ascii_only = console.options.ascii_only
         plain = ascii_only or not console.is_terminal
         mixing = not plain and not console.no_color and console.color_system in ("256", "truecolor")
-        return Canvas(plain, ascii_only, mixing, console.width)
+        return Canvas(plain, ascii_only, mixing, console.width, console.height if console.is_terminal else None)
 
     def margin(self, shown: Picture) -> int:
         """Characters of the numbers or tokens to the left of the lines."""

@@ -12,7 +12,7 @@ from flexmask.plotting.annotations import PADDING
 from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import count_text, is_detailed
 from flexmask.plotting.raster import EMPTY, FULL, Picture
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry, framed, ruler
+from flexmask.plotting.terminal.canvas import Canvas, Drawing, LegendEntry, framed, ruler
 from flexmask.plotting.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL, SKIPPED, WASTED, Sign, signs_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def cells_width(shown: Picture, canvas: Canvas) -> int:
 
 def cells_fit(shown: Picture, canvas: Canvas) -> bool:
     """Whether every cell can be drawn."""
-    return shown.every_cell and shown.q_len <= MAX_LINES and 2 * shown.kv_len <= canvas.room(shown) + 1
+    return shown.every_cell and shown.q_len <= canvas.lines and 2 * shown.kv_len <= canvas.room(shown) + 1
 
 
 def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
@@ -43,7 +43,7 @@ def blocks_fit(shown: Picture, canvas: Canvas) -> bool:
     if shown.blocks is None or is_detailed(shown.categories):
         return False
     rows, columns = len(shown.blocks), len(shown.blocks[0])
-    return rows <= MAX_LINES and 2 * columns <= canvas.room(shown) + 1
+    return rows <= canvas.lines and 2 * columns <= canvas.room(shown) + 1
 
 
 def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:

@@ -1,6 +1,7 @@
 """Pictures in a terminal, with rich; in ASCII if the output is not a terminal.
 
-Draws every cell if there is room, else every block of the block grid, else the picture downsampled.
+Draws every cell if there is room, else every block of the block grid, else the picture downsampled. In a terminal a picture with
+its title and its legend is not higher than the screen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import join_lines, notes, title_lines, visible_text
+from flexmask.plotting.caption import first_term_note, join_lines, notes, title_lines, visible_text
 from flexmask.plotting.labels import PictureOptions
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.terminal.areas import draw_area
@@ -33,6 +34,8 @@ __all__ = ["show", "show_picture", "show_sheet"]
 BETWEEN = 3
 #: Characters per line of a downsampled picture in a row of several.
 NARROW = 36
+#: Lines: of the shell's prompt, of a drawing at least, and of what stands around a row of pictures.
+PROMPT, LEAST_LINES, TITLES = 1, 6, 5
 
 
 def show(
@@ -60,9 +63,15 @@ def show_picture(shown: Picture, *, console: Console | None = None) -> None:
     """
     console = console or Console()
     canvas = Canvas.from_console(console)
-    drawing = _drawn(shown, canvas)
-    _write(console, canvas, _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas))
-    _write(console, canvas, [*drawing.lines, Text(), *_legend(drawing.legend, canvas)])
+    while True:
+        drawing = _drawn(shown, canvas)
+        head = _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas)
+        lines = [*head, *drawing.lines, Text(), *_legend(drawing.legend, drawing.shown, canvas)]
+        beyond = 0 if canvas.height is None else len(lines) + PROMPT - canvas.height
+        if beyond <= 0 or canvas.lines <= LEAST_LINES:
+            break
+        canvas = replace(canvas, lines=max(LEAST_LINES, min(canvas.lines, len(drawing.lines)) - beyond))
+    _write(console, canvas, lines)
 
 
 def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
@@ -77,6 +86,8 @@ def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
     wanted = max(_width(one, canvas) for one in shown.pictures)
     columns = max(1, min(shown.columns, (canvas.width + BETWEEN) // (wanted + BETWEEN)))
     narrow = replace(canvas, width=(canvas.width + BETWEEN) // columns - BETWEEN)
+    if canvas.height is not None:  # of one row of pictures with their titles
+        narrow = replace(narrow, lines=min(MAX_LINES, max(LEAST_LINES, canvas.height - TITLES)))
     drawings = [_drawn(one, narrow) for one in shown.pictures]
     last = drawings[-1]
     _write(console, canvas, _head(shown.text, notes(last.shown, pixels=last.by_area, alone=False), canvas))
@@ -90,7 +101,7 @@ def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
         ]
         _write(console, canvas, [*_side_by_side(panels, narrow.width), Text()])
     entries = {(entry.sign.plain, entry.words): entry._replace(amount="") for drawing in drawings for entry in drawing.legend}
-    _write(console, canvas, _legend(entries.values(), canvas))
+    _write(console, canvas, _legend(entries.values(), last.shown, canvas))
 
 
 def _drawn(shown: Picture, canvas: Canvas) -> Drawing:
@@ -128,7 +139,7 @@ def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text
         yield line
 
 
-def _legend(entries: Iterable[LegendEntry], canvas: Canvas) -> Iterator[Text]:
+def _legend(entries: Iterable[LegendEntry], shown: Picture, canvas: Canvas) -> Iterator[Text]:
     """The lines of the legend; long entries are wrapped."""
     pending = Text()
     for sign, words, amount in entries:
@@ -143,6 +154,8 @@ def _legend(entries: Iterable[LegendEntry], canvas: Canvas) -> Iterator[Text]:
             yield pending
             pending = Text(" " * indent + line)
     yield pending
+    if note := first_term_note(shown):
+        yield from (Text(line, FAINT) for line in canvas.wrapped(note))
 
 
 def _write(console: Console, canvas: Canvas, lines: Iterable[Text]) -> None:

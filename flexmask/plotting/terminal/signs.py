@@ -46,25 +46,25 @@ class Sign:
 
 
 VISIBLE, HIDDEN = Sign("■", "#", "#2A93D5", "visible"), Sign("⬚", ".", FAINT, "hidden")
-SKIPPED, WASTED = Sign("·", " ", FAINT, "hidden, empty block"), Sign("□", ".", "#E69F00", "hidden, partial block")
+SKIPPED, WASTED = Sign("·", " ", FAINT, "hidden, empty block"), Sign("□", ".", "#8A9099", "hidden, partial block")
 IN_PARTIAL, IN_FULL = Sign("▣", "x", "#56B4E9", "visible, partial block"), Sign("■", "#", "#0072B2", "visible, full block")
 BLOCKS = {
     FULL: Sign("■", "#", "#0072B2", "full block"),
-    PARTIAL: Sign("▣", "x", "#E69F00", "partial block"),
+    PARTIAL: Sign("▣", "x", "#56B4E9", "partial block"),
     EMPTY: Sign("·", ".", FAINT, "empty block"),
-    UNKNOWN: Sign("?", "?", "#CC79A7", "not known"),
+    UNKNOWN: Sign("?", "?", "#E8967A", "not known"),
 }
 #: As in the findings of checks, + is visible only in the first mask and - only in the second.
 ROLES = {
     "visible": VISIBLE,
     "hidden": HIDDEN,
-    "both": Sign("■", "#", "#8C8C8C", "in both"),
-    "only_a": Sign("◧", "+", "#2A93D5", "only in A"),
+    "both": Sign("■", "#", "#9DB4C6", "in both"),
+    "only_a": Sign("◧", "+", "#8E86E0", "only in A"),
     "only_b": Sign("◨", "-", "#D55E00", "only in B"),
     "neither": Sign("⬚", ".", FAINT, "in neither"),
 }
 #: Pixels with cells that are only in A and cells that are only in B.
-EITHER = Sign("◫", "x", "#CC79A7", "some only in A, some only in B")
+EITHER = Sign("◫", "x", "#D0509A", "some only in A, some only in B")
 #: Signs of cells that terms mask out, in the order of the terms; x has another meaning.
 LETTERS = ascii_lowercase.partition("x")[0]
 SHAPES = "○△◇▽×▷◁" + LETTERS

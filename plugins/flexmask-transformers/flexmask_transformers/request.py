@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import Mask
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
+from flexmask.plans import LoweredMask
 
 __all__ = ["Documents", "Request", "documents_in_graph", "dropped_documents", "is_user_mask", "preprocess", "take_request"]
 
@@ -100,6 +101,10 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
+        if isinstance(attention_mask, LoweredMask):
+            raise OperandError(
+                "attention_mask is a LoweredMask, which is for flexmask.attention; give the Mask of its plan, plan.mask"
+            )
         if config._attn_implementation != "flexmask":
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         if torch.compiler.is_compiling():

@@ -159,6 +159,9 @@ class TestUseMask:
             flexmask_transformers.use_mask(ours, "causal", combine="or"),  # type: ignore[arg-type]
         ):
             pass
+        for model in (eager, ours):
+            with pytest.raises(OperandError, match=r"attention_mask is a LoweredMask.*give the Mask of its plan"):
+                model(tokens(), attention_mask=flexmask.plan("causal", 5)())
         with pytest.raises(ExpressionError, match="no attention layer"), flexmask_transformers.use_mask(ours, "causal"):
             pass
         with pytest.raises(ExpressionError, match="no parameter idz"), flexmask_transformers.use_mask(ours, "causal", idz=1):

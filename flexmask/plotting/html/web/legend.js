@@ -33,8 +33,13 @@ function legendRows(data, panel, mode) {
   return rows.filter((row) => row.block === null || grid.counts[row.block] > 0);
 }
 
+/** A label that breaks between the parts of an expression rather than inside a name. */
+function breakable(label) {
+  return label.split(/(?<=[([,=|&])/).flatMap((part, index) => (index ? [made("wbr"), part] : [part]));
+}
+
 /** What else is to say, in lines. */
-function factLines(data, panel, toScale) {
+function factLines(data, panel, mode, toScale) {
   const times = ([down, across]) => `${grouped(down)} × ${grouped(across)}`;
   const lines = [`${grouped(data.q_len)} ${data.q_len === 1 ? "query" : "queries"} × ${grouped(data.kv_len)} ${data.kv_len === 1 ? "key" : "keys"}`];
   const visible = data.categories.findIndex((category) => category.role === "visible");
@@ -53,6 +58,7 @@ function factLines(data, panel, toScale) {
   }
   if (Math.max(...data.step) > 1) lines.push(`a pixel stands for ${times(data.step)} cells`);
   if (panel.estimated && panel.estimated.includes(1)) lines.push("some shares are estimates");
+  if (mode.why && hasTerms(data)) lines.push("a cell has the color of the first term that hides it");
   if (!toScale) lines.push("not to scale");
   return lines.map((line) => line[0].toUpperCase() + line.slice(1));
 }

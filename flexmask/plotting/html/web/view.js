@@ -207,10 +207,10 @@ class View {
       const [least, most] = cells ?? [null, null], exact = least === most;
       const count = least === null ? "" : exact ? grouped(least) : `${grouped(least)} to ${grouped(most)}`;
       const share = least === null ? "" : exact ? percent(least / all) : `${percent(least / all)} to ${percent(most / all)}`;
-      return made("tr", {}, made("th", { scope: "row" }, square, made("span", {}, label)), made("td", {}, count), made("td", {}, share));
+      return made("tr", {}, made("th", { scope: "row" }, square, made("span", {}, ...breakable(label))), made("td", {}, count), made("td", {}, share));
     });
     this.legend.replaceChildren(...rows);
-    this.facts.replaceChildren(...factLines(data, panel, this.stage.toScale).map((line) => made("li", {}, line)));
+    this.facts.replaceChildren(...factLines(data, panel, mode, this.stage.toScale).map((line) => made("li", {}, line)));
   }
 
   /** Says what is under the cursor. */
