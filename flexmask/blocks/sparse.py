@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div, rank_in_row
@@ -67,22 +68,22 @@ class BlockSets(BlockLayout):
 
     def _union(self, start: Tensor, stop: Tensor) -> Rows:
         """The key blocks that some row of each block row holds, given intervals ``[B, H, q_len, K]`` of key blocks."""
-        batch, heads, q_len, slots = start.shape
-        q_blocks, q_size = self.q_blocks, self.q_size
-        if q_len == 1:  # the rows are equal, so each block row takes one of them
+        q_blocks, q_size, rest = self.q_blocks, self.q_size, -start.shape[2] % self.q_size
+        if start.shape[2] == 1:  # the rows are equal, so each block row takes one of them
             start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)
-            q_len, q_size = q_blocks, 1
-        keep = start < stop
-        # Neighboring rows are often equal: an interval is dropped where the row above in the block has the same one.
-        above = (start[:, :, 1:] == start[:, :, :-1]) & (stop[:, :, 1:] == stop[:, :, :-1])
-        if q_size > 1:
-            above[:, :, q_size - 1 :: q_size] = False
-            keep[:, :, 1:] &= ~above
-        index = keep.flatten().nonzero().squeeze(-1)
-        row = index // slots
-        block_row = row // q_len * q_blocks + row % q_len // q_size
-        shape = torch.Size((batch, heads, q_blocks))
-        return union(block_row, start.flatten()[index], stop.flatten()[index], shape, self.kv_blocks)
+            q_size = 1
+        elif rest:
+            start, stop = F.pad(start, (0, 0, 0, rest), value=self.kv_blocks), F.pad(stop, (0, 0, 0, rest))
+        start, stop = (end.unflatten(2, (q_blocks, q_size)).transpose(3, 4) for end in (start, stop))
+        # Where the intervals of neighboring rows overlap or touch, as they mostly do, their union is one interval.
+        latest, earliest = torch.maximum(start[..., 1:], start[..., :-1]), torch.minimum(stop[..., 1:], stop[..., :-1])
+        joined = (latest <= earliest).all(-1)
+        parts = [_listed(start.amin(-1), stop.amax(-1), joined, 1)]
+        if not bool(joined.all()):
+            parts.append(_listed(start, stop, ~joined.unsqueeze(-1), q_size))
+        block_slot, start, stop = (torch.cat(part) for part in zip(*parts, strict=True))
+        slots = joined.shape[-1]
+        return union(block_slot // slots, start, stop, joined.shape[:-1], self.kv_blocks)
 
 
 def union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: int) -> Rows:
@@ -97,6 +98,12 @@ def union(row: Tensor, start: Tensor, stop: Tensor, shape: torch.Size, width: in
     """
     offset = row.long() * (width + 1)
     return _from_lines([_merge(offset + start, offset + stop)], shape, width)
+
+
+def _listed(start: Tensor, stop: Tensor, wanted: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The intervals that are wanted and not empty, each with the place ``[B, H, q_blocks, K]`` that it belongs to, flattened."""
+    index = (wanted & (start < stop)).flatten().nonzero().squeeze(-1)
+    return index // rows, start.flatten()[index], stop.flatten()[index]
 
 
 def _merge(start: Tensor, stop: Tensor) -> Lines:
