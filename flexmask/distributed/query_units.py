@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask.blocks.classify import classify, decide_open
-from flexmask.blocks.layout import ceil_div, rank_in_row
+from flexmask.blocks.layout import rank_in_row
 from flexmask.blocks.sparse import BlockSets
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
@@ -80,12 +80,30 @@ class KeyLists:
         """The keys of any unit of each group; ``owner`` is the group of each unit, ``int64[units]``."""
         return KeyLists.union(groups, owner[self.unit], self.lo, self.hi)
 
-    def select(self, units: Tensor) -> KeyLists:
-        """The keys of any of some units ``int64[n]``, as the only unit."""
+    def take(self, units: Tensor) -> KeyLists:
+        """Some of the units ``int64[n]``, in this order."""
         counts = self.first.diff()[units]
-        at = self.first[:-1][units].repeat_interleave(counts)
-        at += rank_in_row(torch.repeat_interleave(counts), counts)
-        return KeyLists.union(1, torch.zeros_like(at), self.lo[at], self.hi[at])
+        of_unit = torch.repeat_interleave(counts)
+        at = self.first[:-1][units][of_unit] + rank_in_row(of_unit, counts)
+        return KeyLists(self.lo[at], self.hi[at], torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+
+    def of_units(self, units: Tensor) -> KeyLists:
+        """The keys of any of some units ``int64[n]``, as those of one unit."""
+        return self.take(units).grouped(torch.zeros_like(units), 1)
+
+    def without(self, other: KeyLists) -> Tensor:
+        """How many keys of each unit are not among those of the one unit of another list, ``int64[units]``."""
+        if not other.lo.numel():
+            return self.sizes()
+        lo, hi = (other.ranks(end) for end in (self.lo, self.hi))
+        return self.sizes() - torch.zeros_like(self.first[1:]).index_add_(0, self.unit, hi - lo)
+
+    def ranks(self, keys: Tensor) -> Tensor:
+        """How many keys of the only unit, which has some, are less than each of some numbers ``int64[n]``."""
+        lengths = self.hi - self.lo
+        at = (torch.searchsorted(self.lo, keys, right=True) - 1).clamp(min=0)
+        inside = (keys - self.lo[at]).clamp(min=0)
+        return (lengths.cumsum(0) - lengths)[at] + torch.minimum(inside, lengths[at])
 
     def sizes(self) -> Tensor:
         """The number of keys of each unit, ``int64[units]``."""
@@ -138,16 +156,19 @@ def _parts(context: Context, size: int) -> Iterator[Context]:
 
 
 def _units_of_part(context: Context, size: int, block_size: tuple[int, int]) -> QueryUnits:
-    bounds, sets = analyze(context), BlockSets(context, *block_size)
-    blocks = decide_open(classify(bounds, sets), sets)
-    shape = context.batch, context.heads
-    counts = (blocks.partial | blocks.full).expand(*shape, sets.q_blocks).counts().sum((0, 1)) * sets.kv_size
-    start = torch.arange(0, context.q_len, size, device=counts.device)
-    queries = (context.q_len - start).clamp(max=size)
-    visible = row_counts(bounds, blocks, sets).sum((0, 1))
-    of_row = ceil_div(torch.arange(1, context.q_len + 1, device=counts.device), size) - 1
-    return QueryUnits(
-        counts[start.div(sets.q_size, rounding_mode="floor")] * queries,
-        torch.zeros_like(start).index_add_(0, of_row, visible),
-        KeyLists.of(BlockSets(context, size, 1).touched(bounds.upper)),
-    )
+    bounds, shape = analyze(context), (context.batch, context.heads)
+    touched = BlockSets(context, size, 1).touched(bounds.upper)  # which keys of each unit
+    units = touched.lo.shape[2]
+    if bounds.exact:
+        blocks = BlockSets(replace(context, q_len=units), block_size[0] // size, block_size[1]).touched(touched)
+        of_row = bounds.lower.counts()
+    else:
+        sets = BlockSets(context, *block_size)
+        found = decide_open(classify(bounds, sets), sets)
+        blocks, of_row = found.partial | found.full, row_counts(bounds, found, sets)
+    computed = blocks.expand(*shape, blocks.lo.shape[2]).counts().sum((0, 1)) * block_size[1]
+    unit = torch.arange(units, device=computed.device)
+    queries = (context.q_len - unit * size).clamp(max=size)
+    visible = torch.nn.functional.pad(of_row.expand(*shape, context.q_len).sum((0, 1)), (0, units * size - context.q_len))
+    block = unit.div(block_size[0] // size, rounding_mode="floor")
+    return QueryUnits(computed[block] * queries, visible.view(units, size).sum(-1), KeyLists.of(touched))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmask._checks import checked_int, nearest
-from flexmask.distributed.balance import arcs, contiguous, head_tail, imbalance
+from flexmask.distributed.balance import balanced, contiguous, head_tail, imbalance, sums
 from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -30,9 +30,6 @@ __all__ = ["Balance", "Masks", "Sharding", "shard_sequence"]
 Balance: TypeAlias = Literal["work", "head_tail", "contiguous"]
 #: The masks of a model: one, one for each layer, or each with the number of its layers.
 Masks: TypeAlias = "MaskLike | Sequence[MaskLike] | Mapping[Mask, int] | Mapping[str, int]"
-
-#: Blocks of queries for each rank from which on no block is divided between ranks, so that kernels compute none twice.
-MIN_BLOCKS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +149,9 @@ def shard_sequence(
         seq_len=seq_len,
         ranks=ranks,
         balance=balance,
-        tokens=_sums(pieces[:, 1] - pieces[:, 0], owner[starts], ranks),
-        work=_sums(work, owner, ranks),
-        visible=_sums(visible, owner, ranks),
+        tokens=sums(pieces[:, 1] - pieces[:, 0], owner[starts], ranks),
+        work=sums(work, owner, ranks),
+        visible=sums(visible, owner, ranks),
         _pieces=pieces,
         _owner=owner[starts],
         _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
@@ -195,12 +192,7 @@ def _owners(balance: Balance, work: Tensor, found: Sequence[QueryUnits], ranks: 
         return contiguous(work.numel(), ranks)
     if balance == "head_tail":
         return head_tail(work.numel(), ranks)
-    keys = reduce(or_, [units.keys for units in found])
-    if work.numel() < MIN_BLOCKS * in_block * ranks:
-        return arcs(work, keys, min(ranks, work.numel()))
-    block = torch.arange(work.numel()).div(in_block, rounding_mode="floor")
-    blocks = int(block[-1]) + 1
-    return arcs(_sums(work, block, blocks), keys.grouped(block, blocks), ranks)[block]
+    return balanced(work, reduce(or_, [units.keys for units in found]), ranks, in_block)
 
 
 def _in_order(owner: Tensor) -> Tensor:
@@ -212,8 +204,3 @@ def _in_order(owner: Tensor) -> Tensor:
 
 def _total(parts: Sequence[Tensor], times: Sequence[int]) -> Tensor:
     return torch.stack([part * count for part, count in zip(parts, times, strict=True)]).sum(0)
-
-
-def _sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The sums of the values of each group, ``int64[groups]``."""
-    return values.new_zeros(groups).index_add_(0, group, values)
