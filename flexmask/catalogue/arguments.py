@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table, per_batch
+from flexmask.expr.data import as_table, per_batch, ranged
 from flexmask.expr.index import Index, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask
@@ -16,12 +16,20 @@ from flexmask.expr.tables import Literal, Lookup, Param, Table
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "per_sequence"]
+__all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "number", "per_sequence"]
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:
-    """An integer of at least ``least``, or an index expression, which is not checked."""
+    """An integer of at least ``least``, also in a tensor without axes, or an index expression, which is not checked."""
+    value = number(value, what, least)
     return value if isinstance(value, Index) else fixed_int(value, what, least)
+
+
+def number(value: Any, what: str, least: int = 0) -> Any:
+    """The integer in a tensor without axes as an index expression, at least ``least``; any other value as it is."""
+    if isinstance(value, Table) and value.shape == () and not value.boolean:
+        return ranged(value, what, least, None)[()]
+    return value
 
 
 def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) -> int:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from flexmask._checks import checked_int, nearest
-from flexmask.catalogue.arguments import int_or_index, lookup
+from flexmask.catalogue.arguments import int_or_index, lookup, number
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.index import Index, b, kv, kv_len, q, q_len
 from flexmask.expr.mask import Mask, Truth
@@ -225,6 +225,8 @@ def global_window(is_global: Data, *, left: Index | int | None, right: Index | i
 
 def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _Unset | None, size: Index | int | None) -> Mask:
     """The window with these distances or this size, after checking them."""
+    size = number(size, f"{name}: size", 1)
+    left, right = (number(distance, f"{name}: {side}") for side, distance in (("left", left), ("right", right)))
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
             raise ExpressionError(f"{name}: give either size or left and right, got size={size} with the others")

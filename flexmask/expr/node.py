@@ -34,29 +34,39 @@ N = TypeVar("N", bound="Node")
 
 
 class Key:
-    """What identifies an expression: plain values and the keys of the nodes below. Hashing it does not visit these again."""
+    """What identifies an expression: plain values and the keys of the nodes below. Hashing it does not visit these again.
 
-    __slots__ = ("_hash", "_parts")
+    Args:
+        parts: the values and keys.
+        checks: what the values of data are checked for, which counts for a :class:`Structure` alone.
+    """
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self._parts, self._hash = parts, hash(parts)
+    __slots__ = ("_checks", "_compared", "_hash", "_parts")
+
+    def __init__(self, parts: tuple[Any, ...], checks: tuple[Any, ...] = ()) -> None:
+        self._parts = self._compared = parts
+        self._hash, self._checks = hash(parts), checks
 
     def __hash__(self) -> int:
         return self._hash
 
     def renumbered(self, numbers: dict[int, int]) -> Key:
-        """The same key with each id of a tensor replaced by a number."""
-        return Key(tuple(_renumbered(part, self._parts[0], numbers) for part in self._parts))
+        """The same key with each id of a tensor replaced by a number, and with the checks of data."""
+        return Key((*(_renumbered(part, self._parts[0], numbers) for part in self._parts), *self._checks))
+
+    def with_checks(self, *checks: Any) -> Key:
+        """An equal key of data that is checked."""
+        return Key(self._parts, checks)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, Key) or self._hash != other._hash:
             return False
-        if self._parts is not other._parts:
-            if self._parts != other._parts:
+        if self._compared is not other._compared:
+            if self._compared != other._compared:
                 return False
-            other._parts = self._parts  # so that a shared key is compared once
+            other._compared = self._compared  # so that a shared key is compared once
         return True
 
 
@@ -71,7 +81,8 @@ def _renumbered(part: Any, kind: str, numbers: dict[int, int]) -> Any:
 
 
 class Structure:
-    """An expression apart from the tensors that it looks up: equal where two expressions differ in these alone.
+    """An expression apart from the tensors that it looks up: equal where two expressions differ in these alone, and check their
+    values for the same.
 
     ``torch.compile`` takes it for a constant of a graph, while the tensors are inputs.
     """
@@ -91,8 +102,7 @@ class Structure:
     def key(self) -> Key:
         """The key of the expression, with tensors numbered in the order of :attr:`Node.tensors`."""
         if self._tensors is not None:
-            if self._tensors:
-                self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)})
+            self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)})
             self._tensors = None
         return self._key
 

@@ -16,7 +16,7 @@ from typing import Literal as OneOf
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import PRECEDENCE, Index, as_index
-from flexmask.expr.node import Key, Node, within_depth
+from flexmask.expr.node import Key, Node, key_of, within_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,7 @@ class Ranged(Table):
     role: Role | None = None
 
     def _make_key(self) -> Key:
-        return self.source.key  # the check does not change what the table says
+        return self.source.key.with_checks(self.what, self.low, key_of(self.high))  # which do not change what the table says
 
     def _make_symbols(self) -> frozenset[str]:
         return frozenset()

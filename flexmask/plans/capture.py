@@ -87,7 +87,9 @@ class Graph:
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
-            raise LoweringError(str(error)) from error  # values that contradict each other or the lengths
+            is_short = "out of bounds" in str(error)
+            hint = ": the mask's data ends before the queries do, at q_offset + q_len, or before the keys" if is_short else ""
+            raise LoweringError(f"{error}{hint}") from error  # values that contradict each other or the lengths
 
 
 class GraphCache:
@@ -122,12 +124,15 @@ class GraphCache:
         """
         key = structure, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
         with self._lock:
-            graph = self._graphs.pop(key, None)
-            if graph is None:
-                mask = structure.node
-                assert isinstance(mask, Mask), "the caller holds the mask"
-                graph = _capture(mask, names, setting, tensors)
+            graph = self._graphs.get(key)
+        if graph is None:
+            mask = structure.node
+            assert isinstance(mask, Mask), "the caller holds the mask"
+            graph = _capture(mask, names, setting, tensors)  # without the lock, so that other threads go on
+            with self._lock:
                 self.captures += 1
+        with self._lock:
+            graph = self._graphs.pop(key, graph)  # that of another thread, if it was faster
             self._graphs[key] = graph
             while len(self._graphs) > self.size:
                 self._graphs.popitem(last=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from flexmask import _sync
 from flexmask._transforms import is_captured
 from flexmask._vmap import vectorized
 from flexmask.errors import LoweringError
@@ -23,11 +27,43 @@ def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
     The cells are a ``mask_mod``. In a graph, where values cannot be read, they are ``bool[B, H, q_len, kv_len]``, and the bounds
     hold all keys.
 
-    A key is visible in a full block, and in a partial block where the ``mask_mod`` shows it.
+    A key is visible in a full block, and in a partial block where the ``mask_mod`` shows it. The layers of a model read the lists
+    of a BlockMask once.
 
     Raises:
         LoweringError: the number of cells is too great for a graph.
     """
+    lists = [getattr(block_mask, f"{kind}kv_{part}") for kind in ("", "full_") for part in ("num_blocks", "indices")]
+    lists = [tensor for tensor in lists if tensor is not None]
+    if is_captured() or not all(map(_sync.has_data_version, lists)):
+        return _read(block_mask)
+    setting = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.mask_mod, torch.is_inference_mode_enabled()
+    known = _KNOWN.get(block_mask)
+    if (
+        known is None
+        or known.setting != setting
+        or len(known.versions) != len(lists)
+        or not all(map(_sync.is_unchanged, lists, known.versions))
+    ):
+        known = _Known(setting, [_sync.data_version(tensor) for tensor in lists], _read(block_mask))
+        _KNOWN[block_mask] = known
+    return known.result
+
+
+class _Known(NamedTuple):
+    """What the lists of a BlockMask hold, and their versions."""
+
+    setting: tuple[Any, ...]
+    versions: list[Any]
+    result: tuple[Tensor, Tensor | MaskMod]
+
+
+#: The BlockMasks in use.
+_KNOWN: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
+
+
+def _read(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
+    """See :func:`from_block_mask`."""
     q_len, kv_len = block_mask.seq_lengths
     q_size, kv_size = block_mask.BLOCK_SIZE
     partial = _grid(block_mask.kv_num_blocks, block_mask.kv_indices, -(-kv_len // kv_size))

@@ -17,7 +17,7 @@ import flexmask as fm
 from flexmask import Mask, attention, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.plans import LoweredMask
-from flexmask.plans.capture import GRAPHS, GraphCache
+from flexmask.plans.capture import GRAPHS
 from tests.lowering.test_host_syncs import MASKS
 from tests.support.block_lists import check_lists
 
@@ -239,15 +239,25 @@ def test_attention(lowered: LoweredMask, backend: str) -> None:
     torch.testing.assert_close(attention(query, key, value, lowered, backend=backend), wanted)
 
 
-def test_the_last_used_graphs_are_kept() -> None:
-    cache = GraphCache(size=2)
-    masks = [fm.sliding_window(left=left, right=0) for left in range(3)]
-    for mask in (*masks, masks[2], masks[0]):
-        plan = fm.plan(mask, 8)
-        cache.get(mask.structure, (), plan.setting, mask.tensors)
-    assert (len(cache), cache.captures) == (2, 4)
-    cache.clear()
-    assert len(cache) == 0
+def test_distances_are_data() -> None:
+    plan = fm.plan("causal & sliding_window(left=w, right=0) | sink_window(2, size=s)", 12)
+    rows, keys = torch.arange(12)[:, None], torch.arange(12)
+    before = GRAPHS.captures
+    for w, s in ((2, 1), (5, 3), (0, torch.tensor(4))):
+        window, sinks = (keys <= rows) & (rows - keys <= w), (keys <= rows) & ((rows - keys < s) | (keys < 2))
+        assert torch.equal(plan(w=w, s=s).dense()[0, 0], window | sinks)
+    assert GRAPHS.captures == before + 1
+    for w, s, message in ((-1, 3, "left must be at least 0"), (1, 0, "size must be at least 1")):
+        with pytest.raises(LoweringError, match=message):
+            plan(w=w, s=s)
+    with pytest.raises(OperandError, match="left must be a number of tokens or None, got <int64"):
+        plan(w=[1, 2], s=1)
+
+
+def test_queries_behind_the_data() -> None:
+    for text in ("document(ids)", "document(ids, contiguous=True)"):
+        with pytest.raises(LoweringError, match="data ends before the queries do, at q_offset"):
+            fm.plan(text, 4, 8)(ids=torch.zeros(1, 8, dtype=torch.int64), q_offset=6)
 
 
 # ---------------------------------------------------------------- torch.compile

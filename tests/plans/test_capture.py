@@ -1,0 +1,79 @@
+"""What graphs are captured for, and that what is read once is not read again."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import flexmask as fm
+from flexmask import Mask, attention, kv
+from flexmask.errors import LoweringError
+from flexmask.plans import capture, foreign
+from flexmask.plans.capture import GraphCache
+
+
+def test_masks_that_check_other_values_share_no_graph() -> None:
+    lengths = torch.tensor([9])
+    checked, unchecked = fm.key_padding(lengths).expand(), kv < fm.table(lengths)[fm.b]
+    assert checked == unchecked
+    assert unchecked.plan(4)().dense().all()
+    with pytest.raises(LoweringError, match="lengths must be at most kv_len = 4"):
+        checked.plan(4)()
+
+
+def test_a_capture_keeps_no_other_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, other_is_done, real = Event(), Event(), capture._capture
+
+    def slow(mask: Mask, *rest: Any) -> Any:
+        if mask == first:
+            begun.set()
+            assert other_is_done.wait(60)
+        return real(mask, *rest)
+
+    monkeypatch.setattr(capture, "_capture", slow)
+    cache, first, second = GraphCache(), fm.sliding_window(left=3, right=0), fm.sliding_window(left=4, right=0)
+    setting = fm.plan(first, 8).setting
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(cache.get, first.structure, (), setting, ())
+        assert begun.wait(60)
+        cache.get(second.structure, (), setting, ())
+        other_is_done.set()
+        assert waiting.result(60) is cache.get(first.structure, (), setting, ())
+    assert cache.captures == len(cache) == 2
+
+
+def test_the_lists_of_a_block_mask_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, real = [], foreign._read
+
+    def read(block_mask: BlockMask) -> Any:
+        reads.append(1)
+        return real(block_mask)
+
+    monkeypatch.setattr(foreign, "_read", read)
+    block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 24, 24, "cpu", BLOCK_SIZE=8)
+    x = torch.randn(1, 1, 24, 8)
+    first, second = (attention(x, x, x, block_mask, backend="sdpa") for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(reads) == 1
+    assert block_mask.full_kv_num_blocks is not None
+    block_mask.full_kv_num_blocks.zero_()
+    visible = torch.eye(3, dtype=torch.bool).repeat_interleave(8, 0).repeat_interleave(8, 1).tril()
+    wanted = torch.where(visible, x @ x.mT / 8**0.5, -torch.inf).softmax(-1) @ x
+    torch.testing.assert_close(attention(x, x, x, block_mask, backend="sdpa"), wanted)
+    assert len(reads) == 2
+
+
+def test_the_last_used_graphs_are_kept() -> None:
+    cache = GraphCache(size=2)
+    masks = [fm.sliding_window(left=left, right=0) for left in range(3)]
+    for mask in (*masks, masks[2], masks[0]):
+        plan = fm.plan(mask, 8)
+        cache.get(mask.structure, (), plan.setting, mask.tensors)
+    assert (len(cache), cache.captures) == (2, 4)
+    cache.clear()
+    assert len(cache) == 0
