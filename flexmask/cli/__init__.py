@@ -11,6 +11,7 @@ from flexmask.cli.gallery import gallery
 from flexmask.cli.group import main
 from flexmask.cli.list import list_masks
 from flexmask.cli.render import render
+from flexmask.cli.shard import shard
 from flexmask.cli.stats import stats
 
 __all__ = ["main"]
@@ -21,4 +22,5 @@ main.add_command(explain)
 main.add_command(gallery)
 main.add_command(list_masks)
 main.add_command(render)
+main.add_command(shard)
 main.add_command(stats)

@@ -105,6 +105,15 @@ class KeyLists:
         inside = (keys - self.lo[at]).clamp(min=0)
         return (lengths.cumsum(0) - lengths)[at] + torch.minimum(inside, lengths[at])
 
+    def total(self, ends: Tensor) -> Tensor:
+        """How many keys less than each of some numbers ``int64[n]`` all units have together, one in several units each time."""
+        found = torch.zeros_like(ends)
+        for edge, sign in ((self.lo, 1), (self.hi, -1)):
+            edge = edge.sort().values
+            below = torch.searchsorted(edge, ends)
+            found += sign * (below * ends - torch.nn.functional.pad(edge.cumsum(0), (1, 0))[below])
+        return found
+
     def sizes(self) -> Tensor:
         """The number of keys of each unit, ``int64[units]``."""
         found = torch.zeros(self.first.numel() - 1, dtype=torch.int64, device=self.lo.device)

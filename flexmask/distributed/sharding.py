@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from itertools import chain
 from operator import or_
 from typing import Literal, TypeAlias, get_args
 
@@ -31,10 +32,15 @@ Balance: TypeAlias = Literal["work", "head_tail", "contiguous"]
 #: The masks of a model: one, one for each layer, or each with the number of its layers.
 Masks: TypeAlias = "MaskLike | Sequence[MaskLike] | Mapping[Mask, int] | Mapping[str, int]"
 
+#: More ranks than this are a mistake.
+MAX_RANKS = 2**20
+#: Of many ranks a table has so many at each end.
+SHOWN = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The shards of a sequence, from :func:`shard_sequence`. All tensors are in the CPU's memory.
+    """The shards of a sequence, from :func:`shard_sequence`. ``str()`` is a table. All tensors are in the CPU's memory.
 
     Attributes:
         seq_len: tokens of the sequence.
@@ -55,6 +61,7 @@ class Sharding:
     _pieces: Tensor = field(repr=False)
     _owner: Tensor = field(repr=False)
     _seen: tuple[KeyLists, ...] = field(repr=False)
+    _layers: tuple[int, ...] = field(repr=False)
 
     def runs(self, rank: int) -> Tensor:
         """The positions of a rank's tokens as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
@@ -85,10 +92,50 @@ class Sharding:
 
     @cached_property
     def received(self) -> Tensor:
-        """How many keys of other ranks each rank needs, for the masks of all layers together, ``int64[ranks]``."""
-        lists = self._seen_by_any
-        own = KeyLists.union(self.ranks, self._owner, *self._pieces.unbind(1))
-        return (lists | own).sizes() - own.sizes()
+        """How many keys of other ranks each rank needs, over all layers, ``int64[ranks]``."""
+        return self._exchanged[0]
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """How many of its keys each rank sends, once for each rank that needs it, over all layers, ``int64[ranks]``."""
+        return self._exchanged[1]
+
+    @property
+    def received_fraction(self) -> float:
+        """The keys that all ranks receive, relative to those of an all-gather, 0 to 1."""
+        gathered = sum(self._layers) * self.seq_len * (self.ranks - 1)
+        return int(self.received.sum()) / gathered if gathered else 0.0
+
+    @cached_property
+    def _exchanged(self) -> tuple[Tensor, Tensor]:
+        """The keys received and sent by each rank."""
+        starts, stops = self._pieces.T.contiguous()
+        own = KeyLists.union(self.ranks, self._owner, starts, stops)
+        received, sent = torch.zeros_like(self.work), torch.zeros_like(self.work)
+        for lists, layers in zip(self._seen, self._layers, strict=True):
+            missing = (lists | own).sizes() - own.sizes()
+            needed = sums(lists.total(stops) - lists.total(starts), self._owner, self.ranks)
+            received += layers * missing
+            sent += layers * (needed - (lists.sizes() - missing))
+        return received, sent
+
+    def __str__(self) -> str:
+        """A table with a row for each rank; of many ranks the first and the last."""
+        of_mean = self.work / self.work.double().mean().clamp(min=1)
+        rows = [["rank", "tokens", "runs", "work", "keys in", "keys out"]]
+        ends = range(SHOWN), range(self.ranks - SHOWN, self.ranks)
+        for rank in range(self.ranks) if self.ranks <= 2 * SHOWN else chain(*ends):
+            numbers = (self.tokens[rank], (self._owner == rank).sum(), self.received[rank], self.sent[rank])
+            tokens, runs, received, sent = (f"{int(number):,}" for number in numbers)
+            rows.append([f"{rank:,}", tokens, runs, f"{of_mean[rank]:.3f}", received, sent])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if len(rows) <= self.ranks:
+            lines.insert(SHOWN + 1, f"{'...':>{widths[0]}}")
+        lines.append(
+            f"most work {self.imbalance:.3f} of the mean, {self.received_fraction:.1%} of the keys of an all-gather received"
+        )
+        return "\n".join(lines)
 
     @cached_property
     def _seen_by_any(self) -> KeyLists:
@@ -127,7 +174,7 @@ def shard_sequence(
     """
     counts = _counts(masks)
     seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
-    ranks = checked_int(ranks, "ranks", most=MAX_LENGTH, kind=LoweringError)
+    ranks = checked_int(ranks, "ranks", most=MAX_RANKS, kind=LoweringError)
     if balance not in get_args(Balance):
         names = ", ".join(map(repr, get_args(Balance)))
         raise OperandError(f"balance must be one of {names}, got {balance!r}.{nearest(str(balance), get_args(Balance))}")
@@ -155,6 +202,7 @@ def shard_sequence(
         _pieces=pieces,
         _owner=owner[starts],
         _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
+        _layers=tuple(layers for _, layers in counts),
     )
 
 

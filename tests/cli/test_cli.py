@@ -268,7 +268,7 @@ SHARED = ("--seq-len", "--q-len", "--kv-len", "--q-offset", "--param", "--batch"
 
 def test_the_same_options_for_the_same_thing() -> None:
     described: dict[str, set[tuple[object, ...]]] = {}
-    for command in ("check", "diff", "explain", "stats"):
+    for command in ("check", "diff", "explain", "shard", "stats"):
         options = {name: option for option in main.commands[command].params for name in option.opts}
         assert set(SHARED) <= set(options)
         assert "Examples:" in run(command, "--help").stdout

@@ -59,7 +59,7 @@ def test_wherever_a_mask_is_named(before: list[str]) -> None:
 
 
 def test_commands_options_and_files() -> None:
-    assert {"check", "diff", "explain", "list", "render", "stats"} <= set(values(""))
+    assert {"check", "diff", "explain", "list", "render", "shard", "stats"} <= set(values(""))
     assert values("st") == ["stats"]
     assert values("diff", "--js") == ["--json"]
     assert values("check", "causal", "--backend", "") == ["sdpa", "flex"]

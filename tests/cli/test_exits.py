@@ -127,7 +127,14 @@ def test_what_a_user_has_never_ends_in_a_wrong_answer(module: str, reference: st
         assert "printed while it is imported" in result.stderr
 
 
-COMMANDS = [("check", "causal", "--against"), ("diff", "causal"), ("explain",), ("stats", "causal"), ("render",)]
+COMMANDS = [
+    ("check", "causal", "--against"),
+    ("diff", "causal"),
+    ("explain",),
+    ("stats", "causal"),
+    ("render",),
+    ("shard", "--ranks", "2"),
+]
 NAMES = ["raises", "branches", "raises_for_cells", "leaves", "broken"]
 
 

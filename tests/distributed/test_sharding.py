@@ -49,26 +49,30 @@ def check_plan(sharding: Sharding, tables: list[Tensor], layers: list[int], bloc
     tables = [table.expand(*shape, n, n) for table in tables]
     row_work = [[block_row_work(table, top, block_size) for top in range(0, n, block_size)] for table in tables]
     everywhere = torch.zeros(n, dtype=torch.int64)
+    seen_of = [[marked(sharding.seen(rank, number), n) for rank in range(sharding.ranks)] for number in range(len(tables))]
     for rank in range(sharding.ranks):
         check_runs(sharding.runs(rank))
         positions = sharding.positions(rank)
         assert positions.tolist() == marked(sharding.runs(rank), n).nonzero().flatten().tolist()
         everywhere[positions] += 1
-        work = visible = 0
+        work = visible = received = sent = 0
         seen_by_any = torch.zeros(n, dtype=torch.bool)
         for number, (table, count) in enumerate(zip(tables, layers, strict=True)):
             work += count * sum(row_work[number][q // block_size] for q in positions.tolist())
             visible += count * int(table[:, :, positions].sum())
             check_runs(sharding.seen(rank, number))
-            seen, expected = marked(sharding.seen(rank, number), n), table[:, :, positions].sum((0, 1, 2)) > 0
+            seen, expected = seen_of[number][rank], table[:, :, positions].sum((0, 1, 2)) > 0
             assert (seen | ~expected).all()
             assert not exact[number] or torch.equal(seen, expected)
             seen_by_any |= seen
+            received += count * int(seen.sum() - seen[positions].sum())
+            sent += count * sum(int(seen_of[number][other][positions].sum()) for other in range(sharding.ranks) if other != rank)
         assert torch.equal(marked(sharding.seen(rank), n), seen_by_any)
         assert sharding.tokens[rank] == positions.numel()
         assert sharding.work[rank] == work
         assert sharding.visible[rank] == visible
-        assert sharding.received[rank] == int(seen_by_any.sum() - seen_by_any[positions].sum())
+        assert sharding.received[rank] == received
+        assert sharding.sent[rank] == sent
     assert (everywhere == 1).all()
 
 
@@ -138,6 +142,18 @@ def test_shards_have_equal_tokens_and_work(masks: Any, ranks: int) -> None:
     assert sharding.imbalance == float(sharding.work.max() / sharding.work.double().mean())
 
 
+def test_a_plan_is_printed_as_a_table() -> None:
+    assert str(shard_sequence("causal", 12, 2, balance="contiguous", block_size=1)).split("\n") == [
+        "rank  tokens  runs   work  keys in  keys out",
+        "   0       6     1  0.538        0         6",
+        "   1       6     1  1.462        6         0",
+        "most work 1.462 of the mean, 50.0% of the keys of an all-gather received",
+    ]
+    lines = str(shard_sequence("causal", 100, 20)).split("\n")
+    assert [line.split()[0] for line in lines] == ["rank", *map(str, range(8)), "...", *map(str, range(12, 20)), "most"]
+    assert str(shard_sequence("empty", 3, 1)).split("\n")[1].split() == ["0", "3", "1", "0.000", "0", "0"]
+
+
 def test_a_text_and_a_function_are_masks() -> None:
     of = shard_sequence(fm.causal(), 100, 3)
     for mask in ("causal", lambda b, h, q, kv: q >= kv):
@@ -151,6 +167,7 @@ def test_a_text_and_a_function_are_masks() -> None:
         ({"masks": 3}, OperandError, "masks must be a Mask, its text, a list or a dict of them or a mask_mod function, got"),
         ({"masks": {fm.causal(): 0}}, Exception, "the number of layers of a mask must be at least 1, got 0"),
         ({"ranks": 0}, LoweringError, "ranks must be at least 1, got 0"),
+        ({"ranks": 2**20 + 1}, LoweringError, "ranks must be at most 1048576, got 1048577"),
         ({"ranks": 2.0}, OperandError, "ranks must be an integer, got 2.0"),
         ({"seq_len": 0}, LoweringError, "seq_len must be at least 1"),
         ({"balance": "works"}, OperandError, "'work', 'head_tail', 'contiguous', got 'works'. Did you mean work?"),
