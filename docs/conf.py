@@ -50,6 +50,8 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "within_subsection_order": "flexmask_docs.TutorialOrder",
     "capture_repr": (),
+    "image_scrapers": ("matplotlib", "flexmask_docs.last_figure"),
+    "notebook_extensions": set(),
     "download_all_examples": False,
     "remove_config_comments": True,
     "show_memory": False,

@@ -12,8 +12,12 @@ import click
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from sphinx_gallery.scrapers import figure_rst
 
 import flexmask
 from flexmask import Mask, registry
@@ -21,10 +25,10 @@ from flexmask.cli import main
 from flexmask.expr.mask import Named
 from flexmask.gallery.source import own_source, read_entries
 
-__all__ = ["TutorialOrder", "setup"]
+__all__ = ["TutorialOrder", "last_figure", "setup"]
 
 #: The tutorials, in the order in which they build on each other.
-TUTORIALS = ["padded_batches.py"]
+TUTORIALS = ["padded_batches.py", "cross_attention.py", "packing.py", "windows_and_caches.py", "your_own_mask.py", "leaks.py"]
 
 
 class TutorialOrder:
@@ -35,6 +39,21 @@ class TutorialOrder:
 
     def __call__(self, filename: str) -> int:
         return TUTORIALS.index(filename)
+
+
+def last_figure(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
+    """The figure that the last expression of a block of a tutorial gives, for sphinx-gallery.
+
+    The methods of a mask draw on figures that pyplot does not know. sphinx-gallery keeps the value of the expression as ``___``.
+    """
+    names = block_vars["example_globals"]
+    drawn, names["___"] = names.get("___"), None
+    figure = drawn.figure if isinstance(drawn, Axes) else drawn
+    if not isinstance(figure, Figure) or pyplot.fignum_exists(getattr(figure, "number", -1)):
+        return ""
+    path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
+    figure.savefig(path)
+    return str(figure_rst([str(path)], gallery_conf["src_dir"]))
 
 
 class Picture(SphinxDirective):

@@ -172,4 +172,4 @@ left.plot(longest, batch=0, tokens=["<pad>", "<pad>", *words[0]], why=True)
 plot_scores(layer.attention_weights(x, mask), mask, head=0, tokens=tokens[0])
 
 # %%
-# :doc:`../reference/masks` has all named masks.
+# Next: :doc:`cross_attention`, where queries and keys come from two sequences.
