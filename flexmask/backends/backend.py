@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import kind_of
-from flexmask.backends.dropout import seed_tensor
+from flexmask.backends.dropout import Hashes, hashes_of, seed_tensor
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -43,7 +43,9 @@ class Call(NamedTuple):
         enable_gqa: whether ``H_kv`` may be less than ``H``.
         q_offset: position of the first query, an int or ``int[B]``.
         dropout_p: probability that a weight is dropped.
-        dropout_seed: as the caller gives it; :meth:`seed` is the tensor.
+        dropout_seed: as the caller gives it; see :meth:`hashes`.
+        places: None, or where a call that is a part of another has its heads, queries and keys there: ``int64[H]``,
+            ``int64[q_len]`` and ``int64[kv_len]``. The same weights are dropped as in the whole.
     """
 
     query: Tensor
@@ -56,10 +58,16 @@ class Call(NamedTuple):
     q_offset: int | Tensor = 0
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
+    places: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def seed(self) -> Tensor | None:
-        """The seed of dropout, ``int64`` without axes on the query's device; None without dropout."""
-        return seed_tensor(self.dropout_seed, self.query.device) if self.dropout_p else None
+    def hashes(self) -> Hashes | None:
+        """The hashes of dropout on the query's device; None without dropout."""
+        if not self.dropout_p:
+            return None
+        device = self.query.device
+        sizes = *self.query.shape[:3], self.key.shape[2]
+        b, *rest = (torch.arange(size, device=device) for size in sizes)
+        return hashes_of(seed_tensor(self.dropout_seed, device), b, *(self.places or rest))
 
     def needs_gradients(self) -> bool:
         """Whether autograd differentiates the output by query, key or value."""

@@ -10,7 +10,7 @@ whose products wrap around equally on every processor.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
-__all__ = ["check_dropout", "dropout_cells", "keep_weights", "key_hashes", "row_hashes", "seed_tensor"]
+__all__ = ["Hashes", "check_dropout", "dropout_cells", "hashes_of", "keep_weights", "key_hashes", "row_hashes", "seed_tensor"]
 
 BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
@@ -44,6 +44,31 @@ def _hash(start: int, seed: Tensor, *indices: Tensor) -> Tensor:
     return found
 
 
+class Hashes(NamedTuple):
+    """The hashes of one call of attention.
+
+    Attributes:
+        rows: the two hashes of each row, ``int32[B, H, q_len, 2]``.
+        keys: the hash of each key, ``int32[1, 1, 1, kv_len]``.
+    """
+
+    rows: Tensor
+    keys: Tensor
+
+
+def hashes_of(seed: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Hashes:
+    """The hashes of all rows and keys of a call.
+
+    Args:
+        seed: ``int64`` without axes.
+        b: the indices of its sequences, an integer tensor ``[B]``.
+        h: those of its query heads, ``[H]``.
+        q: those of its queries, ``[q_len]``.
+        kv: those of its keys, ``[kv_len]``.
+    """
+    return Hashes(torch.stack(row_hashes(seed, b.view(-1, 1, 1), h.view(-1, 1), q), -1), key_hashes(seed, kv).view(1, 1, 1, -1))
+
+
 def row_hashes(seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """The two hashes of each row, ``int32`` shaped as the arguments broadcast; the first is even, the second odd.
 
@@ -51,7 +76,7 @@ def row_hashes(seed: Tensor, b: Tensor, h: Tensor, q: Tensor) -> tuple[Tensor, T
         seed: ``int64``.
         b: batch indices, an integer tensor.
         h: query heads.
-        q: queries, counted from 0 in each call.
+        q: queries.
     """
     first, second = (_hash(start, seed, b, h, q) for start in STARTS[:2])
     return (first & ~1).to(torch.int32), (second | 1).to(torch.int32)
@@ -99,8 +124,9 @@ def dropout_cells(seed: int | Tensor, p: float, batch: int, heads: int, q_len: i
     """
     check_dropout(p)
     state = seed_tensor(seed, torch.device("cpu"))
-    b, h, q = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(q_len)[:, None]
-    return keep_weights(*row_hashes(state, b, h, q), key_hashes(state, torch.arange(kv_len)), p).bool()
+    rows, keys = hashes_of(state, *map(torch.arange, (batch, heads, q_len, kv_len)))
+    first, second = rows.unsqueeze(3).unbind(-1)
+    return keep_weights(first, second, keys, p).bool()
 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:

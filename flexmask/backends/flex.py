@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from flexmask._transforms import has_values, is_captured, is_transformed
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
-from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
+from flexmask.backends.dropout import Hashes, keep_weights
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
@@ -77,23 +77,22 @@ def _run(call: Call) -> Tensor:
             if ONE_BUFFER_REFUSED:
                 key, value = key * 1, value * 1  # Inductor removes a clone, but not this
     options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.enable_gqa}
-    seed = call.seed()
-    if seed is None:
+    hashes = call.hashes()
+    if hashes is None:
         return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
-    return _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, seed, options)
+    return _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, hashes, options)
 
 
 def _call_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, seed: Tensor, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, hashes: Hashes, options: dict[str, Any]
 ) -> Tensor:
     """Attention with dropped scores at -inf, rescaled from the sum of the kept weights to the sum of all weights.
 
     The hashes of rows and keys are computed before the kernel, which reads them: Inductor repeats an expression of a
     ``score_mod`` at each use, so that hashing there would take minutes to compile.
     """
-    b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2]))
-    first, second = row_hashes(seed, b[:, None, None], h[:, None], q)
-    keys = key_hashes(seed, kv)
+    first, second = (part.contiguous() for part in hashes.rows.unbind(-1))
+    keys = hashes.keys.flatten()
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:

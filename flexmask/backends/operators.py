@@ -30,10 +30,11 @@ def attend_tiles(
     cells: Cells,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    rows: Tensor | None,
+    keys: Tensor | None,
 ) -> Tensor:
-    """The output, [B, H, Q, Dv]. Arguments as for `block_sdpa`; the seed may be int64[n], one for each n-th part of the batch."""
-    arguments = query, key, value, bounds, cells, scale, dropout_p, seed
+    """The output, [B, H, Q, Dv]. Arguments as for `block_sdpa`; ``rows`` and ``keys`` are the hashes of `DropoutState`."""
+    arguments = query, key, value, bounds, cells, scale, dropout_p, rows, keys
     if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
         out, _ = _block_sdpa(*arguments)
     elif _is_differentiated(query, key, value):
@@ -84,9 +85,10 @@ def _block_sdpa(
     cells: Tensor | None,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    rows: Tensor | None,
+    keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    out, logsumexp = forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, seed, query, key))
+    out, logsumexp = forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, rows, keys))
     return _heads_together(out), logsumexp
 
 
@@ -102,9 +104,10 @@ def _block_sdpa_backward(
     cells: Tensor | None,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    rows: Tensor | None,
+    keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    drop = DropoutState.make(dropout_p, seed, query, key)
+    drop = DropoutState.make(dropout_p, rows, keys)
     grads = backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, drop)
     return _heads_together(grads[0]), _heads_together(grads[1]), _heads_together(grads[2])
 
@@ -126,13 +129,13 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, seed = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, cells, seed)
+    query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, rows, keys = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, cells, rows, keys)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, seed = ctx.saved_tensors
-    return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, seed), *[None] * 5)
+    *tensors, rows, keys = ctx.saved_tensors
+    return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, rows, keys), *[None] * 6)
 
 
 _block_sdpa.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -145,26 +148,25 @@ class _Saved:
     """What both functions save for their derivatives: tensors in torch's way, and the other arguments."""
 
     @staticmethod
-    def save(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Any) -> None:
+    def save(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, *hashes: Any) -> None:
         ctx.scale, ctx.p = scale, p
         ctx.cells_function = None if cells is None or isinstance(cells, Tensor) else cells
-        kept = *tensors, bounds, (cells if ctx.cells_function is None else None), seed
+        kept = *tensors, bounds, (cells if ctx.cells_function is None else None), *hashes
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
     @staticmethod
     def restore(ctx: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
         """The tensors, and the arguments from ``bounds`` on."""
-        *tensors, bounds, cells, seed = ctx.saved_tensors
-        return tensors, (bounds, cells if ctx.cells_function is None else ctx.cells_function, ctx.scale, ctx.p, seed)
+        *tensors, bounds, cells, rows, keys = ctx.saved_tensors
+        return tensors, (bounds, cells if ctx.cells_function is None else ctx.cells_function, ctx.scale, ctx.p, rows, keys)
 
 
 def _derivative_arguments(
-    tensors: list[Tensor], bounds: Tensor, cells: Cells, scale: float, p: float, seed: Tensor | None
+    bounds: Tensor, cells: Cells, scale: float, p: float, rows: Tensor | None, keys: Tensor | None
 ) -> tuple[Any, ...]:
     """The last arguments of `tangent` and `hessian_product`."""
-    query, key, _ = tensors
-    return bounds, cells, scale, DropoutState.make(p, seed, query, key)
+    return bounds, cells, scale, DropoutState.make(p, rows, keys)
 
 
 class _Attention(Function):
@@ -172,10 +174,10 @@ class _Attention(Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, bounds, cells, scale, p, seed = arguments
+        query, key, value, bounds, cells, scale, p, rows, keys = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast("tuple[Tensor, Tensor]", _block_sdpa(*arguments))
-        return forward(query, key, value, bounds, cells, scale, DropoutState.make(p, seed, query, key))
+        return forward(query, key, value, bounds, cells, scale, DropoutState.make(p, rows, keys))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -187,14 +189,14 @@ class _Attention(Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         tensors, rest = _Saved.restore(ctx)
         compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
-        return (*compute(grad, *tensors, *rest), *[None] * 5)
+        return (*compute(grad, *tensors, *rest), *[None] * 6)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         (*tensors, _, _), rest = _Saved.restore(ctx)
         with outer_tangents():
             tensors = [without_tangent(tensor) for tensor in tensors]
-            return tangent(tensors, tangents[:3], *_derivative_arguments(tensors, *rest)), None
+            return tangent(tensors, tangents[:3], *_derivative_arguments(*rest)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
@@ -207,10 +209,10 @@ class _Gradient(Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out, logsumexp, bounds, cells, scale, p, seed = arguments
+        grad, query, key, value, out, logsumexp, bounds, cells, scale, p, rows, keys = arguments
         if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
-        return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(p, seed, query, key))
+        return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(p, rows, keys))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -220,12 +222,12 @@ class _Gradient(Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         (grad, *tensors), rest = _Saved.restore(ctx)
-        arguments = _derivative_arguments(tensors, *rest)
+        arguments = _derivative_arguments(*rest)
         # The output is a function of the others, so it has no gradient of its own.
         return (
             tangent(tensors, tangents, *arguments),
             *hessian_product(grad, tensors, tangents, *arguments),
-            *[None] * 7,
+            *[None] * 8,
         )
 
     @staticmethod
@@ -236,7 +238,7 @@ class _Gradient(Function):
             grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
             outputs = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
             linear = _Gradient.apply(to_grad, *tensors, *outputs, *rest)  # type: ignore[no-untyped-call]
-            curved = hessian_product(grad, tensors, of_tensors, *_derivative_arguments(tensors, *rest))
+            curved = hessian_product(grad, tensors, of_tensors, *_derivative_arguments(*rest))
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod
@@ -261,7 +263,7 @@ class _Fused(Function):
         tensors = ctx.saved_tensors
         bounds = plain_bounds(tensors[0], tensors[1], ctx.is_causal)
         no_logsumexp = empty_logsumexp(tensors[0], is_fused=False)
-        grads = _Gradient.apply(grad, *tensors, no_logsumexp, bounds, None, ctx.scale, 0.0, None)  # type: ignore[no-untyped-call]
+        grads = _Gradient.apply(grad, *tensors, no_logsumexp, bounds, None, ctx.scale, 0.0, None, None)  # type: ignore[no-untyped-call]
         return None, *grads, None, None
 
 
@@ -274,20 +276,21 @@ def _fold_mapped(size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
     Args:
         size: of the mapped axis.
         in_dims: the mapped axis of each argument; None where it has none.
-        arguments: `count` tensors of the batch, then ``bounds, cells, scale, dropout_p, seed``.
+        arguments: `count` tensors of the batch, then ``bounds, cells, scale, dropout_p, rows, keys``.
         count: how many tensors of the batch there are.
     """
     mapped = [_mapped_first(tensor, dim, size) for tensor, dim in zip(arguments[:count], in_dims, strict=False)]
     batch = mapped[0].size(1)
-    bounds, cells, scale, p, seed = arguments[count:]
-    bounds_dim, cells_dim, _, _, seed_dim = in_dims[count:]
+    bounds, cells, scale, p, rows, keys = arguments[count:]
+    bounds_dim, cells_dim, _, _, rows_dim, keys_dim = in_dims[count:]
     if isinstance(cells, Tensor):
         cells = _broadcast(cells, cells_dim, size, batch)
     elif cells is not None:
         cells = _RepeatedCells(cells, batch)
-    if seed is not None:
-        seed = _mapped_first(seed, seed_dim, size).flatten()
-    return *(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, bounds_dim, size, batch), cells, scale, p, seed
+    if rows is not None:
+        rows, keys = _mapped_first(rows, rows_dim, size).flatten(0, 1), _broadcast(keys, keys_dim, size, batch)
+    tensors = (*(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, bounds_dim, size, batch))
+    return *tensors, cells, scale, p, rows, keys
 
 
 def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:

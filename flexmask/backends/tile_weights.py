@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask._transforms import has_values, is_captured
-from flexmask.backends.dropout import keep_weights, key_hashes, row_hashes
+from flexmask.backends.dropout import keep_weights
 from flexmask.backends.tile import Tile
 
 __all__ = [
@@ -35,25 +35,18 @@ class DropoutState:
 
     Args:
         p: the probability that a weight is dropped.
-        rows: the two hashes of each row (see `dropout`), int32[B, H, Q].
+        rows: the two hashes of each row (see `dropout`), int32[B, H, Q, 2].
         keys: the hash of each key, int32[1 or B, 1, 1, KV].
     """
 
     p: float
-    rows: tuple[Tensor, Tensor]
+    rows: Tensor
     keys: Tensor
 
     @classmethod
-    def make(cls, p: float, seed: Tensor | None, query: Tensor, key: Tensor) -> DropoutState | None:
-        """The state of a seed: int64 without axes, or int64[n], one for each n-th part of the batch; None without a seed."""
-        if seed is None:
-            return None
-        b, h, q, kv = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2)))
-        if seed.dim():
-            part = query.size(0) // max(seed.numel(), 1)
-            seed, b = seed[b // part], b % part
-        seed = seed.reshape(-1, 1, 1)
-        return cls(p, row_hashes(seed, b[:, None, None], h[:, None], q), key_hashes(seed, kv).unsqueeze(1))
+    def make(cls, p: float, rows: Tensor | None, keys: Tensor | None) -> DropoutState | None:
+        """The state of some hashes; None without."""
+        return None if rows is None or keys is None else cls(p, rows, keys)
 
     @property
     def scale(self) -> float:
@@ -62,7 +55,7 @@ class DropoutState:
 
     def keep(self, tile: Tile) -> Tensor:
         """Which weights of a tile are kept: int32 [b, n, g * m, t] of 0 and 1."""
-        first, second = (numbers[tile.slices].unsqueeze(-1) for numbers in self.rows)
+        first, second = self.rows[tile.slices].unsqueeze(3).unbind(-1)
         keep = keep_weights(first, second, tile.gather_cells(self.keys), self.p)
         return keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), keep.size(3))
 

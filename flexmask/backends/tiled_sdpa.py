@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._transforms import has_values, is_captured, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
+from flexmask.backends.dropout import Hashes
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
@@ -44,7 +45,7 @@ def block_sdpa(
     score_mod: ScoreMod | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    hashes: Hashes | None = None,
 ) -> Tensor:
     """Attention of each query row to the keys in its key intervals; a fully masked row gives 0, and gradient 0.
 
@@ -61,7 +62,7 @@ def block_sdpa(
             captures. This path is simple rather than fast.
         scale: factor of the scores; 1 / sqrt(D) by default.
         dropout_p: probability that a weight is dropped; the others grow by 1 / (1 - dropout_p).
-        seed: int64 without axes, of the decisions of dropout (see `dropout`); needed with dropout_p.
+        hashes: of the rows and keys, for the decisions of dropout; needed with dropout_p.
 
     Returns:
         [B, H, Q, Dv], of the query's dtype.
@@ -72,16 +73,14 @@ def block_sdpa(
     """
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     _check(query, key, value, bounds, cells)
-    if dropout_p and seed is None:
-        raise LoweringError(f"dropout_p={dropout_p} needs a seed, a tensor int64 without axes")
+    if dropout_p and hashes is None:
+        raise LoweringError(f"dropout_p={dropout_p} needs hashes of the rows and keys")
     if scale is None:
         scale = _default_scale(query)
-    seed = seed if dropout_p else None
+    rows, keys = hashes if dropout_p and hashes is not None else (None, None)
     if score_mod is not None:
-        return attend_with_score_mod(
-            query, key, value, bounds, cells, score_mod, scale, DropoutState.make(dropout_p, seed, query, key)
-        )
-    return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, seed)
+        return attend_with_score_mod(query, key, value, bounds, cells, score_mod, scale, DropoutState.make(dropout_p, rows, keys))
+    return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, rows, keys)
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
@@ -156,16 +155,16 @@ def _supports(call: Call) -> str | None:
 
 
 def _run(call: Call) -> Tensor:
-    query, key, value, seed = call.query, call.key, call.value, call.seed()
+    query, key, value, hashes = call.query, call.key, call.value, call.hashes()
     is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
     fusible = (is_real or is_graph) and not is_transformed(query, key, value)
-    plain = call.score_mod is None and seed is None and fusible
+    plain = call.score_mod is None and hashes is None and fusible
     fused, visible = _visible(call, plain=plain)
     if visible is None:
         return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)
     bounds, cells = visible
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed}
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "hashes": hashes}
     return block_sdpa(query, key, value, bounds, cells=cells, score_mod=call.score_mod, **options)
 
 

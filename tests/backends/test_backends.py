@@ -62,7 +62,7 @@ def test_attention_runs_it(dense: list[Call]) -> None:
     (call,) = dense
     assert call.mask == MASK
     assert call.query is QUERY
-    assert call.seed() is None
+    assert call.hashes() is None
 
 
 def test_a_module_runs_it(dense: list[Call]) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
-from flexmask.backends.dropout import dropout_cells, key_hashes, row_hashes
+from flexmask.backends.dropout import dropout_cells, hashes_of, key_hashes, row_hashes
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from tests.support.dropout import is_kept, kept_of
 
@@ -245,9 +245,10 @@ def test_one_graph_for_all_seeds() -> None:
     counters.clear()
     compiled = torch.compile(block_sdpa, fullgraph=True, backend="eager")
     for seed in (1, 2, 3):
-        state = torch.tensor(seed)
-        found = compiled(*tensors, bounds=bounds, dropout_p=0.3, seed=state)
-        assert torch.equal(found, block_sdpa(*tensors, bounds=bounds, dropout_p=0.3, seed=state))
+        sizes = *tensors[0].shape[:3], LENGTH
+        hashes = hashes_of(torch.tensor(seed), *map(torch.arange, sizes))
+        found = compiled(*tensors, bounds=bounds, dropout_p=0.3, hashes=hashes)
+        assert torch.equal(found, block_sdpa(*tensors, bounds=bounds, dropout_p=0.3, hashes=hashes))
     assert counters["stats"]["unique_graphs"] == 1
 
 
