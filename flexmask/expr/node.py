@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
@@ -164,8 +164,25 @@ def _map(value: Any, function: Callable[[Node], Node]) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
-class Node:
+class Derived:
+    """The attributes of a node that follow from its fields; :class:`Node` describes them.
+
+    They are no fields, so that FSDP, which searches the fields of a module's arguments for tensors, meets no node twice.
+    """
+
+    __slots__ = ("__weakref__", "below", "depth", "key", "memo", "params", "symbols", "tensors")
+
+    key: Key
+    symbols: frozenset[str]
+    depth: int
+    below: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    params: tuple[str, ...]
+    memo: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Node(Derived):
     """A frozen value: its fields are ints, strings, other nodes and tuples of these.
 
     Attributes:
@@ -177,14 +194,6 @@ class Node:
         params: the names of the parameters that are not bound yet, in alphabetical order.
         memo: what later layers worked out about this node; no part of its identity.
     """
-
-    key: Key = field(init=False, repr=False)
-    symbols: frozenset[str] = field(init=False, repr=False)
-    depth: int = field(init=False, repr=False)
-    below: tuple[Node, ...] = field(init=False, repr=False)
-    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
-    params: tuple[str, ...] = field(init=False, repr=False)
-    memo: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "below", tuple(nodes_in(self._values())))
