@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from flexmask._checks import check_function, checked_number, names_explained, no
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
+from flexmask.backends.parallel import entered_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
@@ -102,6 +104,14 @@ def attention(
     """
     check_backend(backend)
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    parallel = entered_parallel()
+    run = partial(_run, backend=backend)
+    return run(call) if parallel is None else parallel.attend(call, run)
+
+
+def _run(call: Call, backend: str) -> Tensor:
+    """The output of a call on a backend."""
+    query, key, value = call.query, call.key, call.value
     if 0 in query.shape or 0 in value.shape:
         return _empty_output(query, key, value)
     chosen = select(call, backend)
@@ -110,7 +120,7 @@ def attention(
     try:
         return chosen.run(call)
     except LoweringError as error:
-        if isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, q_offset):
+        if isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
             raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
         raise
 

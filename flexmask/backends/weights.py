@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flexmask._checks import checked_number, not_plain_reason
 from flexmask.backends.api import check_options
+from flexmask.backends.parallel import refuse_in_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -44,6 +45,7 @@ def attention_weights(
         LoweringError: shapes that do not fit, or weights of more than 4 GiB.
     """
     check_options(score_mod, scale)
+    refuse_in_parallel("attention_weights")
     for name, tensor in (("query", query), ("key", key)):
         if isinstance(tensor, Tensor) and (reason := not_plain_reason(tensor)):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")

@@ -15,6 +15,7 @@ from flexmask._checks import check_function, checked_int, kind_of, names_explain
 from flexmask.backends.api import attention, check_options
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
+from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
@@ -183,12 +184,17 @@ class MultiheadFlexAttention(nn.Module):
                 "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
             )
         self._check(x, context, cache, positions)
-        is_traced = torch.compiler.is_compiling()
-        mask = self._bind(mask, parameters, x.device, bind=0 not in x.shape and not is_traced)
+        parallel = entered_parallel()
+        if cache is not None or context is not None:
+            refuse_in_parallel("a cache" if context is None else "cross-attention")
+        is_traced = torch.compiler.is_compiling() and parallel is None
+        mask = self._bind(mask, parameters, x.device, bind=not is_traced and (parallel is not None or 0 not in x.shape))
         is_lowered = isinstance(mask, LoweredMask | BlockMask)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None and self.rope is not None:
             positions = cache.positions(x.shape[1], x.device)
+        if positions is None and parallel is not None:
+            positions = parallel.positions
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         start: int | Tensor = 0
         call_mask = mask

@@ -1,0 +1,97 @@
+"""Whether all ranks give the same arguments: one small collective that compares a fingerprint of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexmask.errors import LoweringError
+from flexmask.expr.mask import And, Mask, Or, Xor
+from flexmask.expr.node import Node
+from flexmask.expr.opaque import CapturedTensor
+from flexmask.expr.tables import TensorTable
+
+__all__ = ["check_agreement", "fingerprint"]
+
+
+def check_agreement(arguments: Mapping[str, Any], error: Exception | None, group: Any, device: torch.device) -> None:
+    """Compares the arguments of all ranks. Every rank of the group must call this.
+
+    Args:
+        arguments: by name; masks, and what has the same text on each rank.
+        error: what this rank raises after this call, or None.
+        group: the process group.
+        device: where its tensors are.
+
+    Raises:
+        LoweringError: ranks whose arguments differ from those of rank 0, or that have an error.
+    """
+    own = [error is not None, *(0 if error else fingerprint(value) for value in arguments.values())]
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    failed, *columns = torch.stack(every).cpu().T.tolist()
+    if error is not None:
+        raise error
+    if any(failed):
+        raise LoweringError(f"ranks {[rank for rank, bad in enumerate(failed) if bad]} of the group have an error; see theirs")
+    for name, column in zip(arguments, columns, strict=True):
+        others = [rank for rank, value in enumerate(column) if value != column[0]]
+        if others:
+            raise LoweringError(
+                f"ranks {others} of the group give another {name} than rank 0; every rank must give the same arguments, and "
+                "masks with the same data"
+            )
+
+
+def fingerprint(value: Any) -> int:
+    """A number of 63 bits that is equal in all processes for equal masks, with equal data, or for values of equal text."""
+    parts = value if isinstance(value, tuple | list) else [value]
+    digest = _digest(*(_of_mask(part) if isinstance(part, Mask) else repr(part) for part in parts))
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _of_mask(mask: Mask) -> bytes:
+    found: dict[int, bytes] = {}
+    for node in mask.expand().walk():
+        found[id(node)] = _of_node(node, found)
+    return found[id(mask.expand())]
+
+
+def _of_node(node: Node, below: dict[int, bytes]) -> bytes:
+    name = type(node).__name__
+    if isinstance(node, TensorTable | CapturedTensor):
+        tensor = node.tensor.detach().cpu().contiguous()
+        return _digest(name, str(tensor.dtype), str(tuple(tensor.shape)), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(node, And | Or | Xor):  # whose order does not count
+        return _digest(name, *sorted(below[id(part)] for part in node.operands))
+    return _digest(name, *_of_values(node._values(), below))
+
+
+def _of_values(values: tuple[Any, ...], below: dict[int, bytes]) -> list[bytes | str]:
+    return [_of_value(value, below) for value in values]
+
+
+def _of_value(value: Any, below: dict[int, bytes]) -> bytes | str:
+    if isinstance(value, Node):
+        return below[id(value)]
+    if isinstance(value, tuple):
+        return _digest("tuple", *_of_values(value, below))
+    if callable(value):
+        code = getattr(value, "__code__", None)
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return _digest(name, b"" if code is None else code.co_code)
+    return value if isinstance(value, bytes) else repr(value)
+
+
+def _digest(*parts: bytes | str) -> bytes:
+    state = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else part.encode()
+        state.update(len(data).to_bytes(8, "big"))
+        state.update(data)
+    return state.digest()

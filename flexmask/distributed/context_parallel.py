@@ -1,0 +1,380 @@
+"""Attention over a sequence whose tokens are distributed over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexmask import _sync
+from flexmask._checks import checked_int, kind_of, nearest
+from flexmask.backends.backend import Call, check_sizes
+from flexmask.backends.parallel import ENTERED, Run
+from flexmask.backends.tile_weights import ScoreMod
+from flexmask.distributed.agreement import check_agreement
+from flexmask.distributed.exchange import HeadExchange, TokenExchange
+from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
+from flexmask.distributed.sharding import Balance, Masks, Sharding, shard_sequence
+from flexmask.errors import FlexmaskError, LoweringError, OperandError
+from flexmask.expr.mask import Mask, Truth
+from flexmask.intervals.bind import bind
+from flexmask.lowering.block_mask import block_sizes
+from flexmask.plans.lowered import LoweredMask
+from flexmask.tracing.as_mask import as_mask
+
+__all__ = ["ContextParallel", "Strategy"]
+
+#: What the ranks exchange: see :class:`ContextParallel`.
+Strategy: TypeAlias = Literal["keys", "heads"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Declared:
+    """A mask as this rank computes it.
+
+    Attributes:
+        mask: the mask of the whole sequence.
+        versions: how often each of its tensors was changed.
+        lowered: the mask of the rank; None where it has no queries or no keys.
+        keys: the exchange of keys; None where heads are exchanged.
+    """
+
+    mask: Mask
+    versions: list[int]
+    lowered: LoweredMask | None
+    keys: TokenExchange | None
+
+
+class ContextParallel:
+    """A sequence whose tokens are distributed over the ranks of a process group, for self-attention under some masks::
+
+        cp = ContextParallel(mesh["cp"], mask, seq_len=1_000_000)  # the same on each rank
+        tokens, targets = cp.shard(tokens, dim=1), cp.shard(targets, dim=1)
+        with cp:  # around forward and backward
+            loss = cross_entropy(model(tokens, mask).transpose(1, 2), targets, reduction="sum") / 1_000_000
+            loss.backward()
+
+    Inside ``with``, :func:`flexmask.attention` and :class:`flexmask.MultiheadFlexAttention` take the tokens of this rank and give
+    its part of the output, as one process computes it for the whole sequence: masks, ``score_mod`` and ``rope`` see positions in
+    the whole sequence, and dropout drops the same weights. They run on every backend, and under ``torch.compile``.
+
+    All gradients are those of the sum of the losses of all ranks. A rank has the gradients of its own tensors, so the gradients
+    of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
+    ranks.
+
+    Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
+    fails, the others raise the process group's error after its time-out.
+
+    Args:
+        mesh: a one-dimensional DeviceMesh, such as ``mesh["cp"]``, or a process group; None for the group of all processes.
+        masks: the mask of all layers; a list, one for each layer; or a dict from masks to the number of layers that have them.
+            Every mask of a call inside ``with`` must be one of them, with the same tensors; under ``torch.compile`` the same
+            object. None is no mask.
+        seq_len: tokens of the sequence; any number.
+        balance: how the tokens are distributed: see :func:`shard_sequence`.
+        strategy: ``"keys"`` sends each rank the keys and values that its queries attend to. ``"heads"`` gives each rank the whole
+            sequence of ``heads / ranks`` heads; then the number of ranks must divide the heads of keys.
+        batch: sequences; needed where a mask depends on them without data for each.
+        heads: query heads; needed where a mask depends on them without a part for each.
+        block_size: tokens in a block of the kernel, or the pair (queries, keys).
+        device: of the tokens; by default that of the mesh, and for a process group of nccl the current CUDA device, else the CPU.
+
+    Attributes:
+        group: the process group.
+        rank: this process in the group.
+        sharding: which rank holds which tokens.
+        positions: the positions of the tokens of this rank in order, ``int64[n]``; n may be 0.
+
+    Raises:
+        OperandError: an argument of another type.
+        LoweringError: a mesh that is not one-dimensional, ranks that give different arguments, a mask that cannot be lowered,
+            or its data on another device.
+
+    Source: context parallelism, Dubey et al., https://arxiv.org/abs/2407.21783, section 3.3.2; heads: Jacobs et al., DeepSpeed
+    Ulysses, https://arxiv.org/abs/2309.14509
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup | None,
+        masks: Masks | None,
+        seq_len: int,
+        *,
+        balance: Balance = "work",
+        strategy: Strategy = "keys",
+        batch: int | None = None,
+        heads: int | None = None,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.group = _group_of(mesh)
+        self.device = _device_of(mesh, self.group) if device is None else _sync.resolve_device(device)
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        counts: dict[Mask, int] = {}
+        error = None
+        try:  # the error of one rank is one of all: those that have none would wait in the first layer
+            counts = _counted(masks, self.device)
+            self._plan(list(counts), counts, seq_len, balance, strategy, batch, heads, block_size)
+        except FlexmaskError as found:
+            error = found
+        given = {"seq_len": seq_len, "balance": balance, "strategy": strategy, "batch": batch, "heads": heads}
+        arguments = {**given, "block_size": block_size, "masks": list(counts), "number of layers": list(counts.values())}
+        check_agreement(arguments, error, self.group, self.device)
+
+    def _plan(
+        self,
+        masks: list[Mask],
+        counts: dict[Mask, int],
+        seq_len: int,
+        balance: Balance,
+        strategy: Strategy,
+        batch: int | None,
+        heads: int | None,
+        block_size: int | tuple[int, int],
+    ) -> None:
+        if strategy not in get_args(Strategy):
+            hint = nearest(str(strategy), get_args(Strategy))
+            raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
+        self.strategy, sizes = strategy, block_sizes(block_size)
+        contexts = [bind(mask, seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
+        self.sharding: Sharding = shard_sequence(
+            counts, seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
+        )
+        self.seq_len = self.sharding.seq_len
+        self._held = [self.sharding.positions(rank) for rank in range(self.world_size)]
+        self.positions = self._held[self.rank].to(self.device)
+        self._declared = []
+        for number, (mask, context) in enumerate(zip(masks, contexts, strict=True)):
+            lowered, keys = None, None
+            if strategy == "heads":
+                lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
+            else:
+                keys = self._exchange([self.sharding.seen(rank, number) for rank in range(self.world_size)])
+                if len(self.positions) and len(keys.needed):
+                    lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
+            self._declared.append(_Declared(mask, _versions(mask), lowered, keys))
+        self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
+
+    # ---------------------------------------------------------------- tokens
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The tokens of this rank: labels, positions, or anything that has the whole sequence along an axis.
+
+        Args:
+            x: a tensor with ``seq_len`` values along ``dim``, the same on each rank.
+            dim: the axis of the sequence.
+
+        Returns:
+            The values at :attr:`positions`. The gradient of ``x`` is 0 at other positions.
+
+        Raises:
+            OperandError: ``x`` is not a tensor.
+            LoweringError: it has another length.
+        """
+        self._check_length(x, dim, self.seq_len, "the whole sequence")
+        return x.index_select(dim, self.positions)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The tokens of all ranks in order. Every rank must call this.
+
+        Args:
+            x: the tokens of this rank along ``dim``.
+            dim: the axis of the sequence.
+
+        Returns:
+            The values at all positions, on each rank. Its gradients are summed over the ranks, so a loss that each rank computes
+            from the whole counts once for each.
+
+        Raises:
+            OperandError: ``x`` is not a tensor.
+            LoweringError: it has another length.
+        """
+        self._check_length(x, dim, len(self.positions), "this rank")
+        return self._everything(x.movedim(dim, 0)).movedim(0, dim)
+
+    @cached_property
+    def _everything(self) -> TokenExchange:
+        return self._exchange([torch.tensor([[0, self.seq_len]])] * self.world_size)
+
+    def _exchange(self, needed: Sequence[Tensor]) -> TokenExchange:
+        return TokenExchange(self._held, needed, self.rank, self.group, self.device)
+
+    def _check_length(self, x: Tensor, dim: int, length: int, where: str) -> None:
+        if not isinstance(x, Tensor):
+            raise OperandError(f"x must be a tensor, got {kind_of(x)}")
+        checked_int(dim, "dim", -x.dim(), x.dim() - 1, LoweringError)
+        if x.shape[dim] != length:
+            raise LoweringError(f"x has {x.shape[dim]} tokens along axis {dim}, but {where} has {length}; got {list(x.shape)}")
+
+    # ---------------------------------------------------------------- attention
+
+    def __enter__(self) -> Self:
+        ENTERED.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(self)]
+
+    def attend(self, call: Call, run: Run) -> Tensor:
+        """The output of a call of :func:`flexmask.attention` inside ``with``, which has the tokens of this rank.
+
+        Args:
+            call: its arguments.
+            run: computes a call in this process.
+        """
+        declared = self._find(call.mask)
+        self._check(call)
+        call = call._replace(dropout_seed=self._seed(call))
+        if declared.keys is not None:
+            return self._attend_to_keys(call, declared, declared.keys, run)
+        return self._attend_by_heads(call, declared, run)
+
+    def _attend_to_keys(self, call: Call, declared: _Declared, exchange: TokenExchange, run: Run) -> Tensor:
+        tokens = torch.cat((call.key, call.value), -1).permute(2, 0, 1, 3)
+        needed = exchange(tokens).permute(1, 2, 0, 3)
+        key, value = needed.split((call.key.shape[3], call.value.shape[3]), -1)
+        heads = torch.arange(call.query.shape[1], device=self.device)
+        places = heads, self.positions, exchange.needed
+        return run(self._local(call, declared, call.query, key, value, places))
+
+    def _attend_by_heads(self, call: Call, declared: _Declared, run: Run) -> Tensor:
+        query, key, value = self._heads.gather(call.query, call.key, call.value)
+        heads = _part_of(call.query.shape[1], self.rank, self.world_size)
+        whole = torch.arange(self.seq_len, device=self.device)
+        places = torch.arange(heads.start, heads.stop, device=self.device), whole, whole
+        return self._heads.scatter(run(self._local(call, declared, query, key, value, places)))
+
+    def _local(
+        self, call: Call, declared: _Declared, query: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor, Tensor]
+    ) -> Call:
+        """The call that this process computes."""
+        if declared.lowered is not None:
+            check_sizes(declared.lowered, query, key, 0)
+        score_mod = None if call.score_mod is None else partial(_score_at, call.score_mod, places)
+        return call._replace(query=query, key=key, value=value, mask=declared.lowered, score_mod=score_mod, places=places)
+
+    def _seed(self, call: Call) -> int | Tensor | None:
+        """The seed of a call: the given one, or one that rank 0 draws, as one process does."""
+        if not call.dropout_p or call.dropout_seed is not None:
+            return call.dropout_seed
+        drawn = torch.randint(2**62, (), device=self.device)
+        seed: Tensor = collectives.wait_tensor(collectives.broadcast(drawn, 0, self.group))
+        return seed
+
+    def _find(self, mask: object) -> _Declared:
+        if mask is None:
+            mask = Truth(True)
+        if isinstance(mask, Mask):
+            for declared in self._declared:
+                if declared.mask is mask or (not torch.compiler.is_compiling() and declared.mask == mask):
+                    return self._unchanged(declared)
+        raise LoweringError(self._undeclared(mask))
+
+    def _undeclared(self, mask: object) -> str:
+        known = ", ".join(declared.mask.brief() for declared in self._declared)
+        if not isinstance(mask, Mask):
+            return f"inside ContextParallel attention takes one of the masks that were declared ({known}), got a {kind_of(mask)}"
+        hint = "; under torch.compile it must be the same object" if torch.compiler.is_compiling() else ", with the same tensors"
+        return (
+            f"the mask {mask.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has {known}{hint}"
+        )
+
+    def _unchanged(self, declared: _Declared) -> _Declared:
+        if not torch.compiler.is_compiling() and _versions(declared.mask) != declared.versions:
+            raise LoweringError(
+                f"the data of {declared.mask.brief()} was changed after ContextParallel was made; make it again for other data"
+            )
+        return declared
+
+    def _check(self, call: Call) -> None:
+        (_, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
+        own = len(self.positions)
+        if (q_len, kv_len) != (own, own):
+            raise LoweringError(
+                f"inside ContextParallel attention is self-attention over the {own} tokens of this rank, from cp.shard(x); got "
+                f"{q_len} queries and {kv_len} keys"
+            )
+        if isinstance(call.q_offset, Tensor) or call.q_offset:
+            raise LoweringError("q_offset does not apply inside ContextParallel, which has the positions of the queries")
+        if call.query.device != self.device:
+            raise LoweringError(f"query is on {call.query.device}, ContextParallel on {self.device}; give it device=")
+        if self.strategy == "heads" and (heads % self.world_size or kv_heads % self.world_size):
+            raise LoweringError(
+                f"strategy='heads' needs heads that {self.world_size} ranks divide, got {heads} of queries and {kv_heads} of keys"
+                "; use strategy='keys'"
+            )
+
+    def __repr__(self) -> str:
+        masks = ", ".join(declared.mask.brief() for declared in self._declared)
+        return (
+            f"ContextParallel([{masks}], seq_len={self.seq_len}, balance={self.sharding.balance!r}, strategy={self.strategy!r}, "
+            f"rank {self.rank} of {self.world_size}, {len(self.positions)} tokens, {self.device})"
+        )
+
+
+def _score_at(
+    score_mod: ScoreMod, places: tuple[Tensor, Tensor, Tensor], score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+) -> Tensor:
+    """A ``score_mod`` at the indices of the whole sequence."""
+    heads, queries, keys = places
+    return score_mod(score, b, heads[h], queries[q], keys[kv])
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise LoweringError(
+            "torch.distributed has no process group: start the script with torchrun, and call "
+            "torch.distributed.init_process_group() or init_device_mesh() first"
+        )
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            hint = f"mesh[{names[-1]!r}]" if names else "one of its dimensions"
+            raise LoweringError(f"mesh must have one dimension, got {mesh.ndim} of sizes {list(mesh.shape)}; take {hint}")
+        return mesh.get_group()
+    if mesh is None:
+        mesh = dist.group.WORLD
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise OperandError(
+            f"mesh must be a DeviceMesh of one dimension or a process group this process is in, got {kind_of(mesh)}"
+        )
+    return mesh
+
+
+def _device_of(mesh: DeviceMesh | dist.ProcessGroup | None, group: dist.ProcessGroup) -> torch.device:
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return _sync.resolve_device(kind)
+
+
+def _counted(masks: Any, device: torch.device) -> dict[Mask, int]:
+    """The distinct masks, each with its number of layers."""
+    found: dict[Mask, int] = {}
+    pairs: list[tuple[Any, Any]]
+    if isinstance(masks, Mapping):
+        pairs = list(masks.items())
+    elif isinstance(masks, Sequence) and not isinstance(masks, str):
+        pairs = [(mask, 1) for mask in masks]
+    else:
+        pairs = [(masks, 1)]
+    for given, count in pairs:
+        mask = Truth(True) if given is None else as_mask(given, "masks", also="a list or a dict of them, None", device=device)
+        found[mask] = found.get(mask, 0) + checked_int(count, "the number of layers of a mask")
+    return found
+
+
+def _part_of(heads: int, rank: int, ranks: int) -> range:
+    """The heads of a rank."""
+    each = heads // ranks
+    return range(rank * each, (rank + 1) * each)
+
+
+def _versions(mask: Mask) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in mask.tensors]

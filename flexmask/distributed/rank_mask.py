@@ -1,0 +1,95 @@
+"""The mask of one rank: the key intervals of its queries, on the keys that it holds after the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexmask.errors import LoweringError
+from flexmask.intervals.bounds import analyze
+from flexmask.intervals.closures import mask_closure
+from flexmask.intervals.context import Context
+from flexmask.intervals.rows import Rows
+from flexmask.lowering.dense import CHUNK
+from flexmask.plans.capture import MAX_CELLS, lower
+from flexmask.plans.lowered import LoweredMask
+
+__all__ = ["mask_of_heads", "mask_of_queries"]
+
+
+def mask_of_queries(context: Context, runs: Tensor, keys: Tensor, block_size: tuple[int, int]) -> LoweredMask:
+    """The mask at some queries and some keys. Only these queries are analyzed.
+
+    The keys keep their order, and those that are left out are seen by none of the queries, so an interval of all keys is one of
+    these keys.
+
+    Args:
+        context: of the whole sequence.
+        runs: the positions of the queries, as intervals ``[lo, hi)`` in order, ``int64[n, 2]`` with n > 0.
+        keys: the positions of the keys in order, ``int64[kv_len]`` with ``kv_len > 0``, on the context's device.
+        block_size: queries and keys in a block.
+
+    Raises:
+        LoweringError: the mask is not separable in q and kv, and has too many cells.
+    """
+    parts = [_part(context, start, stop) for start, stop in runs.tolist()]
+    bounds = [analyze(part) for part in parts]
+    found = [part.upper for part in bounds]
+    batch, heads = (max(rows.lo.shape[axis] for rows in found) for axis in (0, 1))
+    whole = Rows.stacked([rows.expand(batch, heads, part.q_len) for rows, part in zip(found, parts, strict=True)], 2)
+    positions = keys.to(torch.int32)
+    lo, hi = (torch.searchsorted(positions, end.contiguous()).to(torch.int32) for end in (whole.lo, whole.hi))
+    rows = Rows(lo, hi, len(keys)).joined()
+    cells = None if all(part.exact for part in bounds) else _cells(context, parts, keys)
+    shape = context.full_batch, context.heads, rows.lo.shape[2], len(keys)
+    return LoweredMask(shape, rows.bounds, cells, block_size)
+
+
+def mask_of_heads(context: Context, heads: range, block_size: tuple[int, int]) -> LoweredMask:
+    """The mask of the whole sequence for some heads."""
+    lowered = lower(context, (0, 0))
+    if context.heads == 1:
+        return LoweredMask(lowered.shape, lowered.bounds, lowered.cells, block_size, fused=lowered.fused)
+    part = slice(heads.start, heads.stop)
+    bounds, cells = (
+        tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, part] for tensor in (lowered.bounds, lowered.cells)
+    )
+    assert bounds is not None, "every mask has key intervals"
+    batch, _, *lengths = lowered.shape
+    return LoweredMask((batch, len(heads), lengths[0], lengths[1]), bounds, cells, block_size)
+
+
+def _part(context: Context, start: int, stop: int) -> Context:
+    """The context of consecutive queries of a sequence."""
+    mask = context.with_lengths(context.mask)
+    return replace(context, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={})
+
+
+def _cells(context: Context, parts: list[Context], keys: Tensor) -> Tensor:
+    """The cells of the queries of all parts, ``bool[B', H', n, kv_len]``."""
+    shape = context.batch, context.heads, sum(part.q_len for part in parts), len(keys)
+    count = torch.Size(shape).numel()
+    if count > MAX_CELLS:
+        raise LoweringError(
+            f"a part of {context.mask.brief()} is not separable in q and kv, so {count} cells of {list(shape)} are evaluated on "
+            f"this rank; at most {MAX_CELLS} are possible. Use more ranks"
+        )
+    cells = torch.empty(shape, dtype=torch.bool, device=context.device)
+    row = 0
+    for part in parts:
+        for visible in _visible(part, keys, max(1, CHUNK * shape[2] // count)):
+            stop = row + visible.shape[2]
+            cells[:, :, row:stop] = visible
+            row = stop
+    return cells
+
+
+def _visible(part: Context, keys: Tensor, rows: int) -> Iterator[Tensor]:
+    """The cells of a part at some keys, some rows at a time."""
+    closure = mask_closure(part)
+    b, h, q, _ = part.grid()
+    for some in q.split(rows, 2):
+        yield closure(b, h, some, keys.view(1, 1, 1, -1)).expand(part.batch, part.heads, some.shape[2], len(keys))

@@ -1,0 +1,241 @@
+"""What models compute over the ranks of a group, against one process. Functions of this module run in the processes of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import flexmask as fm
+from flexmask.distributed import ContextParallel
+from flexmask.errors import LoweringError, OperandError
+from tests.distributed.equality import BATCH, EXACT, Checks, attention, document_of
+from tests.support.rope import turn
+
+LENGTH, CHANNELS, HEADS = 53, 24, 4
+CHANGED = torch.ones(LENGTH, dtype=torch.int64)
+
+
+class Model(nn.Module):
+    """Layers with a global mask and with a window in turn."""
+
+    def __init__(self, *, kv_heads: int = 2, dropout: float = 0.0, checkpointed: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        sizes: Any = {"n_kv_heads": kv_heads, "dropout": dropout, "rope": turn, "dtype": torch.float64}
+        self.layers = nn.ModuleList(fm.MultiheadFlexAttention(CHANNELS, CHANNELS, HEADS, **sizes, **options) for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor, masks: list[fm.Mask]) -> Tensor:
+        for layer, mask in zip(self.layers, [*masks, *masks], strict=False):
+            x = x + (checkpoint(layer, x, mask, use_reentrant=False) if self.checkpointed else layer(x, mask))
+        return x
+
+
+def layers_of() -> list[fm.Mask]:
+    return [fm.causal() & fm.document(document_of(LENGTH)), fm.sliding_window(left=4, right=1)]
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and the gradient of the output, of the whole sequence, the same on each rank."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(BATCH, LENGTH, CHANNELS, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, weight
+
+
+def summed_gradients(model: nn.Module) -> list[Tensor]:
+    """The gradients of the weights, summed over the ranks."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for grad in grads:
+        dist.all_reduce(grad)
+    return grads
+
+
+def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
+    """The output, and the gradients of the input and of the weights."""
+    model, layers = Model(**options), layers_of()
+    x, weight = batch()
+    whole = x.clone().requires_grad_()
+    reference = Model(**options | {"checkpointed": False})
+    torch.manual_seed(5)
+    wanted = reference(whole, layers)
+    (wanted * weight).sum().backward()
+    cp = ContextParallel(None, layers, LENGTH, strategy=strategy, block_size=8)
+    own = cp.shard(x).requires_grad_()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    torch.manual_seed(5 + dist.get_rank())  # rank 0 draws the seeds of dropout as one process does
+    with cp:
+        found = run(own, layers)
+        (found * cp.shard(weight)).sum().backward()
+    torch.testing.assert_close(cp.unshard(found.detach()), wanted.detach(), **EXACT)
+    assert whole.grad is not None
+    torch.testing.assert_close(own.grad, cp.shard(whole.grad), **EXACT)
+    for grad, parameter in zip(summed_gradients(model), reference.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, **EXACT)
+
+
+def check_calls(strategy: Any) -> None:
+    """``score_mod`` and dropout at positions of the whole sequence, on both backends."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(BATCH, heads, LENGTH, 16, generator=generator) for heads in (4, 2, 2)]
+    slope = torch.randn(4, generator=generator)
+    mask = fm.causal() & fm.document(document_of(LENGTH))
+    cp = ContextParallel(None, mask, LENGTH, strategy=strategy, block_size=16)
+    own = [cp.shard(tensor, 2) for tensor in tensors]
+    for options in (
+        {"score_mod": lambda score, b, h, q, kv: score + slope[h] * (q - 2 * kv) / 50 + b},
+        {"dropout_p": 0.4, "dropout_seed": 7},
+        {"dropout_p": 0.4, "dropout_seed": 7, "backend": "flex"},
+    ):
+        given: Any = {"enable_gqa": True, **options}
+        whole = attention(*tensors, mask, **given | {"backend": "sdpa"})
+        with cp:
+            found = attention(*own, mask, **given)
+        torch.testing.assert_close(cp.unshard(found, 2), whole)
+
+
+def check_compiled_flex() -> None:
+    mask = fm.sliding_window(left=9, right=3)
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(1, 2, 64, 16, generator=generator) for _ in range(3)]
+    cp = ContextParallel(None, mask, 64, balance="contiguous", block_size=16)
+    with cp:
+        found = attention(*(cp.shard(tensor, 2) for tensor in tensors), mask, backend="flex")
+    torch.testing.assert_close(cp.unshard(found, 2), attention(*tensors, mask))
+
+
+def check_tokens() -> None:
+    """Shards of any dtype and axis, and the gradients of both ways."""
+    cp = ContextParallel(None, "causal", LENGTH)
+    for x, dim in ((torch.arange(LENGTH * 2).view(LENGTH, 2), 0), (torch.rand(3, 1, LENGTH) < 0.5, -1), (batch()[0], 1)):
+        dist.broadcast(x, 0)
+        assert torch.equal(cp.shard(x, dim), x.index_select(dim, cp.positions))
+        assert torch.equal(cp.unshard(cp.shard(x, dim), dim), x)
+    x, weight = batch()
+    x.requires_grad_()
+    (cp.unshard(cp.shard(x)) * weight * (1 + dist.get_rank())).sum().backward()
+    held = torch.zeros(LENGTH, dtype=torch.bool).index_fill(0, cp.positions, True)
+    world = dist.get_world_size()
+    torch.testing.assert_close(x.grad, weight * held[:, None] * (world * (world + 1) // 2))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def check_errors() -> None:
+    rank, group = dist.get_rank(), None
+    make: Any = ContextParallel
+
+    def refused(message: str, *args: Any, error: type[Exception] = LoweringError, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            make(*args, **options)
+
+    ids = document_of(LENGTH) + (rank == 1) * (torch.arange(LENGTH) == 9)
+    refused(r"ranks \[1\] of the group give another masks than rank 0", group, fm.document(ids), LENGTH)
+    refused(r"ranks \[1\] of the group give another masks", group, ["causal", "full"][:: 1 - 2 * rank], LENGTH)
+    refused(r"ranks \[1\] of the group give another seq_len", group, "causal", LENGTH + rank)
+    refused(r"ranks \[1\] of the group give another strategy", group, "causal", LENGTH, strategy=("keys", "heads")[rank])
+    refused("must be at least 1" if rank else r"ranks \[1\] of the group have an error", group, "causal", LENGTH * (1 - rank))
+    refused("is on meta, not on cpu", group, fm.document(document_of(8).to("meta")), 8)
+    refused("must be 'keys' or 'heads', got 'key'. Did you mean keys?", group, "causal", 8, error=OperandError, strategy="key")
+    refused("a DeviceMesh of one dimension or a process group", [0, 1], "causal", 8, error=OperandError)
+    refused("depends on b: give batch=", group, (fm.q + fm.b) % 3 == 0, 8)
+    refused("masks must be a Mask, its text, a list or a dict", group, 5, 8, error=OperandError)
+
+    mask = fm.causal() & fm.document(CHANGED)
+    cp = make(group, {mask: 2, "causal": 1}, LENGTH)
+    x = [torch.randn(1, 2, len(cp.positions), 4)] * 3
+
+    def misused(message: str, *args: Any, **options: Any) -> None:
+        with cp, pytest.raises(LoweringError, match=message):
+            attention(*args, **options)
+
+    misused("the mask full is not declared: give it to ContextParallel", *x)
+    misused("is not declared", *x, fm.causal() & fm.document(CHANGED.clone()))
+    misused("attention takes one of the masks that were declared", *x, fm.causal().block_mask(len(cp.positions)))
+    misused("q_offset does not apply", *x, "causal", q_offset=3)
+    misused("is self-attention over the .* tokens of this rank", *[torch.randn(1, 2, LENGTH, 4)] * 3, "causal")
+    layer: Any = fm.MultiheadFlexAttention(8, 8, 2, mask=mask)
+    own = torch.randn(1, len(cp.positions), 8)
+    calls: dict[str, Callable[[], object]] = {
+        "cross-attention": lambda: layer(own, context=own),
+        "a cache": lambda: layer(own, cache=fm.KVCache()),
+        "attention_weights": lambda: layer.attention_weights(own),
+    }
+    for name, call in calls.items():
+        with cp, pytest.raises(LoweringError, match=f"{name} cannot be used inside"):
+            call()
+    CHANGED[-1] = 0
+    misused("was changed after ContextParallel was made", *x, mask)
+    for bad in (x[0], torch.zeros(2, LENGTH + 1)):
+        with pytest.raises(LoweringError, match=f"but the whole sequence has {LENGTH}"):
+            cp.shard(bad, 1)
+    with pytest.raises(LoweringError, match="but this rank has"):
+        cp.unshard(torch.zeros(1, LENGTH))
+    bare: Any = cp
+    with pytest.raises(OperandError, match="x must be a tensor, got list"):
+        bare.shard([1, 2])
+    narrow = make(group, "causal", LENGTH, strategy="heads")
+    with narrow, pytest.raises(LoweringError, match="needs heads that 2 ranks divide, got 3 of queries"):
+        attention(*[torch.randn(1, 3, len(narrow.positions), 4)] * 3, "causal")
+    assert f"rank {rank} of 2, {len(cp.positions)} tokens" in repr(cp)
+
+
+def check_absent_rank() -> None:
+    """The others raise within the time-out of the group."""
+    from datetime import timedelta
+
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    cp = ContextParallel(group, "causal", LENGTH)
+    x = [torch.randn(1, 2, len(cp.positions), 4)] * 3
+    if dist.get_rank() != dist.get_world_size() - 1:
+        with cp, pytest.raises(RuntimeError, match=r"[Tt]im|closed|reset"):
+            attention(*x, "causal")
+    dist.barrier()
+
+
+# ---------------------------------------------------------------- other dimensions of a mesh
+
+
+def check_data_parallel(mesh: DeviceMesh, kind: str) -> None:
+    """Two sequences in each of two groups of ranks: a step equals one of one process on all four."""
+    layers = layers_of()
+    samples = [batch(seed) for seed in range(mesh["dp"].size())]
+    reference = Model()
+    for x, weight in samples:
+        (reference(x, layers) * weight).sum().backward()
+    model: nn.Module = Model(checkpointed=kind == "fsdp")
+    if kind == "fsdp":
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh["dp", "cp"]._flatten("all"))
+        fully_shard(model, mesh=mesh["dp", "cp"]._flatten("all"))
+    else:
+        model = DistributedDataParallel(model)
+    cp = ContextParallel(mesh["cp"], layers, LENGTH)
+    x, weight = samples[mesh["dp"].get_local_rank()]
+    with cp:
+        loss = (model(cp.shard(x), layers) * cp.shard(weight)).sum()
+        (loss * mesh.size()).backward()  # which average the gradients over all ranks
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        grad: Any = parameter.grad
+        torch.testing.assert_close(grad.full_tensor() if kind == "fsdp" else grad, other.grad, **EXACT)
+
+
+def check_meshes(checks: Checks) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+
+    def whole_mesh() -> None:
+        with pytest.raises(LoweringError, match=r"must have one dimension, got 2 of sizes \[2, 2\]; take mesh\['cp'\]"):
+            ContextParallel(mesh, "causal", LENGTH)
+
+    checks("a mesh of two dimensions", whole_mesh)
+    checks("DDP", check_data_parallel, mesh, "ddp")
+    checks("FSDP2", check_data_parallel, mesh, "fsdp")

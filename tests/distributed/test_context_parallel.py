@@ -1,0 +1,123 @@
+"""Attention and models over the ranks of gloo groups equal one process. Each test starts its processes once for many checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexmask as fm
+from flexmask.backends.parallel import ENTERED
+from flexmask.distributed import ContextParallel
+from flexmask.distributed.agreement import fingerprint
+from flexmask.errors import LoweringError
+from tests.distributed import models
+from tests.distributed.equality import Checks, attention, check_cases, check_drawn
+from tests.support.ranks import run_ranks
+
+
+def two_ranks(rank: int) -> None:
+    checks = Checks()
+    check_cases(checks)
+    check_drawn(checks, 15)
+    for strategy in ("keys", "heads"):
+        checks(f"a model, {strategy}", models.check_model, strategy)
+        checks(
+            f"a model with checkpoints and dropout, {strategy}",
+            lambda s=strategy: models.check_model(s, dropout=0.3, checkpointed=True),
+        )
+        checks(f"calls, {strategy}", models.check_calls, strategy)
+    checks("a compiled model", models.check_model, "keys", True)
+    checks("compiled FlexAttention", models.check_compiled_flex)
+    checks("tokens", models.check_tokens)
+    checks("errors", models.check_errors)
+    checks.report()
+
+
+def three_ranks(rank: int) -> None:
+    checks = Checks()
+    check_cases(checks, every=3)
+    checks("a model", models.check_model, "keys")
+    checks("a rank that is absent", models.check_absent_rank)
+    checks.report()
+
+
+def four_ranks(rank: int) -> None:
+    checks = Checks()
+    check_cases(checks, every=3)
+    checks("a model with 4 key heads", lambda: models.check_model("heads", kv_heads=4))
+    models.check_meshes(checks)
+    checks.report()
+
+
+def eight_ranks(rank: int) -> None:
+    checks = Checks()
+    check_cases(checks)
+    check_drawn(checks, 25)
+    checks("a model", models.check_model, "keys")
+    checks.report()
+
+
+def test_two_ranks() -> None:
+    run_ranks(2, two_ranks)
+
+
+def test_three_ranks() -> None:
+    run_ranks(3, three_ranks)
+
+
+def test_four_ranks() -> None:
+    run_ranks(4, four_ranks)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 8, reason="needs 8 cores")
+def test_eight_ranks() -> None:
+    run_ranks(8, eight_ranks)
+
+
+# ---------------------------------------------------------------- in one process
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(LoweringError, match="start the script with torchrun, and call"):
+        ContextParallel(None, "causal", 8)
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The group of one rank."""
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_one_rank(alone: dist.ProcessGroup) -> None:
+    cp = ContextParallel(alone, None, 9)
+    x = [torch.randn(1, 2, 9, 4) for _ in range(3)]
+    with cp, cp:
+        assert [cp, cp] == ENTERED
+        query, key, value = x
+        torch.testing.assert_close(attention(*x), scaled_dot_product_attention(query, key, value))
+    assert not ENTERED
+
+
+def test_masks_in_use_are_left_after_an_error(alone: dist.ProcessGroup) -> None:
+    with pytest.raises(KeyError), ContextParallel(alone, "causal", 9):
+        raise KeyError
+    assert not ENTERED
+
+
+def test_fingerprints_follow_what_masks_say_and_not_where_their_data_is() -> None:
+    ids = torch.tensor([0, 0, 1])
+    same = [
+        fm.causal() & fm.document(ids),
+        fm.document(ids.clone()) & fm.causal(),
+    ]
+    others = [fm.causal() & fm.document(ids + 1), fm.causal() | fm.document(ids), fm.causal() & fm.document(ids.int())]
+    assert len({fingerprint(mask) for mask in same}) == 1
+    assert len({fingerprint(mask) for mask in [same[0], *others, [*same], 3, "3", None]}) == 1 + len(others) + 4

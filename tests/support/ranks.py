@@ -1,0 +1,38 @@
+"""Processes on this machine that are the ranks of a gloo process group."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+#: Seconds after which a collective that some rank does not join fails.
+TIMEOUT = 120.0
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> None:
+    """Calls ``function(rank, *args)`` in so many processes; what one raises is raised here.
+
+    Args:
+        world: processes.
+        function: of a module, so that processes can import it.
+        args: its further arguments.
+        timeout: of collectives, in seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_start, (world, Path(folder) / "store", timeout, function, args), world)
+
+
+def _start(rank: int, world: int, store: Path, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    try:
+        function(rank, *args)
+    finally:
+        dist.destroy_process_group()
