@@ -28,22 +28,30 @@ __all__ = ["gallery"]
     metavar="DIR",
     help="Where to. [default: gallery]",
 )
-@click.option("--only", multiple=True, metavar="TAG", help="Only entries with this tag, family or name of a file. Repeatable.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Only entries with this tag, family, title, model or method. Repeatable.",
+)
+@click.option("--list", "only_list", is_flag=True, help="List the titles, expressions and sources instead of drawing.")
 @click.option(
     "--source",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="A TOML file of your own entries. [default: flexmask's gallery]",
 )
-def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
+def gallery(output: Path, only: tuple[str, ...], only_list: bool, source: Path | None) -> None:
     """Draw the gallery of masks: pictures, README.md and index.html, a page that needs no other file.
 
     With --only, README.md and index.html have the selected entries only. FILE has a [[mask]] for each entry, with title,
     family, text (the expression), q_len, tags, caption and source, and optionally kv_len, q_offset, block_size, batch and
-    head (an index or "all"), why, q_tokens, kv_tokens, and params with the values of parameters.
+    head (an index or "all"), why, q_tokens, kv_tokens, aliases, params with the values of parameters, and computed with the
+    code that computes them in a model.
 
     \b
     Examples:
+      flexmask gallery --list --only MoBA
       flexmask gallery -o masks
       flexmask gallery --only video --only padding -o masks
       flexmask gallery --source masks.toml -o masks
@@ -52,6 +60,10 @@ def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
     from flexmask.gallery.source import own_source, read_entries, select_entries
 
     entries = select_entries(read_entries(own_source() if source is None else source), only)
+    if only_list:
+        for entry in entries:
+            echo(f"{entry.title}: {entry.caption}\n  {entry.text}\n  {entry.source}")
+        return
     try:
         with _bar(len(entries)) as done:
             build(entries, output, done)

@@ -31,7 +31,8 @@ class Entry:
         family: its section.
         text: the mask, as :func:`flexmask.parse` reads it.
         q_len: queries.
-        tags: search words.
+        tags: search words, of a small vocabulary.
+        aliases: further search words: names of models and methods.
         caption: the keys that a query attends to.
         source: the origin of the mask, with or without URLs.
         kv_len: keys.
@@ -43,6 +44,7 @@ class Entry:
         q_tokens: labels of the queries.
         kv_tokens: labels of the keys.
         params: values of the text's parameters.
+        computed: for values that a model computes, PyTorch code that computes them.
     """
 
     title: str
@@ -61,6 +63,8 @@ class Entry:
     q_tokens: tuple[str, ...] | None = None
     kv_tokens: tuple[str, ...] | None = None
     params: Mapping[str, Parameter] = field(default_factory=dict)
+    computed: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
     @property
     def slug(self) -> str:
@@ -108,6 +112,8 @@ def parse_entry(given: Mapping[str, object], place: int) -> Entry:
     for key, labels, length in (("q_tokens", entry.q_tokens, entry.q_len), ("kv_tokens", entry.kv_tokens, entry.kv_len)):
         if labels is not None and len(labels) != length:
             raise RenderError(f"{where}: {key} must be {length} labels, one for each position, got {len(labels)}")
+    if unknown := sorted(entry.computed.keys() - entry.params.keys()):
+        raise RenderError(f"{where}: computed has {', '.join(unknown)}, which params does not have")
     return entry
 
 
@@ -135,6 +141,10 @@ def _is_data(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(data, int | float | list) for data in value.values())
 
 
+def _is_code(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
 Rule: TypeAlias = tuple[Callable[[object], bool], str]
 
 _TEXT: Rule = (_is_text, "a text")
@@ -160,6 +170,8 @@ KEYS: dict[str, Rule] = {
     "q_tokens": _TEXTS,
     "kv_tokens": _TEXTS,
     "params": (_is_data, "a table of numbers and lists"),
+    "computed": (_is_code, "a table of texts"),
+    "aliases": _TEXTS,
 }
 #: The keys that every entry has.
 WANTED = ("title", "family", "text", "q_len", "tags", "caption", "source")

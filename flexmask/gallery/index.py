@@ -16,6 +16,7 @@ from flexmask.plotting.html.view import view_of
 __all__ = ["index"]
 
 HERE = "flexmask.gallery"
+PROJECT = "https://github.com/flexmask/flexmask"
 
 
 def index(found: Sequence[RenderedEntry]) -> str:
@@ -26,6 +27,7 @@ def index(found: Sequence[RenderedEntry]) -> str:
         css="\n".join([f":root {{\n{_colors()}\n}}", page.style(), page.web(HERE, "index.css")]),
         js="\n".join([page.script(), page.web(HERE, "index.js")]),
         count=str(len(found)),
+        project=PROJECT,
         tags="\n".join(_tag(tag, tags[tag]) for tag in sorted(tags)),
         sections="\n".join(_section(family, members) for family, members in sections(found).items()),
         data=page.inline_json([_data(one) for one in found]),
@@ -40,6 +42,7 @@ def _data(found: RenderedEntry) -> dict[str, object]:
         "title": entry.title,
         "family": entry.family,
         "tags": entry.tags,
+        "aliases": entry.aliases,
         "caption": entry.caption,
         "text": entry.text,
         "lengths": lengths(entry),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from html import escape
 
 from flexmask.gallery.rendered import RenderedEntry
-from flexmask.gallery.snippets import command
-from flexmask.gallery.texts import lengths, linked, sections, statistics
+from flexmask.gallery.snippets import command, python
+from flexmask.gallery.texts import described, lengths, linked, sections
 
 __all__ = ["readme"]
 
@@ -17,12 +18,12 @@ WIDTH, PANELS_WIDTH = 400, 680
 HEAD = """\
 # Attention masks with flexmask
 
-{count} masks as pictures: queries are rows, keys are columns, and a query attends to the blue keys of its row. The colors of
-hidden cells show which term of the mask masks them out. A grid shows the blocks that a block-sparse kernel skips, computes or
-masks.
+{count} masks as pictures: queries are rows, keys are columns, and a query attends to the blue keys of its row. Gray cells are
+masked out. Where they have other colors, these show which term of the mask masks them out first. A grid shows the blocks of a
+block-sparse kernel: it skips empty blocks, and computes and discards the darker gray cells of partial blocks.
 
 [`index.html`](index.html) is a searchable page in one file, with pictures that explain each hidden cell. `flexmask render` draws
-a mask in the terminal:
+a mask in the terminal, and `flexmask gallery --list --only NAME` finds masks by the names of models and methods:
 
 ```bash
 flexmask render "{text}" --seq-len {q_len}
@@ -56,15 +57,17 @@ def _section(found: RenderedEntry) -> str:
         [
             f"### {_plain(entry.title)}",
             "",
-            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{lengths(entry)}, {statistics(found)[0][1]} visible">',
+            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{escape(described(found))}">',
             "",
             _plain(entry.caption),
             "",
             "```python",
-            entry.text,
+            python(entry),
             "```",
             "",
-            f"{lengths(entry)} · {' '.join(f'`{tag}`' for tag in entry.tags)} · {source}",
+            " · ".join([lengths(entry), " ".join(f"`{tag}`" for tag in entry.tags), *map(_plain, entry.aliases)]),
+            "",
+            f"Source: {source}",
             "",
             "<details><summary>Draw it</summary>",
             "",

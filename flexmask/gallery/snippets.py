@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import Any
 
+import flexmask
 from flexmask.gallery.entry import Entry
+from flexmask.registry import names
 
 __all__ = ["command", "python"]
+
+#: Characters of a line of Python at most, where it can be broken; and equal or consecutive values that are written as one.
+WIDTH, RUN = 100, 4
 
 
 def command(entry: Entry) -> str:
@@ -35,19 +44,96 @@ def command(entry: Entry) -> str:
 
 
 def python(entry: Entry) -> str:
-    """The lines that make the mask, and its BlockMask."""
-    values = "".join(f", {name}={value!r}" for name, value in entry.params.items())
+    """The lines that define the data, make the mask, and lower it to a BlockMask."""
+    writer = _Python(entry.params)
+    mask = ast.unparse(writer.visit(ast.parse(entry.text, mode="eval")))
+    data = []
+    for name, value in entry.params.items():
+        if name in entry.computed:
+            data.append(f"# A model computes it, e.g. {name} = {entry.computed[name]}")
+        written = _written(value)
+        data.append(f"{name} = table({written})" if name in writer.tables else f"{name} = {written}")
+    used = writer.used | ({"table"} if writer.tables else set())
+    at_the_top = sorted(used & {*flexmask.__all__})
+    imports = [f"from {module} import {', '.join(found)}" for module, found in _modules(at_the_top, sorted(used - {*at_the_top}))]
     lengths = [str(entry.q_len)] if entry.kv_len == entry.q_len else [str(entry.q_len), str(entry.kv_len)]
     if entry.q_offset:
         lengths.append(f"q_offset={entry.q_offset}")
-    return "\n".join(
-        [
-            "import flexmask",
-            "",
-            f"mask = flexmask.parse({json.dumps(entry.text, ensure_ascii=False)}{values})",
-            f"block_mask = mask.block_mask({', '.join(lengths)})",
-        ]
-    )
+    lowering = f"block_mask = mask.block_mask({', '.join(lengths)})"
+    return "\n".join([*imports, "", *data, f"mask = {mask}", lowering])
+
+
+class _Python(ast.NodeTransformer):
+    """From the text of a mask to Python: named masks are called, and looked up data is a table.
+
+    Attributes:
+        params: the names of data.
+        tables: the names of data that is looked up by index.
+        used: the names to import.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self.params, self.masks = set(params), set(names())
+        self.tables: set[str] = set()
+        self.used: set[str] = set()
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id != "abs":
+            self.used.add(node.func.id)
+        node.args = [self.visit(argument) for argument in node.args]
+        node.keywords = [ast.keyword(word.arg, self.visit(word.value)) for word in node.keywords]
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if isinstance(node.value, ast.Name):
+            self.tables.add(node.value.id)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.params:
+            return node
+        self.used.add(node.id)
+        return ast.Call(node, [], []) if node.id in self.masks else node
+
+
+def _modules(at_the_top: list[str], masks: list[str]) -> list[tuple[str, list[str]]]:
+    """Modules with the names to import from them."""
+    return [(module, found) for module, found in (("flexmask", at_the_top), ("flexmask.masks", masks)) if found]
+
+
+def _written(value: Any) -> str:
+    """Data as Python: runs of equal and of consecutive values as one expression each, and a row of a table in each line."""
+    if not isinstance(value, list):
+        return repr(value)
+    if value and isinstance(value[0], list):
+        return "[\n" + "".join(f"    {_written(row)},\n" for row in value) + "]"
+    for parts in (map(repr, value), _runs(value)):
+        line = f"[{', '.join(parts)}]"
+        if len(line) <= WIDTH:
+            return line
+    return f"[\n{textwrap.indent(textwrap.fill(line[1:-1], WIDTH), '    ')}\n]"
+
+
+def _runs(values: Sequence[Any]) -> list[str]:
+    """The values, of which long runs are unpacked: ``*[0] * 9`` or ``*range(3, 9)``."""
+    parts = []
+    at = 0
+    while at < len(values):
+        value, same, rising = values[at], at, at
+        while same < len(values) and values[same] == value:
+            same += 1
+        while type(value) is int and rising < len(values) and values[rising] == value + rising - at:
+            rising += 1
+        end = max(same, rising)
+        if end - at < RUN:
+            parts.append(repr(value))
+            end = at + 1
+        elif same == end:
+            parts.append(f"*[{value!r}] * {end - at}")
+        else:
+            parts.append(f"*range({value}, {value + end - at})" if value else f"*range({end - at})")
+        at = end
+    return parts
 
 
 def _labels(tokens: tuple[str, ...]) -> str:

@@ -56,14 +56,19 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
 
 
 def select_entries(entries: Sequence[Entry], names: Iterable[str]) -> tuple[Entry, ...]:
-    """The entries that have one of some names as a tag, as their family or in the names of their files; without names all.
+    """The entries that have one of some names as a tag, family, alias, title or file name, in any case; without names all.
 
     Raises:
         RenderError: a name that no entry has.
     """
-    wanted = set(names)
-    known = {name: None for entry in entries for name in (*entry.tags, entry.family, entry.slug)}
+    wanted = {name.lower(): name for name in names}
+    known = set().union(*map(_names, entries))
     for name in sorted(wanted):
         if name not in known:
-            raise RenderError(f"no entry of the gallery has the tag, family or name {name!r}.{nearest(name, known)}")
-    return tuple(entry for entry in entries if not wanted or wanted & {*entry.tags, entry.family, entry.slug})
+            raise RenderError(f"the gallery has no tag, family, alias or title {wanted[name]!r}.{nearest(name, known)}")
+    return tuple(entry for entry in entries if not wanted or wanted.keys() & _names(entry))
+
+
+def _names(entry: Entry) -> set[str]:
+    """What an entry is found by, in lower case."""
+    return {name.lower() for name in (*entry.tags, entry.family, *entry.aliases, entry.title, entry.slug)}

@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import shlex
+import tomllib
 import zlib
 from functools import cache
 from hashlib import sha256
@@ -28,12 +29,13 @@ from flexmask.cli import main
 from flexmask.errors import FlexmaskError
 from flexmask.gallery.build import build
 from flexmask.gallery.entry import Entry
-from flexmask.gallery.index import index
+from flexmask.gallery.index import PROJECT, index
 from flexmask.gallery.pictures import write_picture
 from flexmask.gallery.readme import readme
 from flexmask.gallery.rendered import RenderedEntry, render_entry
 from flexmask.gallery.snippets import command, python
 from flexmask.gallery.source import own_source, read_entries, select_entries
+from flexmask.plotting.mpl.legend import entries_of
 
 FOLDER = Path(__file__).parents[2] / "gallery"
 ENTRIES = read_entries(FOLDER / "gallery.toml")
@@ -187,7 +189,9 @@ def test_committed_picture_is_up_to_date(entry: Entry, tmp_path: Path) -> None:
 def test_committed_page_is_small_and_asks_for_nothing() -> None:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert len(page) < 1_000_000
-    assert re.findall(r'(?:src|href)="([^"#]+)"', page) == ["data:,"]
+    assert re.findall(r'(?:src|href)="([^"#]+)"', page) == ["data:,", PROJECT]
+    pyproject = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert pyproject["project"]["urls"]["Source"] == PROJECT
     assert "url(" not in page
     assert "@import" not in page
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
@@ -198,15 +202,39 @@ def test_committed_page_is_small_and_asks_for_nothing() -> None:
 def test_readme_has_all_there_is_to_say(found: list[RenderedEntry]) -> None:
     text = readme(found)
     for family in {entry.family for entry in ENTRIES}:
-        assert f"[{family.capitalize()}](#{family}) | {sum(entry.family == family for entry in ENTRIES)} |" in text
+        count = sum(entry.family == family for entry in ENTRIES)
+        assert f"[{family.capitalize()}](#{family.replace(' ', '-')}) | {count} |" in text
     plain = text.replace("\\", "")
     for entry in ENTRIES:
         _, section = plain.split(f"\n### {entry.title}\n")
         section = section.split("\n### ")[0]
-        wanted = [f'src="pictures/{entry.slug}.png"', entry.caption, f"\n{entry.text}\n", f"{entry.q_len} queries × "]
+        wanted = [
+            f'src="pictures/{entry.slug}.png"',
+            entry.caption,
+            f"```python\n{python(entry)}\n```\n",
+            f"{entry.q_len} queries × ",
+        ]
         wanted += [f"`{tag}`" for tag in entry.tags]
+        wanted += [f" · {alias}" for alias in entry.aliases]
         wanted += [f"({address})" for address in re.findall(r"https://[^\s;,]+", entry.source)]
         assert [part for part in wanted if part not in section] == []
+
+
+def test_code_of_the_readme_runs() -> None:
+    """Each block of Python runs as it stands, and makes the mask of its section."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)\n```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == len(ENTRIES)
+    for block, entry in zip(blocks, ENTRIES, strict=True):
+        made: dict[str, Any] = {}
+        exec(block, made)
+        assert made["mask"] == entry.mask()
+
+
+def test_no_picture_has_six_entries_in_its_legend(found: list[RenderedEntry]) -> None:
+    for one in found:
+        entries, _ = entries_of(one.sheet.pictures, 60)
+        assert len(entries) < 6, one.entry.title
 
 
 # ---------------------------------------------------------------- the files, and the command
@@ -233,15 +261,23 @@ def run(*arguments: str) -> Result:
 
 def test_only_some_are_written(tmp_path: Path) -> None:
     result = run(
-        "--only", "speech", "--only", "graphs", "--only", "causal-sliding-window", "-o", str(tmp_path / "new" / "folder")
+        "--only", "Medusa", "--only", "graphs", "--only", "causal-sliding-window", "-o", str(tmp_path / "new" / "folder")
     )
-    wanted = [entry for entry in ENTRIES if {"speech", "graphs"} & set(entry.tags) or entry.slug == "causal-sliding-window"]
-    assert len(wanted) == 4
+    wanted = [entry for entry in ENTRIES if "graphs" in entry.tags or entry.slug in ("medusa", "causal-sliding-window")]
+    assert len(wanted) == 3
     assert result.exit_code == 0, result.output
-    assert result.stderr == f"wrote 4 pictures, README.md and index.html to {tmp_path / 'new' / 'folder'}\n"
+    assert result.stderr == f"wrote 3 pictures, README.md and index.html to {tmp_path / 'new' / 'folder'}\n"
     assert {path.stem for path in (tmp_path / "new" / "folder" / "pictures").iterdir()} == {entry.slug for entry in wanted}
     page = (tmp_path / "new" / "folder" / "index.html").read_text(encoding="utf-8")
     assert [one["title"] for one in data_of(page)] == [entry.title for entry in wanted]
+
+
+def test_entries_are_listed_by_the_names_of_models(tmp_path: Path) -> None:
+    result = run("--list", "--only", "moba", "-o", str(tmp_path / "new"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("MoBA: Each query attends to its own block")
+    assert "https://arxiv.org/abs/2502.13189" in result.stdout
+    assert not (tmp_path / "new").exists()
 
 
 def test_families_can_be_chosen() -> None:
@@ -252,7 +288,7 @@ def test_families_can_be_chosen() -> None:
 def test_unknown_name_is_refused(tmp_path: Path) -> None:
     result = run("--only", "videos", "-o", str(tmp_path / "new"))
     assert result.exit_code == 2
-    assert result.stderr == "Error: no entry of the gallery has the tag, family or name 'videos'. Did you mean video?\n"
+    assert result.stderr == "Error: the gallery has no tag, family, alias or title 'videos'. Did you mean video?\n"
     assert not (tmp_path / "new").exists()
 
 
@@ -323,6 +359,8 @@ def test_own_masks(tmp_path: Path) -> None:
         ({"params": "{}"}, r"entry 'Mine': params has no value for ids"),
         ({"params": "{ id = [0] }"}, r"entry 'Mine': text, params: .*id"),
         ({"params": "{ ids = [0, 0] }"}, r"entry 'Mine': params, q_len, kv_len: .*2 values along q, but q_len is 6"),
+        ({"computed": "{ ids = 3 }"}, r"computed must be a table of texts, got \{'ids': 3\}"),
+        ({"computed": "{ idz = 'x' }"}, r"entry 1 \('Mine'\): computed has idz, which params does not have"),
         ({"text": '"causal &"'}, r"entry 'Mine': text, params: "),
         ({"text": '"casual"'}, r"entry 'Mine': .*casual"),
     ],

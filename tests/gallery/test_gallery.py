@@ -18,8 +18,10 @@ from tests.support.examples import OWN_MASKS
 SOURCE = Path(__file__).parents[2] / "gallery" / "gallery.toml"
 ENTRIES: list[dict[str, Any]] = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["mask"]
 WANTED = {"title", "family", "text", "q_len", "tags", "caption", "source"}
-ALLOWED = {"kv_len", "q_offset", "block_size", "batch", "head", "why", "q_tokens", "kv_tokens", "params"}
-FAMILIES = {"compositions"} | {path.stem for path in (Path(fm.__file__).parent / "catalogue").glob("*.py")}
+ALLOWED = {"aliases", "computed", "kv_len", "q_offset", "block_size", "batch", "head", "why", "q_tokens", "kv_tokens", "params"}
+FAMILIES = {"basics", "block grids", "models", "compositions"} | {
+    path.stem for path in (Path(fm.__file__).parent / "catalogue").glob("*.py")
+}
 TAGS = {
     *("causal", "window", "sinks", "global", "prefix", "blocks", "sparse", "indices"),
     *("padding", "packing", "batch", "per-head"),
@@ -173,8 +175,8 @@ CAPTIONS: dict[str, Callable[[int, int, int, int], bool]] = {
 def test_entry_is_declared_in_full(entry: dict[str, Any]) -> None:
     assert WANTED <= set(entry) <= WANTED | ALLOWED
     assert entry["family"] in FAMILIES
-    assert entry["title"][0].isupper()
-    assert entry["source"]
+    assert entry["title"][0].isupper() or entry["title"] == "gpt-oss"
+    assert re.search(r"https://\S+$", entry["source"])
     assert set(lengths_of(entry)) <= set(range(12, 65))
     assert entry.get("kv_len") != entry["q_len"]
     assert entry.get("q_offset", 1) > 0
@@ -279,12 +281,21 @@ def test_bigbird_draws_its_caption() -> None:
 def test_titles_and_masks_differ() -> None:
     assert len({slug_of(entry["title"]) for entry in ENTRIES}) == len(ENTRIES)
     assert len({entry["caption"] for entry in ENTRIES}) == len(ENTRIES)
-    assert len({mask_of(entry) for entry in ENTRIES}) == len(ENTRIES)
+    shown = [(mask_of(entry), *lengths_of(entry), tuple(entry.get("q_tokens", ())), entry["family"]) for entry in ENTRIES]
+    assert len(set(shown)) == len(ENTRIES)
+
+
+def test_simple_pictures_come_first() -> None:
+    basics = [entry for entry in ENTRIES if entry["family"] == "basics"]
+    assert [entry["text"] for entry in basics[:1]] == ["causal"]
+    assert not any(entry.get("block_size") or entry.get("why") for entry in basics)
+    assert all(entry["block_size"] for entry in ENTRIES if entry["family"] == "block grids")
 
 
 def test_families_stand_together() -> None:
     families = [entry["family"] for entry in ENTRIES]
-    assert families[0] == "compositions"
+    assert families[0] == "basics"
+    assert families[-1] == "compositions"
     assert len(set(families)) == 1 + sum(before != here for before, here in pairwise(families))
 
 
@@ -295,7 +306,7 @@ def test_compositions_have_terms() -> None:
 
 
 def test_every_named_mask_has_an_entry() -> None:
-    families = [entry for entry in ENTRIES if entry["family"] != "compositions"]
+    families = [entry for entry in ENTRIES if entry["family"] not in ("basics", "block grids", "models", "compositions")]
     nodes = [node for entry in families for node in mask_of(entry).walk()]
     shown = {node.name for node in nodes if isinstance(node, Named)} | {str(node) for node in nodes if isinstance(node, Truth)}
     assert set(OWN_MASKS) - shown == set()

@@ -69,7 +69,9 @@ def matching(words: str = "", tags: tuple[str, ...] = ()) -> list[str]:
     """The titles of what has all words and all tags."""
     found = []
     for entry in ENTRIES:
-        text = "\n".join([entry.title, entry.family, entry.caption, entry.text, *entry.tags, entry.source]).lower()
+        text = "\n".join(
+            [entry.title, entry.family, entry.caption, entry.text, *entry.tags, *entry.aliases, entry.source]
+        ).lower()
         if all(word in text for word in words.lower().split()) and all(tag in entry.tags for tag in tags):
             found.append(entry.title)
     return found
@@ -83,7 +85,16 @@ def focused(page: Opened) -> str:
 def test_search_finds_what_has_all_words(chromium: Browser, file: Path) -> None:
     with opened(chromium, file) as page:
         assert shown(page) == [entry.title for entry in ENTRIES]
-        for words in ("longformer", "SLIDING_window", "video  tile", "document(lengths", "compositions padding", "cu_seqlens"):
+        for words in (
+            "longformer",
+            "SLIDING_window",
+            "video  tile",
+            "document(lengths",
+            "compositions padding",
+            "cu_seqlens",
+            "best-of-n",
+            "zigzag",
+        ):
             assert search(page, words) == matching(words), words
             assert page.page.locator("#count").inner_text() == f"{len(matching(words))} of {len(ENTRIES)} masks"
         assert len(matching("video tile")) not in (0, len(ENTRIES))
@@ -174,6 +185,43 @@ def test_next_is_among_what_is_found(chromium: Browser, file: Path) -> None:
         page.page.get_by_role("button", name="Next mask").click()
         page.page.wait_for_function(f"() => document.getElementById('title').textContent === {found[0]!r}")
         assert page.page.locator("#title").inner_text() == found[0]
+
+
+def test_left_and_right_keys_page(chromium: Browser, file: Path) -> None:
+    first, second = ENTRIES[0], ENTRIES[1]
+    with opened(chromium, file, first.slug) as page:
+        page.settle()
+        page.page.keyboard.press("ArrowRight")
+        page.settle()
+        assert page.page.locator("#title").inner_text() == second.title
+        page.page.keyboard.press("Alt+ArrowRight")
+        page.page.keyboard.press("ArrowLeft")
+        page.settle()
+        page.page.keyboard.press("ArrowLeft")
+        page.settle()
+        assert page.page.locator("#title").inner_text() == ENTRIES[-1].title
+        page.page.locator("#view canvas").first.focus()
+        page.page.keyboard.press("ArrowRight")  # moves the cursor in the picture
+        page.settle()
+        assert page.page.locator("#title").inner_text() == ENTRIES[-1].title
+
+
+def test_names_in_the_legend_are_not_broken(chromium: Browser, file: Path) -> None:
+    """Lines end between the parts of an expression: each word of a label is one box."""
+    (wanted,) = [entry for entry in ENTRIES if entry.title == "Qwen with prompts padded on the left"]
+    broken = """() => [...document.querySelectorAll("#view .flexmask-legend th span")].flatMap((label) =>
+        [...label.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).flatMap((node) =>
+            [...node.data.matchAll(/\\w+/g)].filter((word) => {
+                const range = document.createRange();
+                range.setStart(node, word.index);
+                range.setEnd(node, word.index + word[0].length);
+                return range.getClientRects().length > 1;
+            }).map(String)))"""
+    for width in (1280, 360):
+        with opened(chromium, file, wanted.slug, viewport={"width": width, "height": 800}) as page:
+            page.settle()
+            assert page.page.locator("#view .flexmask-legend th span").count() >= 3
+            assert page.page.evaluate(broken) == []
 
 
 def test_one_view_at_a_time(chromium: Browser, file: Path) -> None:

@@ -12,8 +12,8 @@ const title = document.title;
 
 // What is found.
 
-const haystacks = entries.map(({ title, family, caption, text, tags, source }) =>
-  [title, family, caption, text, ...tags, source.map(([words]) => words).join("")].join("\n").toLowerCase());
+const haystacks = entries.map(({ title, family, caption, text, tags, aliases, source }) =>
+  [title, family, caption, text, ...tags, ...aliases, source.map(([words]) => words).join("")].join("\n").toLowerCase());
 /** The entries that are shown, in their order. */
 let found = entries;
 
@@ -106,6 +106,8 @@ function fill(entry) {
   byId("statistics").replaceChildren(...entry.statistics.map(([label, text]) => made("div", {}, made("dt", {}, label), made("dd", {}, text))));
   byId("tags").replaceChildren(...entry.tags.map((tag) => made("li", {}, tag)));
   byId("source").replaceChildren(...entry.source.map(([text, address]) => (address ? made("a", { href: address, rel: "noreferrer" }, text) : text)));
+  byId("aliases").textContent = entry.aliases.join(", ");
+  byId("also").hidden = entry.aliases.length === 0;
   byId("said").textContent = "";
   view?.destroy();
   view = flexmaskView(byId("view"), entry.view);
@@ -176,6 +178,13 @@ byId("previous").addEventListener("click", () => step(-1));
 byId("next").addEventListener("click", () => step(1));
 byId("close").addEventListener("click", () => dialog.close());
 dialog.addEventListener("close", closed);
+dialog.addEventListener("keydown", (event) => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!by || event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+  if (event.target.closest("canvas, select, input, pre")) return;  // where these keys move a cursor
+  event.preventDefault();
+  step(by);
+});
 dialog.addEventListener("mousedown", (event) => {
   const { left, right, top, bottom } = dialog.getBoundingClientRect();  // the backdrop has the dialog as its target, as scroll bars have
   if (event.target === dialog && (event.x < left || event.x > right || event.y < top || event.y > bottom)) dialog.close();
