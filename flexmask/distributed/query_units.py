@@ -5,7 +5,7 @@ Masks are analyzed some queries at a time, so that memory does not grow with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -150,18 +150,13 @@ def units_of(context: Context, size: int, block_size: tuple[int, int]) -> QueryU
         size: queries in a unit, a divisor of those in a block.
         block_size: queries and keys in a block of the kernel.
     """
-    parts = [_units_of_part(part, size, block_size) for part in _parts(context, CHUNK // block_size[0] * block_size[0])]
+    queries = max(1, CHUNK // block_size[0]) * block_size[0]
+    starts = range(0, context.q_len, queries)
+    chunks = (context.of_queries(start, min(start + queries, context.q_len)) for start in starts)
+    parts = [_units_of_part(chunk, size, block_size) for chunk in chunks]
     work, visible = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("work", "visible"))
     keys = KeyLists.stacked([part.keys for part in parts])
     return QueryUnits(work, visible, KeyLists(keys.lo.cpu(), keys.hi.cpu(), keys.first.cpu()))
-
-
-def _parts(context: Context, size: int) -> Iterator[Context]:
-    """The contexts of consecutive queries, at most ``size`` each."""
-    mask = context.with_lengths(context.mask)
-    for start in range(0, context.q_len, max(1, size)):
-        stop = min(start + max(1, size), context.q_len)
-        yield replace(context, mask=mask, q_len=stop - start, q_offset=start, q_end=stop)
 
 
 def _units_of_part(context: Context, size: int, block_size: tuple[int, int]) -> QueryUnits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -78,6 +78,11 @@ class Context:
             return node
         lengths = {"q_len": Constant(self.q_len), "kv_len": Constant(self.kv_len)}
         return cast(N, node.replace(lambda below: lengths.get(below.name) if isinstance(below, Symbol) else None))
+
+    def of_queries(self, start: int, stop: int) -> Context:
+        """The context of the queries ``start <= q < stop`` of a sequence, with all of its keys."""
+        mask = self.with_lengths(self.mask)
+        return replace(self, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={})
 
     def index(self, name: str) -> Tensor:
         """All values of an index symbol, ``int64``; ``q`` counts from 0 whatever the offset."""

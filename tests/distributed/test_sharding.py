@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmask as fm
-from flexmask.distributed import Sharding, shard_sequence
+from flexmask.distributed import Sharding, query_units, shard_sequence
 from flexmask.errors import LoweringError, OperandError
 from tests.support.strategies import Case, Shape, mask_cases
 
@@ -116,6 +116,24 @@ def test_a_mask_for_each_sequence_counts_as_many_times_as_one_for_all() -> None:
     q, kv = torch.arange(32).view(-1, 1), torch.arange(32)
     packed = (ids[:, :, None] == ids[:, None, :]) & (kv <= q)
     check_plan(sharding, [packed[:, None], (kv <= q)[None, None]], [1, 1], 8, [True, True])
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("sliding_window(size=5)", lambda q, kv: (kv <= q) & (kv > q - 5)),
+        ("causal(align='lower_right') - (kv < q - 10)", lambda q, kv: (kv <= q) & (kv >= q - 10)),
+        ("q * 3 - 20 >= kv", lambda q, kv: q * 3 - 20 >= kv),
+        ("document(ids)", lambda q, kv: q // 7 == kv // 7),
+        ("(abs(q - kv) < 9) & ((q - kv) % 3 == 0)", lambda q, kv: ((q - kv).abs() < 9) & ((q - kv) % 3 == 0)),
+    ],
+)
+def test_long_sequences_are_analyzed_some_queries_at_a_time(text: str, meaning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_units, "CHUNK", 4)
+    q, kv = torch.arange(40).view(-1, 1), torch.arange(40)
+    data = {"ids": torch.arange(40) // 7} if "ids" in text else {}
+    sharding = shard_sequence(fm.parse(text, **data), 40, 3, block_size=2)
+    check_plan(sharding, [meaning(q, kv)[None, None]], [1], 2, ["%" not in text])
 
 
 DOCUMENTS = [5000, 130, 900, 2, 7000, 48, 300, 1100, 2500, 64, 3000, 700, 1, 6000, 1255, 4768]
