@@ -4,28 +4,40 @@ A document is a passage of a text file: what stands between two blank lines. Doc
 one length, and the mask `causal & document(ids)` keeps them apart. Without files, the repository's own texts are read.
 
     python examples/packed_text.py --steps 300 -o mask.png notes.txt
+
+With --context-parallel several processes train on the same batches to the same losses: each computes a part of the tokens of each
+sequence. A run that was stopped goes on from its checkpoint, also with another number of processes.
+
+    torchrun --nproc-per-node 4 examples/packed_text.py --context-parallel --checkpoint packed_text.pt
 """
 
 from __future__ import annotations
 
+import io
+import os
 import random
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flexmask import Mask, MultiheadFlexAttention, causal, document
+from flexmask.distributed import ContextParallel
 from flexmask.errors import FlexmaskError
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEADS, LAYERS = 64, 4, 2
 PADDING = -1
+SAVE_EVERY = 10  # steps
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,10 @@ class Packed:
 
     def __getitem__(self, rows: Tensor) -> Packed:
         return Packed(self.tokens[rows], self.ids[rows], self.positions[rows], self.targets[rows])
+
+    def shard(self, cp: ContextParallel) -> Packed:
+        """The tokens of this process."""
+        return Packed(*(cp.shard(part) for part in (self.tokens, self.ids, self.positions, self.targets)))
 
     @property
     def mask(self) -> Mask:
@@ -121,16 +137,49 @@ class Decoder(nn.Module):
         return out
 
 
-def train(model: Decoder, packed: Packed, steps: int, batch: int, lr: float) -> Iterator[float]:
-    """Trains on random batches, each with its own mask; yields the loss of each step."""
+def train(
+    model: Decoder, packed: Packed, steps: int, batch: int, lr: float, checkpoint: Path | None = None
+) -> Iterator[tuple[int, float]]:
+    """Trains on random batches, each with its own mask; yields each step and its loss.
+
+    In a process group all processes draw the same batches, and each computes its tokens of every sequence.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for _ in range(steps):
+    done = 0 if checkpoint is None or not checkpoint.exists() else load(checkpoint, model, optimizer)
+    for step in range(done + 1, steps + 1):
         some = packed[torch.randint(len(packed.ids), (batch,))]
-        loss = cross_entropy(model(some, some.mask).transpose(1, 2), some.targets, ignore_index=PADDING)
+        mask, count = some.mask, (some.targets != PADDING).sum()
         optimizer.zero_grad()
-        loss.backward()
+        with ContextParallel(None, mask, some.tokens.shape[1]) if dist.is_initialized() else nullcontext() as cp:
+            own = some if cp is None else some.shard(cp)
+            out = model(own, mask).transpose(1, 2)
+            loss = cross_entropy(out, own.targets, ignore_index=PADDING, reduction="sum") / count
+            loss.backward()
+        if dist.is_initialized():
+            for part in (loss.detach(), *(weight.grad for weight in model.parameters())):
+                dist.all_reduce(part)
         optimizer.step()
-        yield loss.item()
+        if checkpoint is not None and (step % SAVE_EVERY == 0 or step == steps):
+            save(checkpoint, step, model, optimizer)
+        yield step, loss.item()
+
+
+def save(path: Path, step: int, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Writes what :func:`train` goes on from, once for all processes, and never a part of it."""
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        written = path.with_name(f"{path.name}.new")
+        torch.save(state, written)
+        written.replace(path)
+
+
+def load(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Reads what :func:`save` wrote; the step after which it was written."""
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    return int(state["step"])
 
 
 @torch.no_grad()
@@ -161,12 +210,39 @@ def draw(mask: Mask, seq_len: int, output: Path | None) -> None:
 @click.option("--batch", type=click.IntRange(1), default=8, help="Sequences in a batch.")
 @click.option("--lr", type=click.FloatRange(0, min_open=True), default=3e-3, help="Learning rate.")
 @click.option("--seed", type=int, default=0, help="Of the weights, the order of documents, and the batches.")
+@click.option("--context-parallel", is_flag=True, help="Distribute the tokens over the processes of torchrun.")
+@click.option("--checkpoint", type=click.Path(dir_okay=False, path_type=Path), help="File to save to, and to go on from.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw in a .png or .svg file, not in the terminal.")
-def main(files: tuple[Path, ...], steps: int, seq_len: int, batch: int, lr: float, seed: int, output: Path | None) -> None:
+def main(context_parallel: bool, output: Path | None, **options: Any) -> None:
     """Train a small decoder on packed text, and show that no document sees another.
 
     FILES are text files; by default the repository's own. Their passages, which blank lines separate, are the documents.
     """
+    if context_parallel and "RANK" not in os.environ:
+        raise click.UsageError("--context-parallel needs several processes; run the script with torchrun --nproc-per-node 4")
+    if not context_parallel:
+        run(output=output, **options)
+        return
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        run(output=output, **options)
+    else:
+        with redirect_stdout(io.StringIO()):
+            run(output=None, **options)
+    dist.destroy_process_group()
+
+
+def run(
+    files: tuple[Path, ...],
+    steps: int,
+    seq_len: int,
+    batch: int,
+    lr: float,
+    seed: int,
+    checkpoint: Path | None,
+    output: Path | None,
+) -> None:
+    """What :func:`main` does, alone or in each process of a group."""
     torch.manual_seed(seed)
     documents = read(files)
     random.Random(seed).shuffle(documents)
@@ -181,8 +257,8 @@ def main(files: tuple[Path, ...], steps: int, seq_len: int, batch: int, lr: floa
 
     model = Decoder(seq_len)
     with Progress(transient=True) as progress:
-        losses = progress.track(train(model, packed, steps, batch, lr), total=steps, description="training")
-        for step, loss in enumerate(losses, start=1):
+        losses = progress.track(train(model, packed, steps, batch, lr, checkpoint), total=steps, description="training")
+        for step, loss in losses:
             if step in (1, steps) or step % max(1, steps // 6) == 0:
                 progress.console.print(f"step {step:>5}   loss {loss:.3f}", highlight=False)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +84,36 @@ def test_packing(packed_text: ModuleType) -> None:
     assert torch.equal(visible, torch.tensor(same))
 
 
+def test_tokens_distributed_over_processes(packed_text: ModuleType, tmp_path: Path) -> None:
+    """The losses are those of one process, also after a run that was stopped, with another number of processes."""
+    text = EXAMPLES.parent / "README.md"
+    whole = run(packed_text, text, *SMALL)
+    saved, drawn = tmp_path / "packed_text.pt", tmp_path / "mask.png"
+    found = []
+    for ranks, steps in ((2, 10), (1, 12)):
+        script = [
+            EXAMPLES / "packed_text.py",
+            text,
+            *SMALL,
+            "--steps",
+            steps,
+            "--context-parallel",
+            "--checkpoint",
+            saved,
+            "-o",
+            drawn,
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *script]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+        result = subprocess.run([sys.executable, *map(str, torchrun)], capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr
+        found += re.findall(r"step +\d+ +loss [\d.]+", result.stdout)
+    assert [re.findall(r"\d+", line)[0] for line in found] == ["1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "12"]
+    wanted = re.findall(r"step +\d+ +loss [\d.]+", whole.output)
+    assert [line for line in found if line in wanted] == wanted
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
@@ -91,8 +123,9 @@ def test_packing(packed_text: ModuleType) -> None:
         (b"one\n\ntwo", ["-o", "mask.gif"], "mask.gif"),
         (b"one\n\ntwo", ["-o", "no_such_folder/mask.png"], "no_such_folder"),
         (b"one\n\ntwo", ["--steps", "0"], "--steps"),
+        (b"one\n\ntwo", ["--context-parallel"], "run the script with torchrun --nproc-per-node 4"),
     ],
-    ids=["missing", "empty", "one document", "ending", "folder", "steps"],
+    ids=["missing", "empty", "one document", "ending", "folder", "steps", "no torchrun"],
 )
 def test_bad_input_is_explained(
     packed_text: ModuleType, tmp_path: Path, text: bytes | None, arguments: list[str], message: str
