@@ -307,8 +307,9 @@ MUTANTS: dict[str, Callable[[BlockMask], None]] = {
 
 
 def test_mutants_are_found() -> None:
-    """One compilation serves all of them."""
-    for change in MUTANTS.values():
+    """One compilation serves all of them. One of each sort is enough for the oldest torch."""
+    names = MUTANTS if torch.__version__ >= "2.12" else ("bounds", "kv block missing", "full_q block elsewhere")
+    for change in (MUTANTS[name] for name in names):
         with pytest.raises(AssertionError, match=r"close|exactly 0"):
             check(Case(fm.causal(), CASES["causal"].shown, 384), change=change)
 
