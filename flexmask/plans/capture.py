@@ -191,6 +191,8 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
         graph.recompile()
         return graph
 
+    if torch.__version__ < "2.12":  # where a CUDA build without a GPU keeps a pointer into the first thread that does this
+        torch._C._ensureCUDADeviceGuardSet()
     with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
         return Graph(thread.submit(capture).result(), layout)
 
