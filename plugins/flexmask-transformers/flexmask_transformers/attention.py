@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 import flexmask
 from flexmask import Mask, causal, document, full
 from flexmask.backends import attention_weights
 from flexmask.errors import LoweringError
+from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
 from flexmask_transformers.dense import dense_attention
+from flexmask_transformers.graphs import GraphMask
 from flexmask_transformers.model_mask import ModelMask, to_mask
 from flexmask_transformers.packing import document_ids, packing_argument
 from flexmask_transformers.recording import record
@@ -47,7 +50,7 @@ def attention_forward(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        attention_mask: a :class:`ModelMask`; a Mask, its text or a mask_mod; ``bool`` or additive ``float``
+        attention_mask: a :class:`ModelMask` or :class:`GraphMask`; a Mask, its text or a mask_mod; ``bool`` or additive ``float``
             ``[B, 1 or H, q_len, kv_len]``; None for no mask, or the causal one where the layer is causal, as in SDPA.
         scaling: factor of the scores; ``1 / sqrt(D)`` by default.
         dropout: probability that a weight is dropped.
@@ -75,6 +78,13 @@ def attention_forward(
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
         documents = _dense_documents(module, batch, q_len, kv_len, kwargs)
+        tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.is_scaling else None
+        if tiled is not None:
+            options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "dropout_p": dropout}
+            out = flexmask.attention(query, key, value, tiled, scale=scores.scale, **options)
+            return out.transpose(1, 2).contiguous(), None
+        if isinstance(attention_mask, GraphMask):
+            attention_mask = attention_mask.lowered.dense()
 
         def mask() -> Mask:
             dense = _dense_mask(attention_mask, is_causal)
@@ -181,6 +191,17 @@ def _dense_documents(module: torch.nn.Module, batch: int, q_len: int, kv_len: in
     if torch.compiler.is_compiling() and getattr(module, "is_causal", False):
         return documents_in_graph(getattr(module, "config", None), kwargs.get("position_ids"), batch, q_len, kv_len)
     return None
+
+
+def _tiled_mask(mask: Any, is_causal: bool, documents: Tensor | None, kwargs: Mapping[str, Any]) -> Mask | LoweredMask | None:
+    """The mask that a layer in a graph attends with in tiles; None where its attention is dense."""
+    if documents is None:
+        return mask.lowered if isinstance(mask, GraphMask) else None
+    is_contiguous = kwargs.get("cu_seq_lens_q") is not None and has_static_value(documents.shape[1])
+    if isinstance(mask, Tensor) or not is_contiguous or not torch.compiler.is_compiling():
+        return None
+    own: Mask = mask.mask if isinstance(mask, GraphMask) else causal() if is_causal else full()
+    return own & document(documents, contiguous=True)
 
 
 def _dense_mask(mask: Tensor | None, is_causal: bool) -> Mask:

@@ -38,8 +38,7 @@ def dense_attention(
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scores.scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    is_plain = scores.softcap is None and scores.position_bias is None and scores.sink is None and documents is None
-    if mask is None and is_plain:
+    if mask is None and documents is None and scores.is_scaling:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
     if mask is not None:
         mask = mask[..., :kv_len]

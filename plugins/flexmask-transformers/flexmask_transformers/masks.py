@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from flexmask import Mask, from_mask_mod, full, kv
+from flexmask_transformers.graphs import GraphMask, mask_in_graph
 from flexmask_transformers.model_mask import ModelMask
 from flexmask_transformers.request import take_request
 from flexmask_transformers.user_masks import user_mask_for
@@ -36,7 +37,7 @@ def make_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **options: Any,
-) -> Tensor | None:
+) -> Tensor | GraphMask | None:
     """The mask of one layer type in one forward.
 
     Args:
@@ -50,14 +51,15 @@ def make_mask(
         options: what transformers passes in addition: ``config``, ``local_size``, ``device`` and others.
 
     Returns:
-        A :class:`ModelMask`. In a graph of ``torch.compile``, and for one query, it is ``bool[B, 1, q_length, kv_length]``, or
-        None where SDPA needs no mask.
+        A :class:`ModelMask`; in a graph of ``torch.compile`` see :func:`mask_in_graph`. For one query it is
+        ``bool[B, 1, q_length, kv_length]``, or None where SDPA needs no mask.
     """
-    if torch.compiler.is_compiling():
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
-    request = take_request()
     config, device = options.get("config"), options.get("device") or "cpu"
     layer_type = _layer_type(config, options.get("local_size"))
+    if torch.compiler.is_compiling():
+        sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+        return mask_in_graph(*sizes, mask_function, attention_mask, layer_type, options)
+    request = take_request()
     is_chunked = layer_type == "chunked_attention"
     user_mask, replaces = user_mask_for(config, layer_type, request.user_mask)
     if q_length == 1 and user_mask is None:

@@ -21,7 +21,16 @@ from flexmask import Mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
 
-__all__ = ["Documents", "Request", "documents_in_graph", "dropped_documents", "is_user_mask", "preprocess", "take_request"]
+__all__ = [
+    "Documents",
+    "Request",
+    "documents_in_graph",
+    "dropped_documents",
+    "is_user_mask",
+    "preprocess",
+    "take_request",
+    "take_request_in_graph",
+]
 
 #: The attribute of a cache whose keys belong to several documents.
 PACKED_CACHE = "_flexmask_is_packed"
@@ -71,6 +80,8 @@ class _InGraph:
     config: Any = None
     keep: Tensor | None = None
     has_positions: bool = True
+    documents: Tensor | None = None
+    user_mask: Any = None
 
 
 def take_request() -> Request:
@@ -78,6 +89,13 @@ def take_request() -> Request:
     request = _NEXT.get()
     _NEXT.set(None)
     return request or Request()
+
+
+def take_request_in_graph() -> tuple[Tensor | None, Any]:
+    """The documents ``int[B, S]`` of the mask that is being made in a graph, and the mask that the caller gave."""
+    found = _InGraph.documents, _InGraph.user_mask
+    _InGraph.documents = _InGraph.user_mask = None
+    return found
 
 
 def is_user_mask(value: object) -> bool:
@@ -108,15 +126,18 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         if config._attn_implementation != "flexmask":
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         if torch.compiler.is_compiling():
+            user_mask = None
             if is_user_mask(attention_mask):
-                raise LoweringError(
-                    "a graph of torch.compile takes no mask of flexmask as attention_mask; give it mask.dense(q_len)"
-                )
+                user_mask, attention_mask = attention_mask, None
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
             if not rest and not options:  # they are for the keys of an encoder
                 _InGraph.config = config
                 _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
-            return _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
+            found = _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
+            if found[0] or getattr(config, "attention_chunk_size", None) is not None:  # chunks start with each document
+                return found
+            _InGraph.documents, _InGraph.user_mask = found[2], user_mask
+            return *found[:2], None, *found[3:]
         _NEXT.set(None)
         user_mask = None
         if is_user_mask(attention_mask):

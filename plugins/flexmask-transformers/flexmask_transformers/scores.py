@@ -30,6 +30,11 @@ class Scores(NamedTuple):
     position_bias: Tensor | None = None
     sink: Tensor | None = None
 
+    @property
+    def is_scaling(self) -> bool:
+        """Whether they are the products times the scale, and nothing else."""
+        return self.softcap is None and self.position_bias is None and self.sink is None
+
     def score_mod(self, batch: int, keys: int) -> ScoreMod | None:
         """The part of them that FlexAttention's ``score_mod`` computes, for ``keys`` keys before the sink."""
         softcap, bias, has_sink = self.softcap, self.position_bias, self.sink is not None

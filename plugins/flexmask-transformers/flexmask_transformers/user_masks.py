@@ -17,17 +17,19 @@ from flexmask.tracing import MaskLike, as_mask
 __all__ = ["use_mask", "user_mask_for"]
 
 
-@dataclass
+@dataclass(eq=False)
 class _UserMask:
     """A mask for the layers of some configs."""
 
     configs: list[Any]
     masks: Mapping[str, Mask] | Mask
     replaces: bool
-    uses: int = field(default=0)
+    is_used: bool = field(default=False)
 
 
 _ACTIVE: ContextVar[tuple[_UserMask, ...]] = ContextVar("flexmask_transformers.user_masks", default=())
+#: The same for graphs of ``torch.compile``, which does not trace context variables.
+_OF_ALL_THREADS: list[_UserMask] = []
 
 
 @contextmanager
@@ -39,6 +41,8 @@ def use_mask(
     **data: Any,
 ) -> Iterator[None]:
     """Within ``with use_mask(model, mask): ...`` the attention layers of a model use a mask of your own.
+
+    In code that ``torch.compile`` traces it counts for all threads, and other data runs without compiling again.
 
     Args:
         model: a model of transformers with ``attn_implementation="flexmask"``, or a part of it, such as ``model.encoder``, whose
@@ -65,13 +69,15 @@ def use_mask(
     masks = _bound(mask, data)
     own = _UserMask(configs, masks, combine == "replace")
     before = _ACTIVE.set((*_ACTIVE.get(), own))
+    _OF_ALL_THREADS.append(own)
     try:
         yield
     finally:
         _ACTIVE.reset(before)
-    if not own.uses:
+        _OF_ALL_THREADS.remove(own)
+    if not own.is_used:
         raise ExpressionError(
-            f"no attention layer of {type(model).__name__} used the mask: the model was not called, is compiled, or makes no mask"
+            f"no attention layer of {type(model).__name__} used the mask: the model was not called, or makes no mask"
         )
 
 
@@ -85,10 +91,10 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None
     """
     mask = None if given is None else _select_type(given, layer_type)
     replaces = mask is not None
-    for active in _ACTIVE.get():
+    for active in _OF_ALL_THREADS if torch.compiler.is_compiling() else _ACTIVE.get():
         if not any(config is own for own in active.configs):
             continue
-        active.uses += 1
+        active.is_used = True
         own = _select_type(active.masks, layer_type)
         if own is not None and active.replaces:
             mask, replaces = own, True

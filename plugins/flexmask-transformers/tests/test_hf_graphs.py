@@ -1,0 +1,117 @@
+"""flexmask's masks in graphs of torch.compile: attention in tiles, masks of your own, and one graph for all data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flexmask_transformers import use_mask
+from hf_models import gradients, pair, tokens
+from test_hf_masks import positions
+from test_hf_models import CLOSE, documents_alone
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+import flexmask
+from flexmask import causal, document
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning")  # names of transformers 5 for checkpointing
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: Any, **options: Any) -> tuple[Any, list[str]]:
+    """A compiled model, and the names of the functions in its graphs."""
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(getattr(node.target, "__name__", str(node.target)) for node in graph.graph.nodes)
+        return graph
+
+    return torch.compile(model, backend=backend, fullgraph=True, **options), names
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q"])
+def test_packed_rows_attend_in_tiles(name: str, given: str) -> None:
+    eager, ours = pair(name)
+    model, names = compiled(ours)
+    for lengths in ((5, 7), (9, 3), (2, 10)):
+        ids = tokens(1, seed=lengths[0])
+        packing = positions(*lengths)
+        if given == "cu_seq_lens_q":
+            packing = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        found = model(ids, position_ids=positions(*lengths), **({} if given == "position_ids" else {given: packing})).logits
+        assert_close(found, documents_alone(eager, ids, lengths), **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert "scaled_dot_product_attention" not in names
+
+
+def test_lengths_that_change_have_one_more_graph() -> None:
+    eager, ours = pair("llama")
+    model, _ = compiled(ours)
+    for lengths in ((5, 7), (5, 8), (3, 2), (6, 4), (1, 8)):
+        ids = tokens(1, sum(lengths), seed=lengths[0])
+        assert_close(model(ids, position_ids=positions(*lengths)).logits, documents_alone(eager, ids, lengths), **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+IDS = [torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]]), torch.tensor([[0] * 6 + [1] * 6])]
+
+
+def test_use_mask_with_other_data() -> None:
+    _, ours = pair("llama")
+    model, _ = compiled(ours)
+    for ids in IDS:
+        with use_mask(ours, "document(ids)", ids=ids):
+            found, wanted = (own(tokens(1)).logits for own in (model, ours))
+        assert_close(found, wanted, **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 1
+    plain = model(tokens(1)).logits
+    assert_close(plain, ours(tokens(1)).logits, **CLOSE)
+    assert not torch.allclose(plain, found)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_use_mask_in_place_of_the_models_own(name: str) -> None:
+    _, ours = pair(name)
+    model, _ = compiled(ours)
+    masks: dict[str, Any] = {"full_attention": "document(ids)", "sliding_attention": causal() & document(flexmask.param("ids"))}
+    with use_mask(ours, masks, combine="replace", ids=IDS[0]):
+        found, wanted = (own(tokens(1)).logits for own in (model, ours))
+    assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("mask", ["causal & sliding_window(size=3)", causal() & document(IDS[0])])
+def test_a_mask_as_attention_mask(mask: Any) -> None:
+    _, ours = pair("llama")
+    model, _ = compiled(ours)
+    assert_close(model(tokens(1), attention_mask=mask).logits, ours(tokens(1), attention_mask=mask).logits, **CLOSE)
+
+
+def test_gradient_checkpointing() -> None:
+    eager, ours = pair("llama")
+    ours.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model: Any = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    wanted = gradients(eager, documents_alone(eager, tokens(1), (5, 7)).square().sum())
+    found = gradients(ours, model(tokens(1), position_ids=positions(5, 7), use_cache=False).logits.square().sum())
+    ours.gradient_checkpointing_disable()
+    for name in wanted:
+        assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+
+
+def test_a_mask_of_your_own_behind_other_tokens() -> None:
+    _, ours = pair("llama")
+    cache = ours(tokens(1), use_cache=True).past_key_values
+    model, _ = compiled(ours)
+    refused = pytest.raises(torch._dynamo.exc.Unsupported, match="as many queries as keys")
+    with refused, use_mask(ours, "sliding_window(size=4)"):
+        model(tokens(1, 2), past_key_values=cache)
