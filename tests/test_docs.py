@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
 
+import flexmask as fm
+from flexmask import registry
+from flexmask._suggestions import PACKAGES
+from tests.support.examples import OWN_MASKS
 from tests.support.pages import blocks_of, run_page
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -26,6 +31,49 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     run_page(page)
     plt.close("all")
+
+
+def documented() -> set[str]:
+    """The full names that the reference describes."""
+    found = set()
+    for page in (DOCS / "reference").glob("*.rst"):
+        lines = page.read_text().splitlines()
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if match := re.match(r" *\.\. (auto\w+|named-masks):: ([\w.]+)", line):
+                kind, name = match.groups()
+                if kind == "named-masks":
+                    found |= {f"flexmask.{mask}" for mask in OWN_MASKS if registry.origin(mask).family == name}
+                elif kind == "automodule" and ":no-members:" not in following:
+                    found |= {f"{name}.{member}" for member in import_module(name).__all__}
+                found.add(name if name.startswith("flexmask.") else f"flexmask.{name}")
+            found |= set(re.findall(r"``(flexmask\.\w+)``", line))
+    return found
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Names at the top may stand under their package."""
+    found = documented()
+    top = {name.rpartition(".")[2] for name in found}
+    assert [name for name in [*fm.__all__, *OWN_MASKS] if name not in {*top, "errors", "masks"}] == []
+    packages = [f"flexmask.{package}" for package in (*PACKAGES, "distributed", "plans", "tracing")]
+    listed = [
+        f"{package}.{name}" for package in packages if package != "flexmask.errors" for name in import_module(package).__all__
+    ]
+    missing = [name for name in listed if name not in found and name.rpartition(".")[2] not in {*fm.__all__, "Data", "MaskLike"}]
+    assert missing == []
+
+
+def test_errors_are_described() -> None:
+    text = (DOCS / "reference" / "errors.md").read_text()
+    assert [name for name in fm.errors.__all__ if f"`{name}`" not in text and f".{name}`" not in text] == []
+
+
+def test_figures_are_those_of_the_committed_results() -> None:
+    figure = r"[\d,.]+ (?:µs|ms|s)\b"
+    measured = set(re.findall(figure, (DOCS.parent / "benchmarks" / "results" / "cpu.md").read_text()))
+    quoted = re.findall(figure, (DOCS / "concepts" / "performance.md").read_text())
+    assert len(quoted) >= 20
+    assert [number for number in quoted if number not in measured] == []
 
 
 def write(folder: Path, text: str) -> Path:
