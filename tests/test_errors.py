@@ -163,9 +163,9 @@ DATA: list[Row] = [
     ("parameter named as a mask", lambda: fm.param("causal"), "causal ... mask|name"),
     ("parameter named as a keyword", lambda: fm.param("lambda"), "lambda ... keyword|identifier"),
     ("parameter's name", lambda: fm.param("a b"), "identifier ... a b"),
-    ("parameter named by a number", lambda: fm.param(3), r"text, e.g. param\('ids'\), got int 3"),
-    ("parameter named by nothing", lambda: fm.param(None), "text ... None"),
-    ("parameter named by a mask", lambda: fm.param(fm.causal()), r"text ... causal\(\)"),
+    ("parameter named by a number", lambda: fm.param(3), r"string, e.g. param\('ids'\), got int 3"),
+    ("parameter named by nothing", lambda: fm.param(None), "string ... None"),
+    ("parameter named by a mask", lambda: fm.param(fm.causal()), r"string ... causal\(\)"),
     (
         "parameter with a ligature",
         lambda: fm.param("\ufb01lter"),
@@ -489,8 +489,8 @@ def test_boundary_is_accepted(attempt: Attempt) -> None:
 # ---------------------------------------------------------------- text
 
 TEXT: list[tuple[str, str, int | None]] = [
-    ("param(3) == 0", r"text, e.g. param\('ids'\), got int 3", 0),
-    ("param(causal) == 0", "text ... causal", 0),
+    ("param(3) == 0", r"string, e.g. param\('ids'\), got int 3", 0),
+    ("param(causal) == 0", "string ... causal", 0),
     ("kv < param('ﬁ')", "'fi'", 5),
     ("casual", "casual ... causal", None),  # a free name is a parameter; alone it is not a mask
     ("casual()", "casual ... Did you mean causal", 0),

@@ -103,7 +103,7 @@ class Backend:
         if reason is not None and not isinstance(reason, str):
             raise OperandError(
                 f"supports of the backend {self.name!r} must return None for a call that it can run, else the reason why it "
-                f"cannot, as a text; it returned {kind_of(reason)}"
+                f"cannot, as a string; it returned {kind_of(reason)}"
             )
         return reason
 

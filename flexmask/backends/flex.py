@@ -128,7 +128,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may not have it
             raise LoweringError(
                 f"more than {MAX_KERNELS} kernels of different shapes and kinds of masks; pad to fewer lengths, use "
-                "backend='sdpa', or forget the kernels with torch.compiler.reset()"
+                "backend='sdpa', or drop the compiled kernels with torch.compiler.reset()"
             ) from None
 
 

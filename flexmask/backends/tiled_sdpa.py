@@ -74,7 +74,7 @@ def block_sdpa(
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     _check(query, key, value, bounds, cells)
     if dropout_p and hashes is None:
-        raise LoweringError(f"dropout_p={dropout_p} needs hashes of the rows and keys")
+        raise LoweringError(f"dropout_p={dropout_p} needs hashes=(rows, keys), from flexmask.backends.dropout")
     if scale is None:
         scale = _default_scale(query)
     rows, keys = hashes if dropout_p and hashes is not None else (None, None)

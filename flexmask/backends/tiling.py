@@ -210,8 +210,9 @@ def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_l
     """Tiles for bounds without values, for which only the shape of the output matters."""
     if is_captured():
         raise LoweringError(
-            "the tiles of this attention follow from values that a graph does not have while it is captured; give the graph a "
-            "BlockMask as an input, or leave out the score_mod or the part of the mask that is not separable in q and kv"
+            "the keys that this attention computes depend on values that are not known while torch.compile or torch.export "
+            "captures the graph; give it a LoweredMask or a BlockMask as an input, or leave out the score_mod or the part of the "
+            "mask that is not separable in q and kv"
         )
     blocks = (range(start, min(start + BLOCK_ROWS, q_len)) for start in range(0, q_len, BLOCK_ROWS))
     return [Tile(elements, key_heads, group, rows, ((0, kv_len),), True, block) for block, rows in enumerate(blocks)]

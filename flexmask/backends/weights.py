@@ -54,7 +54,10 @@ def attention_weights(
             raise OperandError(f"{name} must be a tensor [B, H, length, d_head], got {got}")
     (batch, heads, q_len, d_head), kv_len = query.shape, key.shape[2]
     if key.shape[0] != batch or key.shape[3] != d_head or not key.shape[1] or heads % key.shape[1]:
-        raise LoweringError(f"key {list(key.shape)} does not fit query {list(query.shape)}: B, d_head, and H a multiple of H_kv")
+        raise LoweringError(
+            f"key {list(key.shape)} does not fit query {list(query.shape)}: wanted the same B and d_head, and a number of "
+            "heads of query that is a multiple of that of key"
+        )
     precise = torch.promote_types(query.dtype, torch.float32)
     size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:

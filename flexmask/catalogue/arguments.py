@@ -33,18 +33,22 @@ def number(value: Any, what: str, least: int = 0) -> Any:
 
 
 def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """An integer from ``least`` to ``most`` that shapes the mask, so it cannot be a parameter."""
+    """An integer from ``least`` to ``most`` that the conditions of the mask depend on, so it cannot be a parameter."""
     if isinstance(value, Index):
-        raise ExpressionError(f"{what} shapes the mask and must be an integer from the start, got {value}: put the number there")
+        raise ExpressionError(
+            f"{what} cannot be a parameter, as the conditions of the mask depend on it: write a number instead of {value}"
+        )
     if isinstance(value, Table):
         raise OperandError(f"{what} must be an integer, got {_brief(value)}")
     return checked_int(value, what, least, most)
 
 
 def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
-    """A list of integers of at least ``least`` that shapes the mask; its length is one of ``axes``."""
+    """A list of integers of at least ``least`` that the conditions of the mask depend on; its length is one of ``axes``."""
     if isinstance(values, Index):
-        raise ExpressionError(f"{what} shapes the mask and must be a list from the start, got {values}: put the numbers there")
+        raise ExpressionError(
+            f"{what} cannot be a parameter, as the conditions of the mask depend on it: write a list instead of {values}"
+        )
     if not isinstance(values, Literal) or values.truth or len(values.size) != 1:
         raise OperandError(f"{what} must be a list of integers, one for each axis, got {_brief(values)}")
     sizes = cast("list[int]", values.tolist())

@@ -62,14 +62,16 @@ def qk_sparse(starts: Data, lengths: Data) -> Mask:
         lengths: the number of keys in each range, ``[n]`` or ``[B, n]``.
 
     Raises:
-        ExpressionError: parameters, or tables of other shapes: the number of ranges shapes the mask.
+        ExpressionError: parameters, or tables of other shapes: the mask has a condition for each range.
 
     Source: the QK-sparse mask of FlashMask, https://arxiv.org/abs/2410.01359
     """
     counts = []
     for data, what in ((starts, "starts"), (lengths, "lengths")):
         if isinstance(data, Param):
-            raise ExpressionError(f"qk_sparse: the number of ranges shapes the mask; bind {data} to {what} before")
+            raise ExpressionError(
+                f"qk_sparse: {what} cannot be a parameter, as the mask has a condition for each range: write the values of {data}"
+            )
         shape = as_table(data, f"qk_sparse: {what}").shape
         if not shape:
             raise ExpressionError(f"qk_sparse: {what} must be a list, one entry for each range, got one number")

@@ -214,7 +214,7 @@ def image_cross(spans: Data, image_length: Index | int) -> Mask:
     """
     image = kv // int_or_index(image_length, "image_cross: image_length", 1)
     if not isinstance(spans, Param) and as_table(spans, "image_cross: spans").shape[-1:] != (2,):
-        raise ExpressionError("image_cross: spans must be pairs, the first query of each image and the one behind the last")
+        raise ExpressionError("image_cross: spans must be pairs, the first query of each image and the one after its last")
     start, stop = (lookup(spans, "image_cross: spans", "[n, 2] or [B, n, 2]", (image, side), (b, image, side)) for side in (0, 1))
     return (q >= start) & (q < stop)
 
@@ -250,13 +250,15 @@ def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Ma
         sizes: the real tokens of each tile where the others are padding, ``int[tiles]`` or ``int[B, tiles]``.
 
     Raises:
-        ExpressionError: a size below 1, a table of another shape, or a parameter for ``topk``: K shapes the mask.
+        ExpressionError: a size below 1, a table of another shape, or a parameter for ``topk``: the mask has K conditions.
 
     Source: VSA, https://arxiv.org/abs/2505.13389; ``generate_vsa_mask_mod`` of attention-gym.
     """
     n = int_or_index(size, "tile_topk: size", 1)
     if isinstance(topk, Param):
-        raise ExpressionError(f"tile_topk: how many tiles are chosen shapes the mask; bind {topk} to topk before")
+        raise ExpressionError(
+            f"tile_topk: topk cannot be a parameter, as the mask has a condition for each choice: give the values of {topk}"
+        )
     table, axes = as_table(topk, "tile_topk: topk"), "[tiles, K], [B, tiles, K] or [B, H, tiles, K]"
     seen: list[Mask] = []
     for i in range((table.shape and table.shape[-1]) or 0):

@@ -54,7 +54,7 @@ class Table(Node):
         Raises:
             OperandError: the table has no values until a mask is lowered.
         """
-        raise OperandError(f"{self} has no values until a mask is lowered")
+        raise OperandError(f"{self} has no values before a mask is lowered; data with values is flexmask.table(data)")
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
         return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
@@ -194,7 +194,7 @@ class Param(Index):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise OperandError(
-                f"a parameter's name must be a text, e.g. param('ids'), got {type(self.name).__name__} {self.name!r}"
+                f"a parameter's name must be a string, e.g. param('ids'), got {type(self.name).__name__} {self.name!r}"
             )
         if not self.name.isidentifier() or keyword.iskeyword(self.name):
             raise ExpressionError(f"a parameter's name must be an identifier and no keyword, got {self.name!r}")

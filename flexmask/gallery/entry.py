@@ -106,7 +106,7 @@ def parse_entry(given: Mapping[str, object], place: int) -> Entry:
         if not fits(value):
             raise RenderError(f"{where}: {key} must be {wanted}, got {value!r}")
     if not slug_of(str(title)):
-        raise RenderError(f"{where}: title must hold a letter or digit of ASCII, which name its files")
+        raise RenderError(f"{where}: title must have an ASCII letter or digit, for the names of its files")
     lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     entry = Entry(**{"kv_len": given["q_len"], **lists})
     for key, labels, length in (("q_tokens", entry.q_tokens, entry.q_len), ("kv_tokens", entry.kv_tokens, entry.kv_len)):
@@ -147,8 +147,8 @@ def _is_code(value: object) -> bool:
 
 Rule: TypeAlias = tuple[Callable[[object], bool], str]
 
-_TEXT: Rule = (_is_text, "a text")
-_TEXTS: Rule = (_are_texts, "a list of texts")
+_TEXT: Rule = (_is_text, "a string")
+_TEXTS: Rule = (_are_texts, "a list of strings")
 _LENGTH: Rule = (_is_length, f"a number of tokens from 1 to {LONGEST}")
 _CHOICE: Rule = (_is_choice, 'an index from 0 on or "all"')
 
@@ -170,7 +170,7 @@ KEYS: dict[str, Rule] = {
     "q_tokens": _TEXTS,
     "kv_tokens": _TEXTS,
     "params": (_is_data, "a table of numbers and lists"),
-    "computed": (_is_code, "a table of texts"),
+    "computed": (_is_code, "a table of strings"),
     "aliases": _TEXTS,
 }
 #: The keys that every entry has.

@@ -102,8 +102,8 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     total, wanted = (int(torch.as_tensor(n).expand(missing.shape).flatten()[worst]) for n in (totals, needed))
     where = f" of sequence {worst}" if missing.numel() > 1 else ""
     raise LoweringError(
-        f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would see nothing; give {rule} that "
-        "cover all tokens, or padding=True where those behind the last document are padding"
+        f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would attend to nothing; give "
+        f"{rule} that cover all tokens, or padding=True where those behind the last document are padding"
     )
 
 

@@ -164,9 +164,9 @@ def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, 
     cell = difference(shown, Truth(False), tokens.q_len, tokens.kv_end, tokens.batch, heads, tokens.q_offset, "cpu").first_self
     if cell is not None:
         raise LoweringError(
-            f"{mask.brief()} shows the key at position {cell.kv} of sequence {cell.b}, which was padding when the cache got it. "
-            "After a prompt with padding on the right call cache.truncate(lengths); with padding on the left give "
-            "key_padding(start=...) in every call"
+            f"{mask.brief()} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding when "
+            "the cache got it. After a prompt with padding on the right call cache.truncate(lengths); with padding on the left "
+            "give key_padding(start=...) in every call"
         )
 
 
@@ -206,9 +206,9 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
     if cell is not None:
         query = cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset)
         raise LoweringError(
-            f"{mask.brief()} shows the query at position {query} the key at position {cell.kv}, which KVCache(window={window}) "
-            f"has dropped: give window={query - cell.kv + 1} or more, KVCache(capacity) to keep all keys, or a mask that shows "
-            f"no key so far back, e.g. mask & sliding_window(size={window})"
+            f"{mask.brief()} lets the query at position {query} attend to the key at position {cell.kv}, which "
+            f"KVCache(window={window}) has dropped: give window={query - cell.kv + 1} or more, KVCache(capacity) for all keys, "
+            f"or a mask without keys so far back, e.g. mask & sliding_window(size={window})"
         )
 
 
@@ -308,7 +308,7 @@ def _check_padding(mask: Mask, tokens: CallTokens) -> None:
             raise LoweringError(
                 f"{part.brief()} makes every token of this call padding, as the call begins at position {q_offset.tolist()}. "
                 "After a prompt with padding on the right call cache.truncate(lengths) and go on without key_padding, or put the "
-                "padding on the left and give key_padding(start=...). Where only the first keys are to be seen, write "
+                "padding on the left and give key_padding(start=...). To attend to the first keys only, write "
                 "kv < lengths[b]"
             )
 

@@ -31,7 +31,7 @@ MAX_VALUES = 32
 def check_title(title: object) -> None:
     """Raises an OperandError unless a title is a string or None."""
     if title is not None and not isinstance(title, str):
-        raise OperandError(f"title must be a text or None, got {kind_of(title)}")
+        raise OperandError(f"title must be a string or None, got {kind_of(title)}")
 
 
 def shortened(text: str, most: int = MAX_VALUES) -> str:

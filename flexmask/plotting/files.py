@@ -61,7 +61,7 @@ def picture_suffix(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> st
         OperandError: ``path`` is not a path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise OperandError(f"the path of a picture must be a text or a Path, got {kind_of(path)}")
+        raise OperandError(f"the path of a picture must be a string or a Path, got {kind_of(path)}")
     suffix = Path(path).suffix.lower()
     if suffix not in suffixes:
         raise RenderError(f"the file of a picture must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}, got {str(path)!r}")

@@ -63,7 +63,7 @@ def _split(tokens: Tokens, what: str = "tokens") -> tuple[str, ...]:
     """
     found = tokens.split() if isinstance(tokens, str) else tokens
     if not isinstance(found, Sequence) or not found or not all(isinstance(token, str) for token in found):
-        raise OperandError(f"{what} must be a text or a list of texts, at least one, got {tokens!r}")
+        raise OperandError(f"{what} must be a string or a list of strings, at least one, got {tokens!r}")
     return tuple(found)
 
 

@@ -428,17 +428,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "causal in a window": (
         grown_to("causal", [3, 1], KVCache(window=3)),
         LoweringError,
-        r"causal shows.* position 3 the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
+        r"causal lets.* position 3 attend to the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
     ),
     "everything in a window": (
         grown_to(None, [3, 1], KVCache(window=3)),
         LoweringError,
-        r"full shows.*window=4 or more",
+        r"full lets.*window=4 or more",
     ),
     "sinks in a window": (
         grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
         LoweringError,
-        "position 3 the key at position 0",
+        "position 3 attend to the key at position 0",
     ),
     "a longer window": (
         grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)),
@@ -448,12 +448,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a longer document": (
         grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
         LoweringError,
-        "query at position 4 the key at position 1.*window=4",
+        "query at position 4 attend to the key at position 1.*window=4",
     ),
     "diagonals beyond a window": (
         grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
         LoweringError,
-        "position 4 the key at position 0.*window=5",
+        "position 4 attend to the key at position 0.*window=5",
     ),
     "documents that end": (
         grown_to("causal & document(lengths=[[2, 3], [3, 1]])", [3, 1, 1], KVCache(8)),
@@ -552,7 +552,7 @@ def test_a_window_on_another_device() -> None:
     length = torch.zeros(2, dtype=torch.int64, device=device)
     for tokens in (CallTokens(2, 1, 7, 8, 5, device), CallTokens(2, 1, length, 8, length, device)):
         for text in ("causal", "chunked(8) & causal", "document(lengths=[8])"):
-            with pytest.raises(LoweringError, match="query at position 7 the key at position 0"):
+            with pytest.raises(LoweringError, match="query at position 7 attend to the key at position 0"):
                 check_window(fm.parse(text), tokens, 3, 4)
         check_window(fm.sliding_window(size=3), tokens, 3, 4)
         check_window(fm.parse("causal & chunked(2)"), tokens, 3, 4)
@@ -654,7 +654,7 @@ def test_the_window_is_that_of_each_sequence() -> None:
     with torch.no_grad():
         module(inputs(6), "causal", cache=cache)
         cache.truncate([6, 4])
-        with pytest.raises(LoweringError, match=r"position 6 the key at position 3.*window=4"):
+        with pytest.raises(LoweringError, match=r"position 6 attend to the key at position 3.*window=4"):
             module(inputs(1), "causal & (kv // 3 == q // 3 - (b == 0))".replace("(b == 0)", "where(b == 0, 1, 0)"), cache=cache)
         module(inputs(1), "causal & (kv // 3 == q // 3)", cache=cache)
 

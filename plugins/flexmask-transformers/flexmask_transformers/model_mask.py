@@ -115,7 +115,10 @@ class ModelMask(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd's, around functions that get the mask as an argument
             return args[0]
-        raise NotImplementedError(f"{func} on the attention mask of a model with attn_implementation='flexmask'")
+        raise NotImplementedError(
+            f"this model computes with its attention mask itself ({func}), which attn_implementation='flexmask' does not "
+            "support; use attn_implementation='sdpa' for it"
+        )
 
 
 def _takes_all(mask: Tensor, index: Any) -> bool:
