@@ -3,7 +3,9 @@
 try:
     import transformers  # noqa: F401 - only to say what to install
 except ImportError as error:
-    raise ImportError("flexmask_transformers needs Hugging Face Transformers: pip install 'transformers>=5.4,<6'") from error
+    from flexmask_transformers.versions import requirement
+
+    raise ImportError(f"flexmask_transformers needs Hugging Face Transformers: pip install '{requirement()}'") from error
 
 from flexmask_transformers.check import check_packing
 from flexmask_transformers.model_mask import to_mask

@@ -77,7 +77,8 @@ def attention_forward(
     is_causal = is_causal and q_len > 1 and attention_mask is None
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
-        documents = _dense_documents(module, batch, q_len, kv_len, kwargs)
+        is_whole = isinstance(attention_mask, GraphMask) and attention_mask.is_whole
+        documents = None if is_whole else _dense_documents(module, batch, q_len, kv_len, kwargs)
         tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.is_scaling else None
         if tiled is not None:
             options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "dropout_p": dropout}
@@ -160,7 +161,7 @@ def _packed(
             f"the model made a mask for {model_mask.shape[-1]} keys, and its attention has {kv_len}; flexmask does not support "
             "this combination of model and cache. Use attn_implementation='sdpa' for it"
         )
-    packing = packing_argument(kwargs)
+    packing = None if model_mask.is_whole else packing_argument(kwargs)
     if packing is not None:
         return model_mask.variant("packing", packing, lambda: _within_ids(model_mask, packing, batch, q_len, kv_len))
     request, positions = model_mask.request, kwargs.get("position_ids")

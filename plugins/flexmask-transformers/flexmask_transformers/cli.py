@@ -90,7 +90,7 @@ def render(config: Path, texts: tuple[str, ...], layer: str | None, why: bool, o
         raise UserError("a --text has no word")
     with _questions(), spinner("running the model"):
         masks = _masks(config, [len(document) for document in words])
-    chosen = _chosen(masks, layer)
+    chosen = _chosen(masks, layer, sum(map(len, words)))
     if output is not None and len(chosen) > 1:
         raise UserError(f"the layers have {len(chosen)} masks, and a file has one; choose with --layer, from {', '.join(masks)}")
     tokens = [word for document in words for word in document]
@@ -116,17 +116,23 @@ def _masks(config: Path, lengths: list[int]) -> dict[str, Mask]:
     return masks_of(small_model(config), input_ids=torch.ones_like(positions), use_cache=False, **packed)
 
 
-def _chosen(masks: dict[str, Mask], layer: str | None) -> dict[str, Mask]:
-    """The mask of a layer; or each mask once, under the names of its layers."""
+def _chosen(masks: dict[str, Mask], layer: str | None, length: int) -> dict[str, Mask]:
+    """The mask of a layer; or each mask once, under the names of its layers, where masks that show the same cells are one."""
     if layer is not None:
         names = [name for number, name in enumerate(masks) if layer in (name, str(number))]
         if not names:
             raise UserError(f"there is no layer {layer!r}; the layers are {', '.join(masks)}")
         return {names[0]: masks[names[0]]}
-    by_text: dict[str, list[str]] = {}
+    groups: list[list[str]] = []
     for name, mask in masks.items():
-        by_text.setdefault(str(mask), []).append(name)
-    return {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): masks[names[0]] for names in by_text.values()}
+        same = next(
+            (names for names in groups if str(masks[names[0]]) == str(mask) and masks[names[0]].equals(mask, length)), None
+        )
+        if same is None:
+            groups.append([name])
+        else:
+            same.append(name)
+    return {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): masks[names[0]] for names in groups}
 
 
 @contextmanager

@@ -33,10 +33,11 @@ class GraphMask:
     Attributes:
         mask: the mask.
         lowered: what it is lowered to, for all layers.
+        is_whole: whether it replaces the documents of ``cu_seq_lens`` and ``seq_idx``.
     """
 
-    def __init__(self, mask: Mask, lowered: LoweredMask) -> None:
-        self.mask, self.lowered = mask, lowered
+    def __init__(self, mask: Mask, lowered: LoweredMask, *, is_whole: bool) -> None:
+        self.mask, self.lowered, self.is_whole = mask, lowered, is_whole
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,7 +63,7 @@ def mask_in_graph(
     call. Otherwise it is a :class:`GraphMask`, if it has documents, a window, or a mask of the user.
     """
     documents, given = take_request_in_graph()
-    user_mask, replaces = user_mask_for(options.get("config"), layer_type, given)
+    user_mask, replaces, is_whole = user_mask_for(options.get("config"), layer_type, given)
     own = _known_mask(mask_function, options)
     starts_at_0 = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == 0 and kv_offset == 0
     if user_mask is None:
@@ -90,7 +91,7 @@ def mask_in_graph(
         if documents is not None:
             mask = mask & document(documents, contiguous=True)
     query = torch.empty(batch, 1, q_len, 1, device=options.get("device") or "cpu")
-    return GraphMask(mask, lower_in_graph(mask, query, query, block_size=(0, 0)))
+    return GraphMask(mask, lower_in_graph(mask, query, query, block_size=(0, 0)), is_whole=is_whole)
 
 
 def _known_mask(mask_function: Callable[..., Any], options: dict[str, Any]) -> Mask | None:

@@ -61,7 +61,7 @@ def make_mask(
         return mask_in_graph(*sizes, mask_function, attention_mask, layer_type, options)
     request = take_request()
     is_chunked = layer_type == "chunked_attention"
-    user_mask, replaces = user_mask_for(config, layer_type, request.user_mask)
+    user_mask, replaces, is_whole = user_mask_for(config, layer_type, request.user_mask)
     if q_length == 1 and user_mask is None:
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
     mask = user_mask if replaces else _traced(kv_length, int(kv_offset), mask_function, attention_mask, device)
@@ -74,7 +74,7 @@ def make_mask(
     if kv_offset:
         mask = mask.substitute(kv=kv + int(kv_offset))
     if replaces:
-        return ModelMask.make(mask, *arguments)
+        return ModelMask.make(mask, *arguments, is_whole=is_whole)
     return ModelMask.make(mask, *arguments, is_chunked=is_chunked and request.documents is None, request=request)
 
 

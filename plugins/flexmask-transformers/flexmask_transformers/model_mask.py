@@ -28,7 +28,7 @@ METADATA = {
     "get_device",
     "is_contiguous",
 }
-SAME = {"to", "contiguous", "clone", "detach", "type_as", "requires_grad_"}
+SAME = {"contiguous", "clone", "detach", "type_as", "requires_grad_"}
 
 
 class ModelMask(Tensor):
@@ -42,6 +42,7 @@ class ModelMask(Tensor):
         q_offset: the position of the first query, an int or a tensor without axes.
         cache: the lowerings of the mask, which all layers share.
         is_chunked: whether it depends on positions in the document, not on distances alone.
+        is_whole: whether it replaces the documents of ``cu_seq_lens`` and ``seq_idx``.
         request: the documents, user mask and cache that it was made with.
     """
 
@@ -49,8 +50,10 @@ class ModelMask(Tensor):
     q_offset: int | Tensor
     cache: MaskCache
     is_chunked: bool
+    is_whole: bool
     request: Request
     _variants: dict[Hashable, tuple[Any, Mask]]
+    _moved: dict[torch.device, ModelMask]
 
     @staticmethod
     def make(
@@ -62,6 +65,7 @@ class ModelMask(Tensor):
         device: torch.device | str,
         *,
         is_chunked: bool = False,
+        is_whole: bool = False,
         request: Request = Request(),
     ) -> ModelMask:
         """A mask for ``batch`` sequences of ``q_len`` queries and ``kv_len`` keys."""
@@ -69,9 +73,20 @@ class ModelMask(Tensor):
         assert isinstance(made, ModelMask)
         if isinstance(q_offset, Tensor):
             q_offset = q_offset.clone()  # a static cache counts on in this tensor when a layer adds its keys
-        made.mask, made.q_offset, made.is_chunked, made.request = mask, q_offset, is_chunked, request
-        made.cache, made._variants = MaskCache(), {}
+        made.mask, made.q_offset, made.is_chunked, made.is_whole, made.request = mask, q_offset, is_chunked, is_whole, request
+        made.cache, made._variants, made._moved = MaskCache(), {}, {}
         return made
+
+    def moved(self, device: torch.device) -> ModelMask:
+        """The mask on a device, for the layers there."""
+        if device == self.device:
+            return self
+        if device not in self._moved:
+            batch, _, q_len, kv_len = self.shape
+            offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
+            flags: dict[str, Any] = {"is_chunked": self.is_chunked, "is_whole": self.is_whole, "request": self.request}
+            self._moved[device] = ModelMask.make(self.mask.to(device), batch, q_len, kv_len, offset, device, **flags)
+        return self._moved[device]
 
     def within(self, documents: Documents) -> Mask:
         """The mask in each document of packed rows."""
@@ -100,6 +115,9 @@ class ModelMask(Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name == "to" and isinstance(args[0], ModelMask):
+            device = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))[0]
+            return args[0] if device is None else args[0].moved(device)
         if name in SAME and isinstance(args[0], ModelMask):
             return args[0]
         if name == "__getitem__" and _takes_all(args[0], args[1]):

@@ -32,7 +32,8 @@ def document_ids(packing: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor
         kv_len: the number of keys.
 
     Raises:
-        LoweringError: the keys are not the tokens of the queries, or another shape.
+        LoweringError: the keys are not the tokens of the queries, another shape, or offsets that do not start with 0, decrease,
+            or do not end with ``B * S``. Where reading them forces a host sync, and in a graph, that is an error where it runs.
     """
     if q_len != kv_len:
         raise LoweringError(
@@ -43,5 +44,15 @@ def document_ids(packing: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor
         return packing
     if packing.dim() != 1:
         raise LoweringError(f"cu_seq_lens must be [n + 1] and seq_idx [{batch}, {q_len}], got {list(packing.shape)}")
+    _check_offsets(packing, batch * q_len)
     tokens = torch.arange(batch * q_len, device=packing.device, dtype=packing.dtype)
     return torch.bucketize(tokens, packing[1:].contiguous(), right=True).view(batch, q_len)
+
+
+def _check_offsets(offsets: Tensor, tokens: int) -> None:
+    fits = (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] == tokens)
+    message = f"cu_seq_lens must start with 0, not decrease, and end with the number of tokens, {tokens}"
+    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+        torch._assert_async(fits, message)
+    elif not fits:
+        raise LoweringError(f"{message}; got {offsets.tolist()}. Padding behind the last document is a document of its own")

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flexmask_transformers.attention import attention_forward
 from flexmask_transformers.masks import make_mask
 from flexmask_transformers.request import preprocess
+from flexmask_transformers.versions import requirement
 
 __all__ = ["NAME", "register"]
 
@@ -34,8 +35,8 @@ def register() -> None:
     original: Any = getattr(masking_utils, PREPROCESS, None)
     if original is None or list(inspect.signature(original).parameters)[: len(PARAMETERS)] != PARAMETERS:
         raise ImportError(
-            f"flexmask_transformers supports transformers 5.4 to 5.23, and this is {transformers.__version__}, which makes its "
-            "masks in another way; install one of these versions"
+            f"flexmask_transformers needs {requirement()}, and this version, {transformers.__version__}, makes its masks in "
+            "another way; install another one, or a newer flexmask_transformers"
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)

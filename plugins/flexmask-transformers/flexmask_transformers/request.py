@@ -233,6 +233,15 @@ def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None, batch:
     if early_exit or documents is not None or position_ids is None or q_len == 1 or position_ids.dim() != 2:
         return found
     if (cache is not None and not (isinstance(q_offset, int) and q_offset == 0)) or q_len != kv_len:
+        positions = position_ids.expand(batch, -1)
+        if attention_mask is not None:  # of the queries
+            places = (torch.arange(q_len, device=positions.device) + q_offset).clamp(max=attention_mask.shape[1] - 1)
+            attention_mask = attention_mask[:, places]
+        torch._assert_async(
+            ~_restarts(positions, attention_mask, q_len).any(),
+            "position_ids restart inside a row, where the cache is not empty or has free places: in code that torch.compile "
+            "traces, their documents are not known. Pack rows without a cache, or give each document a row",
+        )
         return found
     documents = _restarts(position_ids.expand(batch, -1), attention_mask, q_len).cumsum(-1)
     return False, attention_mask, documents, q_len, kv_len, q_offset, kv_offset

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ def use_mask(
         mask: a Mask, its text, or a ``mask_mod``, of positions in the whole sequence; or a dict of them for each layer type,
             ``"full_attention"``, ``"sliding_attention"`` and ``"chunked_attention"``.
         combine: ``"and"`` for the model's own mask and this one; ``"replace"`` for this one alone, without the model's padding
-            and documents.
+            and documents, also those of ``cu_seq_lens`` and ``seq_idx``.
         data: the data of the parameters in the mask, such as ``ids=tensor``.
 
     Raises:
@@ -81,8 +81,22 @@ def use_mask(
         )
 
 
-def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None, bool]:
-    """The mask of the user for a layer type, and whether it replaces the model's own.
+class UserMask(NamedTuple):
+    """The mask of the user for a layer type.
+
+    Attributes:
+        mask: the mask; None where there is none.
+        replaces: whether it replaces the model's own.
+        is_whole: whether it replaces documents of ``cu_seq_lens`` and ``seq_idx`` as well.
+    """
+
+    mask: Mask | None
+    replaces: bool
+    is_whole: bool
+
+
+def user_mask_for(config: Any, layer_type: str, given: Any) -> UserMask:
+    """The mask of the user for a layer type.
 
     Args:
         config: the config of the model that asks.
@@ -90,17 +104,17 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> tuple[Mask | None
         given: what the caller gave as ``attention_mask`` where that is a mask of flexmask; it replaces the model's own.
     """
     mask = None if given is None else _select_type(given, layer_type)
-    replaces = mask is not None
+    replaces, is_whole = mask is not None, False
     for active in _OF_ALL_THREADS if torch.compiler.is_compiling() else _ACTIVE.get():
         if not any(config is own for own in active.configs):
             continue
         active.is_used = True
         own = _select_type(active.masks, layer_type)
         if own is not None and active.replaces:
-            mask, replaces = own, True
+            mask, replaces, is_whole = own, True, True
         elif own is not None:
             mask = own if mask is None else mask & own
-    return mask, replaces
+    return UserMask(mask, replaces, is_whole)
 
 
 def _select_type(masks: Any, layer_type: str) -> Mask | None:

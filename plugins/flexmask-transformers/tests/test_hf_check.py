@@ -15,10 +15,11 @@ import torch
 import transformers
 from click.testing import CliRunner
 from flexmask_transformers.check import PackingResult
-from flexmask_transformers.cli import hf
+from flexmask_transformers.cli import _chosen, hf
 from flexmask_transformers.models import small_model
 from hf_models import BOTH_TYPES, TEXT, pair
 
+import flexmask
 from flexmask.cli import main
 
 #: The ways to pack that transformers sees, and those that it drops.
@@ -125,6 +126,12 @@ class TestCommandLine:
         assert "sliding_window(left=3, right=0) & document(ids=<int64[1, 7]>)" in out
         assert "causal & document(ids=<int64[1, 7]>)" in out
         assert "slept" in out
+
+    def test_masks_of_one_text_with_other_data_are_drawn_each(self) -> None:
+        masks = [flexmask.key_padding(torch.tensor([length])) for length in (3, 2, 3)]
+        assert [str(mask) for mask in masks] == [str(masks[0])] * 3
+        named = dict(zip(("one", "two", "three"), masks, strict=True))
+        assert _chosen(named, None, 4) == {"one and 1 more": masks[0], "two": masks[1]}
 
     def test_render_a_layer(self, config: Path, tmp_path: Path) -> None:
         code, out, _ = run("render", config, "--text", "The black cat sat down", "--layer", "1")

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from flexmask_transformers import masks_of
+from flexmask_transformers import masks_of, use_mask
 from flexmask_transformers.attention import attention_forward
+from flexmask_transformers.model_mask import ModelMask
 from hf_models import pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
 from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
+import flexmask
 from flexmask.errors import LoweringError
 
 LENGTHS = (5, 4, 3)
@@ -182,3 +184,54 @@ def test_masks_next_to_a_tensor_have_the_documents() -> None:
     ids = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
     for mask in masks_of(ours, input_ids=tokens(1), **packed).values():
         assert torch.equal(mask.dense(12), visible & (ids[:, None] == ids))
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_packed_rows_behind_other_tokens_in_a_graph(is_static: bool) -> None:
+    _, ours = pair("llama")
+    compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+    for places in (positions(12) + 12, positions(5, 7)):
+        cache = StaticCache(config=ours.config, max_cache_len=32) if is_static else DynamicCache()
+        with torch.no_grad():
+            ours(tokens(1), past_key_values=cache)
+            if places[0, 0]:
+                compiled(tokens(1), past_key_values=cache, position_ids=places)
+                continue
+            with pytest.raises(RuntimeError, match="position_ids restart inside a row, where the cache is not empty"):
+                compiled(tokens(1), past_key_values=cache, position_ids=places)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("offsets", [[1, 5, 12], [0, 7, 5, 12], [0, 5, 11], [0, 5, 13]])
+def test_offsets_that_do_not_fit_the_row(offsets: list[int]) -> None:
+    _, ours = pair("llama")
+    packed = {"cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32)}
+    with pytest.raises(LoweringError, match="must start with 0, not decrease, and end with the number of tokens, 12; got"):
+        ours(tokens(1), **packed)
+    compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="cu_seq_lens must start with 0"):
+        compiled(tokens(1), **packed)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("packing", [{"cu_seq_lens_q": torch.tensor([0, 5, 12])}, {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])}])
+def test_a_mask_in_place_of_all_others_has_no_documents(packing: dict[str, torch.Tensor]) -> None:
+    _, ours = pair("llama")
+    compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+    wanted = ours(tokens(1), attention_mask="causal & sliding_window(size=8)").logits
+    for model in (ours, compiled):
+        with use_mask(ours, "causal & sliding_window(size=8)", combine="replace"):
+            assert_close(model(tokens(1), **packing).logits, wanted, **CLOSE)
+    torch.compiler.reset()
+
+
+def test_a_mask_moves_with_the_layers() -> None:
+    keep = torch.tensor([[True, True, False]])
+    mask = ModelMask.make(flexmask.key_padding(keep=keep), 1, 3, 3, torch.tensor(0), "cpu")
+    assert mask.to("cpu") is mask
+    assert mask.to(torch.float32) is mask
+    moved = mask.to("meta")
+    assert mask.to(device=torch.device("meta")) is moved
+    assert isinstance(moved, ModelMask)
+    assert isinstance(moved.q_offset, torch.Tensor)
+    assert {moved.device.type, moved.q_offset.device.type, moved.mask.tensors[0].device.type} == {"meta"}
