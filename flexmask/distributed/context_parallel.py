@@ -149,8 +149,8 @@ class ContextParallel:
             counts, seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
         )
         self.seq_len = self.sharding.seq_len
-        self._held = [self.sharding.positions(rank) for rank in range(self.world_size)]
-        self.positions = self._held[self.rank].to(self.device)
+        self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
+        self.positions = self.sharding.positions(self.rank).to(self.device)
         self._declared = []
         for number, (mask, context) in enumerate(zip(masks, contexts, strict=True)):
             lowered, keys = None, None

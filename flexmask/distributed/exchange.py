@@ -6,6 +6,7 @@ The gradient of an exchange is the reverse exchange: what several ranks received
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,9 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["HeadExchange", "TokenExchange", "inside"]
+from flexmask.distributed.sharding import positions_of
+
+__all__ = ["HeadExchange", "Shards", "TokenExchange"]
 
 #: From this share of the tokens of an all-gather on, one all-gather is used, which needs no copy of a token for each receiver.
 GATHER_SHARE = 0.9
@@ -26,34 +29,33 @@ class TokenExchange:
 
     Attributes:
         needed: the positions of the tokens that this rank gets, ``int64[m]``.
-        received: how many of them other ranks hold.
+        gathers: whether every rank gets all tokens, of which it keeps these.
     """
 
     def __init__(self, held: Sequence[Tensor], needed: Sequence[Tensor], rank: int, group: Any, device: torch.device) -> None:
         """Works out what this rank sends and receives.
 
         Args:
-            held: the positions of the tokens of each rank in order, ``int64``, on the CPU.
-            needed: the tokens that each rank needs, as intervals ``[lo, hi)`` in order, ``int64[n, 2]``, on the CPU.
+            held: the tokens of each rank, as intervals ``[lo, hi)`` in order, ``int64[n, 2]``, on the CPU.
+            needed: the tokens that each rank needs, in the same form.
             rank: this rank.
             group: the process group.
             device: of the tokens.
         """
-        self._group, self._most = group, max(map(len, held))
-        to_each = [inside(held[rank], runs).nonzero().squeeze(-1) for runs in needed]
-        from_each = [inside(positions, needed[rank]).nonzero().squeeze(-1) for positions in held]
-        arriving = torch.cat([positions[at] for positions, at in zip(held, from_each, strict=True)])
-        order = arriving.argsort()
-        self.needed = arriving[order].to(device)
-        self.received = len(arriving) - len(from_each[rank])
-        own = sum(int(inside(positions, runs).sum()) for positions, runs in zip(held, needed, strict=True))
-        total = sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in needed) - own
-        self.gathers = 0 < GATHER_SHARE * len(held) * (len(held) - 1) * self._most <= total
-        self._sizes = [len(at) for at in to_each], [len(at) for at in from_each]
-        self._sent = torch.cat(to_each).to(device)
-        if self.gathers:
-            order = torch.cat([at + sender * self._most for sender, at in enumerate(from_each)])[order]
-        self._order = order.to(device)
+        self._group, shards = group, Shards.of(held)
+        own, positions = positions_of(held[rank]), positions_of(needed[rank])
+        sender, at = shards.places(positions)
+        receiver = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed]))
+        first, last = (torch.searchsorted(own, end.contiguous()) for end in torch.cat(list(needed)).unbind(1))
+        to_each = torch.zeros(len(held), dtype=torch.int64).index_add_(0, receiver, last - first)
+        self._sizes = to_each.tolist(), sender.bincount(minlength=len(held)).tolist()
+        self._sent = positions_of(torch.stack((first, last), -1)).to(device)
+        self._most = int(shards.sizes.max())
+        self.gathers = 0 < GATHER_SHARE * len(held) * (len(held) - 1) * self._most <= shards.moved(needed)
+        arrival = torch.empty_like(sender)
+        arrival[sender.argsort(stable=True)] = torch.arange(len(sender))
+        self._order = (sender * self._most + at if self.gathers else arrival).to(device)
+        self.needed = positions.to(device)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The needed tokens ``[m, ...]``, from those that this rank holds, ``[n, ...]``."""
@@ -61,8 +63,8 @@ class TokenExchange:
             padding = [0, 0] * (tokens.dim() - 1) + [0, self._most - tokens.shape[0]]
             arrived = _waited(_all_gather(F.pad(tokens, padding).contiguous(), 0, self._group))
         else:
-            sizes, of_each = self._sizes
-            arrived = _all_to_all(tokens.index_select(0, self._sent), of_each, sizes, self._group)
+            to_each, of_each = self._sizes
+            arrived = _all_to_all(tokens.index_select(0, self._sent), of_each, to_each, self._group)
         needed: Tensor = arrived.index_select(0, self._order)
         return needed
 
@@ -75,8 +77,8 @@ class HeadExchange:
 
     def __init__(self, held: Sequence[Tensor], rank: int, group: Any, device: torch.device) -> None:
         """As :class:`TokenExchange`."""
-        positions = torch.cat(list(held))
-        self._group, self._sizes = group, [len(part) for part in held]
+        positions = positions_of(torch.cat(list(held)))
+        self._group, self._sizes = group, Shards.of(held).sizes.tolist()
         self._own = [self._sizes[rank]] * len(held)
         self._place, self._order = positions.to(device), positions.argsort().to(device)
 
@@ -97,14 +99,52 @@ class HeadExchange:
         return heads
 
 
-def inside(positions: Tensor, runs: Tensor) -> Tensor:
-    """Which positions ``int64[n]`` are in one of the intervals ``int64[m, 2]``, ``bool[n]``."""
-    if not len(runs):
-        return torch.zeros_like(positions, dtype=torch.bool)
-    start, stop = runs.T.contiguous()
-    at = torch.searchsorted(stop, positions, right=True)
-    found: Tensor = (at < len(runs)) & (start[at.clamp(max=len(runs) - 1)] <= positions)
-    return found
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The runs of consecutive tokens that all ranks hold, those of a rank one after another.
+
+    Attributes:
+        rank: that holds each run, ``int64[runs]``.
+        start: the position of its first token, ``int64[runs]``.
+        before: tokens in the runs before it of all ranks, ``int64[runs]``.
+        sizes: tokens of each rank, ``int64[ranks]``.
+    """
+
+    rank: Tensor
+    start: Tensor
+    before: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, held: Sequence[Tensor]) -> Shards:
+        """The shards of ranks with the runs ``int64[n, 2]``."""
+        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in held]))
+        start, stop = torch.cat(list(held)).unbind(1)
+        lengths = stop - start
+        sizes = torch.zeros(len(held), dtype=torch.int64).index_add_(0, rank, lengths)
+        return cls(rank, start, lengths.cumsum(0) - lengths, sizes)
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that holds each position ``int64[n]``, and the place of the token there."""
+        start, order = self.start.sort()
+        run = order[torch.searchsorted(start, positions, right=True) - 1]
+        first = self.sizes.cumsum(0) - self.sizes
+        return self.rank[run], self.before[run] - first[self.rank[run]] + positions - self.start[run]
+
+    def moved(self, needed: Sequence[Tensor]) -> int:
+        """How many tokens the ranks get from others, where each gets those that it needs."""
+        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed]))
+        lo, hi = torch.cat(list(needed)).unbind(1)
+        return int((hi - lo).sum() - (self._held_before(rank, hi) - self._held_before(rank, lo)).sum())
+
+    def _held_before(self, rank: Tensor, positions: Tensor) -> Tensor:
+        """How many tokens before a position ranks hold, apart from a number that depends on the rank alone."""
+        width = int(self.sizes.sum()) + 1
+        run = torch.searchsorted(self.rank * width + self.start, rank * width + positions, right=True) - 1
+        lengths = torch.diff(self.before, append=self.sizes.sum().view(1))
+        inside = (positions - self.start[run]).minimum(lengths[run])
+        # Before the first run of a rank the run is one of another rank, after which all of its tokens are held.
+        return torch.where(self.rank[run] == rank, self.before[run] + inside, (self.before + lengths)[run]).where(run >= 0, 0)
 
 
 def _all_to_all(rows: Tensor, of_each: list[int], to_each: list[int], group: Any) -> Tensor:

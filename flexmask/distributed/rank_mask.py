@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ def mask_of_queries(context: Context, runs: Tensor, keys: Tensor, block_size: tu
     Raises:
         LoweringError: the mask is not separable in q and kv, and has too many cells.
     """
-    parts = [_part(context, start, stop) for start, stop in runs.tolist()]
+    parts = [context.of_queries(start, stop) for start, stop in runs.tolist()]
     bounds = [analyze(part) for part in parts]
     found = [part.upper for part in bounds]
     batch, heads = (max(rows.lo.shape[axis] for rows in found) for axis in (0, 1))
@@ -60,12 +59,6 @@ def mask_of_heads(context: Context, heads: range, block_size: tuple[int, int]) -
     assert bounds is not None, "every mask has key intervals"
     batch, _, *lengths = lowered.shape
     return LoweredMask((batch, len(heads), lengths[0], lengths[1]), bounds, cells, block_size)
-
-
-def _part(context: Context, start: int, stop: int) -> Context:
-    """The context of consecutive queries of a sequence."""
-    mask = context.with_lengths(context.mask)
-    return replace(context, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={})
 
 
 def _cells(context: Context, parts: list[Context], keys: Tensor) -> Tensor:

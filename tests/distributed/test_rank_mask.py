@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmask as fm
-from flexmask.distributed.exchange import inside
+from flexmask.distributed.exchange import Shards
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
 from flexmask.errors import LoweringError
 from flexmask.intervals.bind import bind
 from tests.support.strategies import Shape, mask_cases
 
-LONGEST = 24
+LONGEST = 14
 
 
 def runs_of(chosen: list[bool]) -> Tensor:
@@ -28,7 +28,7 @@ def runs_of(chosen: list[bool]) -> Tensor:
 def test_cells_of_any_mask(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, LONGEST))
     shape = Shape(length, length, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
-    case = data.draw(mask_cases(shape))
+    case = data.draw(mask_cases(shape, depth=2))
     held = data.draw(st.lists(st.booleans(), min_size=length, max_size=length).filter(any))
     extra = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     queries = torch.tensor(held).nonzero().squeeze(-1)
@@ -48,7 +48,7 @@ def test_cells_of_any_mask(data: st.DataObject) -> None:
 def test_heads_of_any_mask(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, LONGEST))
     shape = Shape(length, length, data.draw(st.integers(1, 2)), 4)
-    case = data.draw(mask_cases(shape))
+    case = data.draw(mask_cases(shape, depth=2))
     start = data.draw(st.sampled_from([0, 2]))
     lowered = mask_of_heads(bind(case.mask, length, batch=shape.batch, heads=4), range(start, start + 2), (4, 4))
     wanted = case.expected(shape)[:, start : start + 2]
@@ -76,7 +76,16 @@ def test_too_many_cells() -> None:
         mask_of_queries(bind(mask, 2**15), torch.tensor([[0, 2**13]]), torch.arange(2**15), (128, 128))
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=20), st.lists(st.integers(0, 19), unique=True))
-def test_inside(chosen: list[bool], positions: list[int]) -> None:
-    wanted = [at < len(chosen) and chosen[at] for at in sorted(positions)]
-    assert inside(torch.tensor(sorted(positions), dtype=torch.int64), runs_of(chosen)).tolist() == wanted
+@given(st.data())
+def test_shards(data: st.DataObject) -> None:
+    """Who holds a token, and how many move where each rank gets some tokens."""
+    length, ranks = data.draw(st.integers(1, LONGEST)), data.draw(st.integers(1, 4))
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
+    needs = [data.draw(st.lists(st.booleans(), min_size=length, max_size=length)) for _ in range(ranks)]
+    shards = Shards.of([runs_of([owner == rank for owner in owners]) for rank in range(ranks)])
+    assert shards.sizes.tolist() == [owners.count(rank) for rank in range(ranks)]
+    rank, place = shards.places(torch.arange(length))
+    assert rank.tolist() == owners
+    assert place.tolist() == [owners[:at].count(owner) for at, owner in enumerate(owners)]
+    moved = sum(need and owner != rank for rank, own in enumerate(needs) for need, owner in zip(own, owners, strict=True))
+    assert shards.moved([runs_of(own) for own in needs]) == moved
