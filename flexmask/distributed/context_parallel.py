@@ -64,7 +64,8 @@ class ContextParallel:
 
     Inside ``with``, :func:`flexmask.attention` and :class:`flexmask.MultiheadFlexAttention` take the tokens of this rank and give
     its part of the output, as one process computes it for the whole sequence: masks, ``score_mod`` and ``rope`` see positions in
-    the whole sequence, and dropout drops the same weights. They run on every backend, and under ``torch.compile``.
+    the whole sequence, and dropout drops the same weights, by a seed that rank 0 draws or that is given, the same on each rank.
+    They run on every backend, and under ``torch.compile``. Cross-attention and caches are errors there.
 
     All gradients are those of the sum of the losses of all ranks. A rank has the gradients of its own tensors, so the gradients
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
