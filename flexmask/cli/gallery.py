@@ -26,7 +26,7 @@ __all__ = ["gallery"]
     type=click.Path(path_type=Path, file_okay=False),
     default="gallery",
     metavar="DIR",
-    help="Where to. [default: gallery]",
+    help="The folder to write to. [default: gallery]",
 )
 @click.option(
     "--only",

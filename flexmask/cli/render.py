@@ -22,7 +22,7 @@ __all__ = ["render"]
 
 @click.command()
 @mask_options
-@click.option("--why", is_flag=True, help="Color each hidden cell by the term of the mask that masks it out.")
+@click.option("--why", is_flag=True, help="Color each hidden cell by the first term of the mask that masks it out.")
 @click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with the cells that each masks out.")
 @click.option("--batch", type=IndexList(), metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
 @click.option("--head", type=IndexList(), metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
