@@ -32,6 +32,12 @@ __all__ = ["render"]
     metavar="N|Q,KV",
     help="Also draw the blocks that a kernel skips, computes or masks, e.g. 128.",
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Color the cells by the rank that holds the query under context parallelism, planned in blocks of --block-size.",
+)
 @label_options
 @output_option("instead of drawing in the terminal")
 def render(
@@ -46,6 +52,7 @@ def render(
     batch: Indices | None,
     head: Indices | None,
     block_size: tuple[int, int] | None,
+    ranks: int | None,
     tokens: list[str] | None,
     kv_tokens: list[str] | None,
     no_bands: bool,
@@ -64,6 +71,7 @@ def render(
       flexmask render "sliding_window(left=3, right=0) | (kv < 1)" --seq-len 24 --block-size 8
       flexmask render "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]" --terms -o packed.svg
       flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.html
+      flexmask render "causal & document(lengths=[9, 30, 25])" --ranks 4
       flexmask render "causal & key_padding(lengths=4)" --tokens "The cat sat down <pad>"
     """
     mask = read_mask(expression, parameters)
@@ -78,7 +86,14 @@ def render(
     options: ContentOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
     if why:
         options["why"] = True
-    if block_size is not None:
+    if ranks is not None:
+        if queries != across:
+            lengths = f"{queries:,} queries and {across:,} keys"
+            raise UserError(f"with --ranks a sequence attends to itself: give --seq-len, not {lengths}")
+        from flexmask.distributed.sharding import shard_sequence
+
+        options["shards"] = shard_sequence(mask, queries, ranks, block_size=block_size or _block_size(queries, ranks))
+    elif block_size is not None:
         options["block_size"] = block_size
     if output is not None:
         with writing(output), spinner("drawing the mask"):
@@ -94,3 +109,8 @@ def render(
         show_picture(shown)
     else:
         show_sheet(shown)
+
+
+def _block_size(seq_len: int, ranks: int) -> int:
+    """A power of two up to 128, with which each rank has about 8 blocks."""
+    return int(min(128, 2 ** max(0, (seq_len // (8 * ranks)).bit_length() - 1)))

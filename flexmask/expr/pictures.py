@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from flexmask.distributed.sharding import Sharding
     from flexmask.expr.mask import Mask
     from flexmask.plotting.labels import ContentOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
@@ -40,6 +41,7 @@ class MaskPictures(Node):
         block_size: int | tuple[int, int] | None = None,
         why: bool = False,
         against: MaskLike | None = None,
+        shards: Sharding | None = None,
         tokens: Tokens | None = None,
         kv_tokens: Tokens | None = None,
         bands: bool = True,
@@ -61,6 +63,8 @@ class MaskPictures(Node):
             why: colors each hidden cell by the term of the mask that hides it; of several terms by the first. The terms of
                 ``a & b`` are those of ``a`` and ``b``, and those of ``(a & b) | c`` are ``a | c`` and ``b | c``.
             against: another mask (B): colors the cells that are visible in both masks, only in this one (A), or only in B.
+            shards: a plan of context parallelism, from :func:`flexmask.distributed.shard_sequence`: colors the visible cells by
+                the rank that holds the query.
             tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
             kv_tokens: labels of the keys.
             bands: whether documents and padding are shown along the edges.
@@ -74,7 +78,7 @@ class MaskPictures(Node):
 
         Raises:
             RenderError: a sequence or head that the mask does not have, tokens that are not as many as positions, or
-                ``against`` together with ``why`` or ``block_size``.
+                ``against`` or ``shards`` together with each other, ``why`` or ``block_size``.
         """
         from flexmask.plotting.mpl.plot import draw
         from flexmask.plotting.raster import rasterize
@@ -89,6 +93,7 @@ class MaskPictures(Node):
             block_size=block_size,
             why=why,
             against=against,
+            shards=shards,
             tokens=tokens,
             kv_tokens=kv_tokens,
             bands=bands,
@@ -108,6 +113,7 @@ class MaskPictures(Node):
         block_size: int | tuple[int, int] | None = None,
         why: bool = False,
         against: MaskLike | None = None,
+        shards: Sharding | None = None,
         tokens: Tokens | None = None,
         kv_tokens: Tokens | None = None,
         bands: bool = True,
@@ -143,6 +149,7 @@ class MaskPictures(Node):
             block_size=block_size,
             why=why,
             against=against,
+            shards=shards,
             tokens=tokens,
             kv_tokens=kv_tokens,
             bands=bands,
@@ -207,6 +214,7 @@ class MaskPictures(Node):
         block_size: int | tuple[int, int] | None = None,
         why: bool = False,
         against: MaskLike | None = None,
+        shards: Sharding | None = None,
         tokens: Tokens | None = None,
         kv_tokens: Tokens | None = None,
         bands: bool = True,
@@ -224,7 +232,7 @@ class MaskPictures(Node):
         from flexmask.plotting.terminal.show import show
 
         options: PictureOptions = {"batch": batch, "head": head, "q_offset": q_offset, "block_size": block_size}
-        options |= {"why": why, "against": against, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
+        options |= {"why": why, "against": against, "shards": shards, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
         show(cast("Mask", self), q_len, kv_len, console=console, **options)
 
     def html(
@@ -281,6 +289,7 @@ class MaskPictures(Node):
         block_size: int | tuple[int, int] | None = None,
         why: bool | None = None,
         against: MaskLike | None = None,
+        shards: Sharding | None = None,
         tokens: Tokens | None = None,
         kv_tokens: Tokens | None = None,
         bands: bool = True,
@@ -311,6 +320,8 @@ class MaskPictures(Node):
 
         options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
         options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}
+        if shards is not None:
+            options["shards"] = shards
         if why is not None:
             options["why"] = why
         if max_blocks is not None:

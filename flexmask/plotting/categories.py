@@ -6,19 +6,40 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import torch
+
+from flexmask.expr.data import table
+from flexmask.expr.index import q
 from flexmask.expr.mask import Mask, Truth
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.terms import terms
 
-__all__ = ["Category", "MAX_TERMS", "Role", "count_text", "difference", "is_detailed", "reasons", "visibility"]
+if TYPE_CHECKING:
+    from flexmask.distributed.sharding import Sharding
 
-#: The kinds of categories: the first two in a picture of one mask, the others in a comparison of two masks.
-Role: TypeAlias = Literal["visible", "hidden", "both", "only_a", "only_b", "neither"]
+__all__ = [
+    "Category",
+    "MAX_SHARDS",
+    "MAX_TERMS",
+    "Role",
+    "count_text",
+    "difference",
+    "is_detailed",
+    "reasons",
+    "shards",
+    "visibility",
+]
+
+#: The kinds of categories: the first two in a picture of one mask, the next four in a comparison of two masks, and the last one
+#: for each shard of a sequence.
+Role: TypeAlias = Literal["visible", "hidden", "both", "only_a", "only_b", "neither", "shard"]
 
 #: Terms with a color each; later terms share one.
 MAX_TERMS = 6
+#: Shards with a color each; with more ranks every so many share one.
+MAX_SHARDS = 8
 #: The most values of a list in a label.
 MAX_VALUES = 6
 
@@ -73,6 +94,27 @@ def difference(mask: Mask, other: Mask) -> tuple[Category, ...]:
         Category("only_b", "only in B", other - mask),
         Category("neither", "in neither"),
     )
+
+
+def shards(mask: Mask, sharding: Sharding) -> tuple[Category, ...]:
+    """The visible cells by the rank that holds the query, and the hidden cells."""
+    colors = torch.empty(sharding.seq_len, dtype=torch.int64)
+    count = min(sharding.ranks, MAX_SHARDS)
+    for rank in range(sharding.ranks):
+        colors[sharding.positions(rank)] = rank % count
+    color = table(colors)[q]
+    return (
+        *(Category("shard", _ranks_text(number, sharding.ranks), mask & (color == number)) for number in range(count)),
+        Category("hidden", "hidden"),
+    )
+
+
+def _ranks_text(first: int, ranks: int) -> str:
+    """The ranks that share a color."""
+    found = range(first, ranks, MAX_SHARDS)
+    if len(found) == 1:
+        return f"rank {first}"
+    return f"ranks {', '.join(map(str, found[:3]))}{', ...' if len(found) > 3 else ''}"
 
 
 def is_detailed(categories: Sequence[Category]) -> bool:

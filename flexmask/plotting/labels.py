@@ -12,6 +12,7 @@ from flexmask.report.lengths import resolve_lengths
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexmask.distributed.sharding import Sharding
     from flexmask.expr.mask import Mask
     from flexmask.tracing.as_mask import MaskLike
 
@@ -44,6 +45,7 @@ class ContentOptions(LabelOptions, total=False):
     block_size: int | tuple[int, int] | None
     why: bool
     against: MaskLike | None
+    shards: Sharding | None
     max_pixels: tuple[int, int]
     max_blocks: tuple[int, int]
 

@@ -1,7 +1,8 @@
 """The colors of pictures, after Okabe and Ito: distinguishable with color blindness, and with patterns in print.
 
 A color has one meaning in every style. Blue is visible, gray is hidden, and darker gray is hidden in a block that is computed.
-Each pale color with its pattern is hidden by one term. The differences between two masks have strong colors of their own.
+Each pale color with its pattern is hidden by one term. The differences between two masks have strong colors of their own, and so
+has each shard of a sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ from itertools import cycle
 
 from flexmask.plotting.categories import Category
 
-__all__ = ["FAINT", "HIDDEN", "INK", "IN_PARTIAL", "Look", "PADDED", "STRETCHES", "UNDECIDED", "VISIBLE", "WASTED", "looks_of"]
+__all__ = [
+    "FAINT",
+    "HIDDEN",
+    "INK",
+    "IN_PARTIAL",
+    "Look",
+    "PADDED",
+    "SHARDS",
+    "STRETCHES",
+    "UNDECIDED",
+    "VISIBLE",
+    "WASTED",
+    "looks_of",
+]
 
 VISIBLE = "#0072B2"
 IN_PARTIAL = "#56B4E9"
@@ -61,9 +75,17 @@ TERMS = (
     Look("#FBF7A8", "||||", "#C9B900"),
     Look("#8FA35A", "xxxx", "#55662A"),
 )
+#: The looks of the shards of a sequence.
+SHARDS = tuple(
+    Look(color, prominent=True)
+    for color in ("#88CCEE", "#0E6429", "#E3D47F", "#882255", "#44AA99", "#CC6677", "#AFAF3E", "#AA4499")
+)
 
 
 def looks_of(categories: Sequence[Category]) -> tuple[Look, ...]:
     """The look of each category of a picture."""
-    terms = cycle(TERMS)  # heads may have more terms than there are colors
-    return tuple(LOOKS[category.role] if category.hides is None else next(terms) for category in categories)
+    terms, ranks = cycle(TERMS), iter(SHARDS)  # heads may have more terms than there are colors
+    return tuple(
+        next(ranks) if category.role == "shard" else LOOKS[category.role] if category.hides is None else next(terms)
+        for category in categories
+    )

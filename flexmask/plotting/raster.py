@@ -15,6 +15,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.plotting.annotations import Band, bands_of
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
+from flexmask.plotting.categories import shards as by_shard
 from flexmask.plotting.density import Counts, MaskSlice
 from flexmask.plotting.labels import Tokens, key_labels, picture_lengths, query_labels
 from flexmask.plotting.selection import Selection, select
@@ -22,6 +23,8 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flexmask.distributed.sharding import Sharding
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "rasterize"]
 
@@ -118,6 +121,7 @@ def rasterize(
     block_size: int | tuple[int, int] | None = None,
     why: bool = False,
     against: MaskLike | None = None,
+    shards: Sharding | None = None,
     tokens: Tokens | None = None,
     kv_tokens: Tokens | None = None,
     bands: bool = True,
@@ -138,6 +142,7 @@ def rasterize(
         why: whether hidden cells are colored by the term that masks them out, the first one in reading order.
         against: another mask (B), its text, or a ``mask_mod``: cells are colored by whether they are visible in both masks, only
             in the first (A), only in the other, or in neither.
+        shards: a plan of context parallelism: visible cells are colored by the rank that holds the query.
         tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and also of the keys
             without ``kv_tokens``; with ``q_offset`` queries have the later labels.
         kv_tokens: labels of the keys, if they differ.
@@ -148,7 +153,8 @@ def rasterize(
 
     Raises:
         RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
-            many as positions, ``against`` together with ``why`` or blocks, or what :meth:`flexmask.Mask.rows` raises.
+            many as positions, ``against`` together with ``why`` or blocks, ``shards`` together with one of these or of another
+            length, or what :meth:`flexmask.Mask.rows` raises.
         OperandError: an index or block size that is not a positive integer, or tokens that are no texts.
     """
     mask = as_mask(mask)
@@ -156,14 +162,20 @@ def rasterize(
         against = as_mask(against, "against")
         if why or block_size is not None:
             raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
+    if shards is not None and (why or block_size is not None or against is not None):
+        raise RenderError("shards= shows which rank holds each query; leave out why=, block_size= and against=")
     block = _block_size(block_size)
     for name, most in (("max_pixels", max_pixels), ("max_blocks", max_blocks)):
         if min(most) < 1:
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
     queries, keys = picture_lengths(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     selection = select([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
+    if shards is not None and (queries != shards.seq_len or selection.slice(mask).context.q_offset != 0):
+        raise RenderError(f"shards= is a plan of {shards.seq_len:,} tokens; give q_len={shards.seq_len} and no q_offset")
     if against is not None:
         categories = difference(mask, against)
+    elif shards is not None:
+        categories = by_shard(mask, shards)
     else:
         categories = reasons(mask, head if split_heads else None) if why else visibility(mask)
     step = (-(-queries // max_pixels[0]), -(-keys // max_pixels[1]))

@@ -174,17 +174,22 @@ def _columns(count: int) -> int:
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
     """Gives all pictures the same categories, so that colors mean the same in each."""
-    union: dict[tuple[str, Mask | None], Category] = {}
+    union: dict[tuple[str, Mask | str], Category] = {}
     for shown in pictures:
         for category in shown.categories:
-            union.setdefault((category.role, category.hides), category)
+            union.setdefault(_key(category), category)
     categories = tuple(union.values())
     return [_with_categories(shown, categories) for shown in pictures]
 
 
+def _key(category: Category) -> tuple[str, Mask | str]:
+    """What categories of several pictures have in common."""
+    return category.role, category.label if category.hides is None else category.hides
+
+
 def _with_categories(shown: Picture, categories: tuple[Category, ...]) -> Picture:
-    names = [(category.role, category.hides) for category in categories]
-    places = [names.index((category.role, category.hides)) for category in shown.categories]
+    names = [_key(category) for category in categories]
+    places = [names.index(_key(category)) for category in shown.categories]
     pairs = [(0, 0)] * len(categories)
     shares = np.zeros((len(categories), *shown.shares.shape[1:]), dtype=np.float32)
     hidden_by = None if shown.hidden_by is None else np.zeros_like(shown.hidden_by)

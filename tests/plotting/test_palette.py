@@ -14,7 +14,7 @@ import flexmask as fm
 from flexmask.plotting.categories import Category
 from flexmask.plotting.html.page import style
 from flexmask.plotting.mpl.heat import scale_marks
-from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, TERMS, UNDECIDED, VISIBLE, WASTED, Look
+from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, SHARDS, TERMS, UNDECIDED, VISIBLE, WASTED, Look
 from flexmask.plotting.raster import FULL, PARTIAL, UNKNOWN, Scores
 from flexmask.plotting.terminal import signs
 
@@ -49,6 +49,7 @@ TOGETHER = {
     "cells": [Look(VISIBLE), LOOKS["hidden"]],
     "blocks": [Look(VISIBLE), Look(IN_PARTIAL), Look(WASTED), Look(HIDDEN)],
     "terms": [Look(VISIBLE), Look(IN_PARTIAL), *TERMS],
+    "shards": [*SHARDS, LOOKS["hidden"]],
     "difference": [LOOKS[role] for role in ("both", "only_a", "only_b", "neither")],
 }
 
@@ -71,7 +72,9 @@ def test_kinds_differ_in_print(name: str) -> None:
 def test_a_color_has_one_meaning() -> None:
     cells = {"visible": VISIBLE, "in partial": IN_PARTIAL, "wasted": WASTED, "hidden": HIDDEN, "unknown": UNDECIDED}
     strong = {role: LOOKS[role].color for role in ("both", "only_a", "only_b")}
-    named = {**cells, **strong, **{f"term {place}": look.color for place, look in enumerate(TERMS)}}
+    many = {f"term {place}": look.color for place, look in enumerate(TERMS)}
+    many |= {f"shard {place}": look.color for place, look in enumerate(SHARDS)}
+    named = {**cells, **strong, **many}
     assert LOOKS["hidden"].color == LOOKS["neither"].color == HIDDEN
     assert LOOKS["visible"].color == VISIBLE
     for (one, color), (other, another) in combinations(named.items(), 2):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmask.errors import FlexmaskError
+from flexmask.errors import FlexmaskError, RenderError
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.html.page import PanelData, ViewData, compressed, page
 from flexmask.plotting.labels import ContentOptions, picture_lengths
@@ -36,6 +36,8 @@ def html(
     **options: Unpack[ContentOptions],
 ) -> str:
     """The interactive view of a mask as one HTML document: see :meth:`flexmask.Mask.html`."""
+    if options.get("shards") is not None:
+        raise RenderError("the interactive view does not show shards; write a .png, .svg or .pdf, or draw in the terminal")
     asked = options.get("block_size")
     start: Literal["why", "blocks"] = "why" if asked is None or options.get("why") else "blocks"
     if options.get("against") is None:

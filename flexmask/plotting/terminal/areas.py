@@ -42,7 +42,7 @@ COLORS: dict[str, RGB] = {
     "neither": DARK,
 }
 #: Categories that are drawn over the others in this order, and their least opacity.
-FAINTEST = {"visible": 0.3, "both": 0.3, "only_a": 0.5, "only_b": 0.5}
+FAINTEST = {"visible": 0.3, "both": 0.3, "only_a": 0.5, "only_b": 0.5, "shard": 0.5}
 #: Shades of a color.
 LEVELS = 20
 
@@ -81,6 +81,9 @@ def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[LegendEntry
     legend = [canvas.entry(sign, amount) for sign, amount in zip(signs, amounts, strict=True)]
     if shown.every_cell:
         return _written(shown.cells, signs, canvas), legend
+    if shown.categories[0].role == "shard":  # the most frequent shard in each pixel that has any visible cell
+        marks = np.where(shown.shares[:-1].any(0), shown.shares[:-1].argmax(0), len(signs) - 1)
+        return _written(marks, signs, canvas), legend
     shades = SHADES_OF_BOTH if shown.categories[0].role == "both" else SHADES
     marks = _levels(shown.shares[0], 3) + (shown.shares[0] == 1)
     if more:
@@ -142,9 +145,11 @@ def _colors(shares: NDArray[np.floating], categories: Sequence[Category]) -> NDA
 
 def _color(category: Category, sign: Sign) -> RGB:
     """The color of pixels of one category; half as bright as its sign for cells that a term masks out."""
-    if category.hides is None:
+    if category.role in COLORS and category.hides is None:
         return COLORS[category.role]
     red, green, blue = Color.parse(sign.style).get_truecolor()
+    if category.role == "shard":
+        return red, green, blue
     return (red + DARK[0]) // 2, (green + DARK[1]) // 2, (blue + DARK[2]) // 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 from string import ascii_lowercase
 
 from flexmask.plotting.categories import Category
@@ -79,8 +79,12 @@ SHADES_OF_BOTH = tuple(map(Sign, "·░▒▓█", ".:o8#", STYLES_OF_BOTH, LEVE
 
 def signs_of(categories: Sequence[Category]) -> tuple[Sign, ...]:
     """The sign of each category of cells."""
-    shapes, letters = cycle(SHAPES), cycle(LETTERS)
+    shapes, letters, digits = cycle(SHAPES), cycle(LETTERS), count()
     return tuple(
-        ROLES[category.role] if category.hides is None else Sign(next(shapes), next(letters), look.ink, category.words)
+        Sign(digit := str(next(digits)), digit, look.color, category.words)
+        if category.role == "shard"
+        else ROLES[category.role]
+        if category.hides is None
+        else Sign(next(shapes), next(letters), look.ink, category.words)
         for category, look in zip(categories, looks_of(categories), strict=True)
     )
