@@ -16,7 +16,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
 from sphinx_gallery.scrapers import figure_rst
 
 import flexmask
@@ -160,9 +162,21 @@ class Commands(SphinxDirective):
         return [section]
 
 
+def resolve(app: Sphinx, env: BuildEnvironment, node: Any, content: Any) -> Any:
+    """The place of a name that docstrings give without its package, or at the top of flexmask, for Sphinx."""
+    name = node.get("reftarget", "").rpartition(".")[2]
+    known = env.domains.python_domain.objects
+    found = [full for full in known if full.startswith("flexmask.") and full.rpartition(".")[2] == name]
+    if node.get("refdomain") != "py" or not found:
+        return None
+    place = known[min(found, key=len)]
+    return make_refnode(app.builder, node["refdoc"], place.docname, place.node_id, content)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers the directives."""
+    """Registers the directives, and how names are found."""
     app.add_directive("mask", Picture)
     app.add_directive("named-masks", NamedMasks)
     app.add_directive("commands", Commands)
+    app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}
