@@ -14,7 +14,7 @@ from flexmask._checks import check_function, checked_number, names_explained, no
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
-from flexmask.backends.parallel import entered_parallel
+from flexmask.backends.parallel import entered_parallel, refuse_repeated
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
@@ -106,7 +106,11 @@ def attention(
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     parallel = entered_parallel()
     run = partial(_run, backend=backend)
-    return run(call) if parallel is None else parallel.attend(call, run)
+    if parallel is not None:
+        return parallel.attend(call, run)
+    if not torch.compiler.is_compiling():
+        refuse_repeated(query.shape[2])
+    return run(call)
 
 
 def _run(call: Call, backend: str) -> Tensor:

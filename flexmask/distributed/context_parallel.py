@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, nearest
 from flexmask.backends.backend import Call, check_sizes
-from flexmask.backends.parallel import ENTERED, Run
+from flexmask.backends.parallel import ENTERED, Run, leave_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.distributed.agreement import check_agreement
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
@@ -70,6 +70,9 @@ class ContextParallel:
     All gradients are those of the sum of the losses of all ranks. A rank has the gradients of its own tensors, so the gradients
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
     ranks.
+
+    Where layers are checkpointed, call ``backward()`` inside ``with`` as well. ``torch.compile`` compiles again for another
+    ContextParallel.
 
     Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
     fails, the others raise the process group's error after its time-out.
@@ -222,7 +225,7 @@ class ContextParallel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(self)]
+        leave_parallel(self)
 
     def attend(self, call: Call, run: Run) -> Tensor:
         """The output of a call of :func:`flexmask.attention` inside ``with``, which has the tokens of this rank.

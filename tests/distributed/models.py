@@ -82,6 +82,20 @@ def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
         torch.testing.assert_close(grad, parameter.grad, **EXACT)
 
 
+def check_backward_outside() -> None:
+    """A checkpointed layer is not repeated without its exchange."""
+    layer = fm.MultiheadFlexAttention(8, 8, 2)
+    cp = ContextParallel(None, "causal", LENGTH)
+    for reentrant in (True, False):
+        x = torch.randn(1, len(cp.positions), 8, requires_grad=True)
+        with cp:
+            loss = checkpoint(layer, x, "causal", use_reentrant=reentrant).sum()
+        with pytest.raises(LoweringError, match="backward repeats attention of a checkpointed layer"):
+            loss.backward()
+    del cp
+    checkpoint(layer, x, "causal", use_reentrant=True).sum().backward()  # its own use
+
+
 def check_calls(strategy: Any) -> None:
     """``score_mod`` and dropout at positions of the whole sequence, on both backends."""
     generator = torch.Generator().manual_seed(1)
