@@ -28,7 +28,7 @@ from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.solve import Span, separate
 from flexmask.report.compare import Difference, difference
 
-__all__ = ["CallTokens", "PaddedKeys", "check_window", "mask_over_cache", "padded_keys"]
+__all__ = ["CallTokens", "PaddedKeys", "check_symbols", "check_window", "mask_over_cache", "padded_keys"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """
     check_bound(mask)
     check_batch(mask, tokens.batch)
-    _check_symbols(mask, tokens)
+    check_symbols(mask, is_context=tokens.is_context)
     if _attends_to_all(mask, tokens):
         return Truth(True)
     if not tokens.is_context:
@@ -277,9 +277,9 @@ def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], _Lookback]) -> _L
     return found[id(mask)]
 
 
-def _check_symbols(mask: Mask, tokens: CallTokens) -> None:
+def check_symbols(mask: Mask, *, is_context: bool) -> None:
     """Checks that a mask does not depend on a length that changes with each call."""
-    unknown = {"q_len"} if tokens.is_context else {"q_len", "kv_len"}
+    unknown = {"q_len"} if is_context else {"q_len", "kv_len"}
     if not mask.symbols & unknown:
         return
     parts = [node for node in mask.walk() if isinstance(node, Mask) and node.symbols & unknown]

@@ -11,12 +11,16 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
 from flexmask.backends.tile_weights import ScoreMod
+from flexmask.catalogue.windows import full
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable
+from flexmask.nn.cache_graphs import check_no_window, mask_over_places
 from flexmask.nn.cache_masks import CallTokens, PaddedKeys, check_window, mask_over_cache, padded_keys
+from flexmask.plans.capture import lower_in_graph
+from flexmask.plans.lowered import LoweredMask
 
 __all__ = ["KVCache", "score_mod_over_cache"]
 
@@ -40,8 +44,9 @@ class KVCache:
 
     In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity.
 
-    Under ``torch.compile(fullgraph=True)`` give a LoweredMask or a BlockMask with ``capacity`` keys, so that its sizes do not
-    change: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. Two graphs then serve all steps.
+    Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
+    serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
+    share a LoweredMask: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error.
 
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
@@ -171,23 +176,33 @@ class KVCache:
             raise LoweringError("the cache holds tokens: give cross-attention a KVCache of its own, or call reset()")
         self.key, self.value, self.holds_context = key.detach(), value.detach(), True
 
-    def call_mask(self, mask: Mask | None, number: int, heads: int) -> Mask | None:
-        """The mask of the whole sequence as a mask over the keys that the last :meth:`append` returned.
+    def call_mask(
+        self, mask: Mask | None, query: Tensor, key: Tensor, parameters: dict[str, Tensor]
+    ) -> Mask | LoweredMask | None:
+        """The mask of the whole sequence as a mask over the keys that the last :meth:`append` returned, before :meth:`advance`.
 
         Args:
-            mask: the mask, or None for no mask.
-            number: the new tokens, before :meth:`advance`.
-            heads: query heads.
+            mask: the mask, or None for no mask. In code that ``torch.compile`` traces its parameters are not bound yet.
+            query: ``[B, H, q_len, D]``.
+            key: ``[B, H_kv, kv_len, D]``, these keys.
+            parameters: the values of the mask's parameters.
 
         Raises:
             LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
-                that the mask shows and that the window has dropped or that were padding.
+                that the mask shows and that the window has dropped or that were padding. In code that ``torch.compile`` traces,
+                a cache with a window.
         """
-        key, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
-        tokens = CallTokens(key.shape[0], number, self.length, self._end + number, start, key.device, self.holds_context)
+        number, heads = query.shape[2], query.shape[1]
+        if torch.compiler.is_compiling():
+            check_no_window(None if self.holds_context else self.window)
+            begin = torch.zeros((), dtype=torch.int64, device=key.device) + self.length  # a number would be one of the graph
+            whole = mask_over_places(full() if mask is None else mask, None if self.holds_context else begin + number)
+            return lower_in_graph(whole, query, key, begin, parameters)
+        held, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
+        tokens = CallTokens(held.shape[0], number, self.length, self._end + number, start, held.device, self.holds_context)
         whole = Truth(True) if mask is None else mask
         result = mask_over_cache(whole, tokens)
-        if not self.holds_context and not torch.compiler.is_compiling():
+        if not self.holds_context:
             self._padded_next = padded_keys(whole, tokens, self._padded, heads)
         if self.window is not None and not self.holds_context:
             check_window(whole, tokens, self.window, heads)

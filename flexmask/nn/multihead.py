@@ -204,7 +204,7 @@ class MultiheadFlexAttention(nn.Module):
                 call_mask = lower_in_graph(mask, query, key, parameters=parameters)
         else:
             key, value = self._cached(cache, new, mask, is_context=context is not None)
-            call_mask = mask if is_lowered else cache.call_mask(cast("Mask | None", mask), x.shape[1], self.n_heads)
+            call_mask = mask if is_lowered else cache.call_mask(cast("Mask | None", mask), query, key, parameters)
             start = cache.start
             if is_traced:  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])
@@ -216,7 +216,7 @@ class MultiheadFlexAttention(nn.Module):
             score_mod=self.score_mod if cache is None else score_mod_over_cache(self.score_mod, offset, start, x),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
-            q_offset=0 if is_lowered else offset,
+            q_offset=0 if is_lowered or is_traced else offset,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
@@ -365,7 +365,7 @@ class MultiheadFlexAttention(nn.Module):
     def _cached(self, cache: KVCache, new: list[Tensor], mask: AnyMask | None, *, is_context: bool) -> tuple[Tensor, Tensor]:
         """The keys and values to attend to: those of the context, or of all tokens so far."""
         if new and not is_context:
-            whole = isinstance(mask, LoweredMask | BlockMask) and mask.shape[-1] == cache.capacity
+            whole = torch.compiler.is_compiling() if mask is None or isinstance(mask, Mask) else mask.shape[-1] == cache.capacity
             return cache.append(new[0], new[1], whole=whole)
         if new:
             cache.store(new[0], new[1])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map_only
 
+from flexmask._transforms import has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.deferred import DeferredMask
 from flexmask.plans.capture import GRAPHS, Setting
@@ -61,6 +63,8 @@ def _lower(
         tensors = (*mask.tensors, *values)
         return GRAPHS.get(mask.structure, names, known, tensors).run(tensors)
     except FlexmaskError as error:
+        if has_values(torch.empty(0)):  # the graph runs, as it is
+            raise
         return _Refusal(next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "LoweringError"), str(error))
 
 

@@ -543,7 +543,7 @@ def test_a_step_that_attends_to_the_whole_cache_needs_no_mask(mask: str, is_need
     module, x, cache = CASES["causal"].module(), inputs(6), KVCache(12)
     module(x[:, :5], "causal", cache=cache)
     cache.append(*(torch.zeros_like(part[:, :, :1]) for part in (cache.key, cache.value) if part is not None))
-    assert (cache.call_mask(fm.parse(mask), 1, heads=2) is not None) == is_needed
+    assert (cache.call_mask(fm.parse(mask), torch.empty(1, 2, 1, 0), torch.empty(1, 2, 1, 0), {}) is not None) == is_needed
 
 
 def test_a_window_on_another_device() -> None:
