@@ -43,12 +43,14 @@ class _Declared:
     Attributes:
         mask: the mask of the whole sequence.
         versions: how often each of its tensors was changed.
+        sizes: the sequences and the query heads that a call must have; None where the mask is the same for all.
         lowered: the mask of the rank; None where it has no queries or no keys.
         keys: the exchange of keys; None where heads are exchanged.
     """
 
     mask: Mask
     versions: list[int]
+    sizes: tuple[int | None, int | None]
     lowered: LoweredMask | None
     keys: TokenExchange | None
 
@@ -100,7 +102,7 @@ class ContextParallel:
     Raises:
         OperandError: an argument of another type.
         LoweringError: a mesh that is not one-dimensional, ranks that give different arguments, a mask that cannot be lowered,
-            or its data on another device.
+            or its data on another device. In calls: another mask, other sizes, changed data, or transforms of ``torch.func``.
 
     Source: context parallelism, Dubey et al., https://arxiv.org/abs/2407.21783, section 3.3.2; heads: Jacobs et al., DeepSpeed
     Ulysses, https://arxiv.org/abs/2309.14509
@@ -164,7 +166,9 @@ class ContextParallel:
                 keys = self._exchange([self.sharding.seen(rank, number) for rank in range(self.world_size)])
                 if len(self.positions) and len(keys.needed):
                     lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
-            self._declared.append(_Declared(mask, _versions(mask), lowered, keys))
+            symbols = context.mask.symbols
+            fixed = context.full_batch if batch or "b" in symbols else None, context.heads if "h" in symbols else None
+            self._declared.append(_Declared(mask, _versions(mask), fixed, lowered, keys))
         self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
 
     # ---------------------------------------------------------------- tokens
@@ -221,6 +225,8 @@ class ContextParallel:
     # ---------------------------------------------------------------- attention
 
     def __enter__(self) -> Self:
+        for declared in self._declared:  # compiled code has constants of its own
+            self._unchanged(declared)
         ENTERED.append(self)
         return self
 
@@ -235,7 +241,7 @@ class ContextParallel:
             run: computes a call in this process.
         """
         declared = self._find(call.mask)
-        self._check(call)
+        self._check(call, declared)
         call = call._replace(dropout_seed=self._seed(call))
         if declared.keys is not None:
             return self._attend_to_keys(call, declared, declared.keys, run)
@@ -298,8 +304,11 @@ class ContextParallel:
             )
         return declared
 
-    def _check(self, call: Call) -> None:
-        (_, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
+    def _check(self, call: Call, declared: _Declared) -> None:
+        (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
+        for name, wanted, given in zip(("batch", "heads"), declared.sizes, (batch, heads), strict=True):
+            if wanted not in (None, given):
+                raise LoweringError(f"{declared.mask.brief()} was declared for {name}={wanted}, got {name}={given} in query")
         own = len(self.positions)
         if (q_len, kv_len) != (own, own):
             raise LoweringError(

@@ -14,7 +14,9 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask._transforms import is_transformed
 from flexmask.distributed.sharding import positions_of
+from flexmask.errors import LoweringError
 
 __all__ = ["HeadExchange", "Shards", "TokenExchange"]
 
@@ -61,7 +63,7 @@ class TokenExchange:
         """The needed tokens ``[m, ...]``, from those that this rank holds, ``[n, ...]``."""
         if self.gathers:
             padding = [0, 0] * (tokens.dim() - 1) + [0, self._most - tokens.shape[0]]
-            arrived = _waited(_all_gather(F.pad(tokens, padding).contiguous(), 0, self._group))
+            arrived = _waited(_all_gather(_sendable(F.pad(tokens, padding)), 0, self._group))
         else:
             to_each, of_each = self._sizes
             arrived = _all_to_all(tokens.index_select(0, self._sent), of_each, to_each, self._group)
@@ -149,7 +151,21 @@ class Shards:
 
 def _all_to_all(rows: Tensor, of_each: list[int], to_each: list[int], group: Any) -> Tensor:
     """The rows that this rank gets, ``of_each`` rank so many, for those that it sends, ``to_each`` so many, in order."""
-    return _waited(collectives.all_to_all_single_autograd(rows.contiguous(), of_each, to_each, group))
+    return _waited(collectives.all_to_all_single_autograd(_sendable(rows), of_each, to_each, group))
+
+
+def _sendable(rows: Tensor) -> Tensor:
+    """The rows as collectives take them.
+
+    Raises:
+        LoweringError: they are transformed; collectives have no rules for that, and would give wrong values.
+    """
+    if is_transformed(rows):
+        raise LoweringError(
+            "tokens that ranks exchange take no transforms of torch.func (vmap, grad, jvp) and no forward-mode derivatives; use "
+            "torch.autograd, and the batch in place of vmap"
+        )
+    return rows.contiguous()
 
 
 def _waited(tensor: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask.distributed import ContextParallel
+from flexmask.distributed.context_parallel import Strategy
 from flexmask.errors import LoweringError, OperandError
 from tests.distributed.equality import BATCH, EXACT, Checks, attention, document_of
 from tests.support.rope import turn
@@ -187,8 +189,12 @@ def check_errors() -> None:
     for name, call in calls.items():
         with cp, pytest.raises(LoweringError, match=f"{name} cannot be used inside"):
             call()
-    CHANGED[-1] = 0
-    misused("was changed after ContextParallel was made", *x, mask)
+    with cp:
+        CHANGED[-1] = 0
+        with pytest.raises(LoweringError, match="was changed after ContextParallel was made"):
+            attention(*x, mask)
+    with pytest.raises(LoweringError, match="was changed after ContextParallel was made"), cp:
+        pass  # compiled code reads no versions
     for bad in (x[0], torch.zeros(2, LENGTH + 1)):
         with pytest.raises(LoweringError, match=f"but the whole sequence has {LENGTH}"):
             cp.shard(bad, 1)
@@ -200,7 +206,46 @@ def check_errors() -> None:
     narrow = make(group, "causal", LENGTH, strategy="heads")
     with narrow, pytest.raises(LoweringError, match="needs heads that 2 ranks divide, got 3 of queries"):
         attention(*[torch.randn(1, 3, len(narrow.positions), 4)] * 3, "causal")
+    check_other_sizes()
+    check_transforms()
     assert f"rank {rank} of 2, {len(cp.positions)} tokens" in repr(cp)
+
+
+def check_other_sizes() -> None:
+    """Calls with another batch or number of heads than their mask has, where a rank's part of it would be broadcast."""
+    by_head, by_batch = fm.per_head([fm.causal(), fm.full()]), (fm.q + fm.b + fm.h) % 3 == 0
+    for mask, sizes, strategy, given, message in (
+        (by_head, {}, "heads", (1, 4), "declared for heads=2, got heads=4"),
+        (by_head, {}, "keys", (1, 4), "declared for heads=2, got heads=4"),
+        (by_batch, {"batch": 1, "heads": 2}, "keys", (3, 2), "declared for batch=1, got batch=3"),
+        (by_batch, {"batch": 2, "heads": 1}, "keys", (2, 4), "declared for heads=1, got heads=4"),
+        (fm.document(document_of(LENGTH)[None]), {}, "keys", (2, 2), "declared for batch=1, got batch=2"),
+        (fm.causal(), {"batch": 2}, "keys", (1, 2), "declared for batch=2, got batch=1"),
+    ):
+        cp = ContextParallel(None, mask, LENGTH, strategy=cast(Any, strategy), **cast(Any, sizes))
+        with cp, pytest.raises(LoweringError, match=message):
+            attention(*[torch.randn(*given, len(cp.positions), 4)] * 3, mask)
+
+
+def check_transforms() -> None:
+    """Collectives under vmap and in forward mode would give wrong values."""
+    for strategy in get_args(Strategy):
+        cp = ContextParallel(None, "causal", LENGTH, strategy=strategy)
+        x = torch.randn(3, 1, 2, len(cp.positions), 4)
+
+        def run(one: Tensor) -> Tensor:
+            out: Tensor = attention(one, one, one, "causal")
+            return out.sum()
+
+        transformed: list[Callable[[], object]] = [
+            partial(torch.func.vmap(run), x),
+            partial(torch.func.grad(run), x[0]),
+            partial(torch.func.jvp, run, (x[0],), (x[1],)),
+            partial(torch.func.vmap(partial(cp.unshard, dim=2)), x),
+        ]
+        for call in transformed:
+            with cp, pytest.raises(LoweringError, match=r"take no transforms of torch\.func"):
+                call()
 
 
 def check_absent_rank() -> None:
