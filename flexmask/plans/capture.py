@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ class GraphCache:
         if graph is None:
             mask = structure.node
             assert isinstance(mask, Mask), "the caller holds the mask"
-            graph = _capture(mask, names, setting, tensors)  # without the lock, so that other threads go on
+            graph = _capture(mask, names, setting, tensors)  # without the lock, so that threads whose graphs exist go on
             with self._lock:
                 self.captures += 1
         with self._lock:
@@ -170,6 +170,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(map(int, tensor.shape))
 
 
+#: Held by the thread that captures: torch.fx has state of the whole process, so that two captures at a time fail.
+_CAPTURING = Lock()
+
+
 def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
     layout: Any = None
 
@@ -186,7 +190,8 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
 
     def capture() -> torch.fx.GraphModule:
         examples = [torch.empty(_shape(tensor), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
-        graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        with _CAPTURING:
+            graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return graph

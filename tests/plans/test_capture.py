@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -45,6 +45,22 @@ def test_a_capture_keeps_no_other_thread_waiting(monkeypatch: pytest.MonkeyPatch
         other_is_done.set()
         assert waiting.result(60) is cache.get(first.structure, (), setting, ())
     assert cache.captures == len(cache) == 2
+
+
+def test_threads_capture_at_the_same_time() -> None:
+    lengths, cache = range(8, 14), GraphCache()
+    start = Barrier(len(lengths))
+
+    def captured(length: int) -> list[list[bool]]:
+        mask, ids = fm.document(fm.param("ids")), torch.arange(length) // 3
+        start.wait(60)
+        graph = cache.get(mask.structure, ("ids",), fm.plan(mask, length).setting, (ids,))
+        found: list[list[bool]] = graph.run([ids]).dense()[0, 0].tolist()
+        return found
+
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        for length, found in zip(lengths, threads.map(captured, lengths), strict=True):
+            assert found == [[kv // 3 == q // 3 for kv in range(length)] for q in range(length)]
 
 
 def test_the_lists_of_a_block_mask_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
