@@ -16,6 +16,8 @@ from flexmask.tracing import MaskLike, as_mask
 
 __all__ = ["use_mask", "user_mask_for"]
 
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
 
 @dataclass(eq=False)
 class _UserMask:
@@ -55,7 +57,7 @@ def use_mask(
 
     Raises:
         OperandError: the model has another ``attn_implementation``, or the mask is none.
-        ExpressionError: another value of ``combine``; no layer of the model used the mask.
+        ExpressionError: another value of ``combine``, or another layer type; no layer of the model used the mask.
     """
     if combine not in ("and", "replace"):
         raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
@@ -108,8 +110,8 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> UserMask:
     for active in _OF_ALL_THREADS if torch.compiler.is_compiling() else _ACTIVE.get():
         if not any(config is own for own in active.configs):
             continue
-        active.is_used = True
         own = _select_type(active.masks, layer_type)
+        active.is_used = active.is_used or own is not None
         if own is not None and active.replaces:
             mask, replaces, is_whole = own, True, True
         elif own is not None:
@@ -126,6 +128,9 @@ def _select_type(masks: Any, layer_type: str) -> Mask | None:
 def _bound(mask: MaskLike | Mapping[str, MaskLike], data: Mapping[str, Any]) -> Mask | dict[str, Mask]:
     if not isinstance(mask, Mapping):
         return as_mask(mask).bind(**data)
+    for name in mask:
+        if name not in LAYER_TYPES:
+            raise ExpressionError(f"a layer type of masks is one of {', '.join(LAYER_TYPES)}; got {name!r}")
     masks = {name: as_mask(own) for name, own in mask.items()}
     unknown = set(data).difference(*(own.params for own in masks.values()))
     if unknown:

@@ -171,6 +171,16 @@ class TestUseMask:
             flexmask_transformers.use_mask(ours, {"full_attention": "causal"}, idz=1),
         ):
             pass
+        with (
+            pytest.raises(ExpressionError, match=r"one of full_attention, .*; got 'sliding'"),
+            flexmask_transformers.use_mask(ours, {"sliding": "causal"}),
+        ):
+            ours(tokens())
+        with (
+            pytest.raises(ExpressionError, match="no attention layer"),
+            flexmask_transformers.use_mask(ours, {"sliding_attention": "causal"}),
+        ):
+            ours(tokens())
 
 
 class TestAttentionMaskArgument:
