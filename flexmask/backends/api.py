@@ -130,14 +130,19 @@ def _run(call: Call, backend: str) -> Tensor:
 
 
 def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
-    """Whether a mask does not fit tensors ``[B, H, length, D]``, but fits them as ``[B, length, H, D]``."""
-    return not _fits(mask, query, key, q_offset) and _fits(mask, query.transpose(1, 2), key.transpose(1, 2), q_offset)
+    """Whether a mask does not fit tensors ``[B, H, length, D]``, but fits them as ``[B, length, H, D]``.
+
+    Never with a ``q_offset``: data of the whole sequence fits any few queries.
+    """
+    if isinstance(q_offset, Tensor) or q_offset:
+        return False
+    return not _fits(mask, query, key) and _fits(mask, query.transpose(1, 2), key.transpose(1, 2))
 
 
-def _fits(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:
+def _fits(mask: Mask, query: Tensor, key: Tensor) -> bool:
     batch, heads, q_len, _ = query.shape
     try:
-        bind(mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=q_offset, device=query.device)
+        bind(mask, q_len, key.shape[2], batch=batch, heads=heads, device=query.device)
     except FlexmaskError:
         return False
     return True

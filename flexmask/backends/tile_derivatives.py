@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexmask._checks import kind_of
 from flexmask._transforms import is_transformed
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import (
@@ -24,6 +25,7 @@ from flexmask.backends.tile_weights import (
     without_autocast,
 )
 from flexmask.backends.tiling import plan_tiles
+from flexmask.errors import OperandError
 
 __all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
 
@@ -162,7 +164,16 @@ def attend_with_score_mod(
 
 def _over_indices(score_mod: ScoreMod) -> ScoreMod:
     """Maps a function of scalars over [b, h, q, kv] with vmap, as FlexAttention does, so that `bias[b][h]` works."""
-    mapped: Callable[..., Tensor] = score_mod
+
+    def checked(score: Tensor, *indices: Tensor) -> Tensor:
+        found: object = score_mod(score, *indices)
+        if not isinstance(found, Tensor) or found.dim() or found.dtype == torch.bool:
+            raise OperandError(
+                f"score_mod must return a score, a tensor of shape [], got {kind_of(found)}; a condition is a mask"
+            )
+        return found
+
+    mapped: Callable[..., Tensor] = checked
     for axis in (4, 3, 2, 1):
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))
     return mapped

@@ -43,7 +43,7 @@ def check_agreement(arguments: Mapping[str, Any], error: Exception | None, group
         others = [rank for rank, value in enumerate(column) if value != column[0]]
         if others:
             raise LoweringError(
-                f"ranks {others} of the group give another {name} than rank 0; every rank must give the same arguments, and "
+                f"ranks {others} of the group differ from rank 0 in {name}; every rank must give the same arguments, and "
                 "masks with the same data"
             )
 

@@ -150,10 +150,10 @@ class ContextParallel:
             hint = nearest(str(strategy), get_args(Strategy))
             raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
         self.strategy, sizes = strategy, block_sizes(block_size)
-        contexts = [bind(mask, seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
         self.sharding: Sharding = shard_sequence(
             counts, seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
         )
+        contexts = [bind(mask, seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
         self.seq_len = self.sharding.seq_len
         self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
         self.positions = self.sharding.positions(self.rank).to(self.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from flexmask._checks import is_tensor, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import Constant, Index, Symbol, b
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable
 
@@ -42,6 +43,7 @@ def table(data: Data) -> Table:
         OperandError: ``data`` holds something else, e.g. floating point numbers.
         ExpressionError: lists of uneven lengths, or no values at all.
     """
+    refuse_traced("a table")
     return as_table(data, "table")
 
 
@@ -107,7 +109,9 @@ def _list_shape(data: object, what: str, most: int) -> tuple[int, ...]:
         raise ExpressionError(f"{what} has more than {MAX_AXES} lists within lists; give at most 4 axes")
     shapes = {_list_shape(item, what, most - 1) for item in data}
     if len(shapes) > 1:
-        raise ExpressionError(f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length.")
+        raise ExpressionError(
+            f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length, lengths of documents with 0."
+        )
     return (len(data), *(shapes.pop() if shapes else ()))
 
 

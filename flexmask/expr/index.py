@@ -249,7 +249,7 @@ class Arithmetic(Index):
     def make(cls, *values: Any) -> Index:
         sign, left, right = values
         if sign in {"//", "%"} and isinstance(right, Constant) and right.value == 0:
-            raise ExpressionError(f"{left} {sign} 0 divides by zero")
+            raise ExpressionError(f"{wrap(left, PRECEDENCE[sign], False)} {sign} 0 divides by zero")
         match sign, left, right:
             case _, Constant(x), Constant(y):
                 return Constant(FOLD[sign](x, y))

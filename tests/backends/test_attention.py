@@ -607,6 +607,25 @@ def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
         assert "transpose" not in str(caught.value)
     with pytest.raises(LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
         fm.attention(torch.randn(2, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8))
+    # 5 nodes after 9 tokens: with 2 queries from position 3 the 5 parents would be enough.
+    keys = torch.randn(1, 2, 14, 8)
+    with pytest.raises(LoweringError) as caught:
+        fm.attention(torch.randn(1, 2, 5, 8), keys, keys, fm.masks.tree(parents=[-1, 0, 0, 1, 1], prefix=9), q_offset=3)
+    assert "transpose" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "wanted"),
+    [
+        (lambda score, b, h, q, kv: None, "got None; a condition is a mask"),
+        (lambda score, b, h, q, kv: q >= kv, r"got Tensor bool\[\]; a condition is a mask"),
+        (lambda score, b, h, q, kv: score.expand(2), r"a tensor of shape \[\], got Tensor float32\[2\]"),
+    ],
+)
+def test_a_score_mod_that_returns_no_score(score_mod: Any, wanted: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(OperandError, match=wanted):
+        fm.attention(query, query, query, "causal", score_mod=score_mod)
 
 
 @pytest.mark.parametrize(

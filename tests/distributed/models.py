@@ -155,11 +155,16 @@ def check_errors() -> None:
             make(*args, **options)
 
     ids = document_of(LENGTH) + (rank == 1) * (torch.arange(LENGTH) == 9)
-    refused(r"ranks \[1\] of the group give another masks than rank 0", group, fm.document(ids), LENGTH)
-    refused(r"ranks \[1\] of the group give another masks", group, ["causal", "full"][:: 1 - 2 * rank], LENGTH)
-    refused(r"ranks \[1\] of the group give another seq_len", group, "causal", LENGTH + rank)
-    refused(r"ranks \[1\] of the group give another strategy", group, "causal", LENGTH, strategy=("keys", "heads")[rank])
-    refused("must be at least 1" if rank else r"ranks \[1\] of the group have an error", group, "causal", LENGTH * (1 - rank))
+    refused(r"ranks \[1\] of the group differ from rank 0 in masks;", group, fm.document(ids), LENGTH)
+    refused(r"ranks \[1\] of the group differ from rank 0 in masks", group, ["causal", "full"][:: 1 - 2 * rank], LENGTH)
+    refused(r"ranks \[1\] of the group differ from rank 0 in seq_len", group, "causal", LENGTH + rank)
+    refused(r"ranks \[1\] of the group differ from rank 0 in strategy", group, "causal", LENGTH, strategy=("keys", "heads")[rank])
+    refused(
+        "seq_len must be at least 1, got 0" if rank else r"ranks \[1\] of the group have an error",
+        group,
+        "causal",
+        LENGTH * (1 - rank),
+    )
     refused("is on meta, not on cpu", group, fm.document(document_of(8).to("meta")), 8)
     refused("must be 'keys' or 'heads', got 'key'. Did you mean keys?", group, "causal", 8, error=OperandError, strategy="key")
     refused("a DeviceMesh of one dimension or a process group", [0, 1], "causal", 8, error=OperandError)

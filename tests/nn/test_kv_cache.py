@@ -298,6 +298,16 @@ def test_reset_starts_over() -> None:
     check_close(module(x[:1, :3], cache=cache), module(x[:1, :3]))
 
 
+def test_the_nodes_of_a_tree_after_a_prompt() -> None:
+    """Each node has the output of the last token of its own branch."""
+    x, module, cache = inputs(9, 1), MultiheadFlexAttention(6, 6, 2, dtype=torch.float64), KVCache(9)
+    module(x[:, :5], "causal", cache=cache)
+    nodes = fm.masks.tree(parents=[-1, 0, 0, 1], prefix=5)
+    found = module(x[:, 5:], fm.masks.shift(nodes, q=5), cache=cache)
+    for node, branch in enumerate([[5], [5, 6], [5, 7], [5, 6, 8]]):
+        check_close(found[:, node], module(x[:, [*range(5), *branch]], "causal")[:, -1])
+
+
 def test_gradients_reach_the_tokens_of_the_call() -> None:
     case, x = CASES["rope"], inputs()
     for cut in (None, [9, 9]):

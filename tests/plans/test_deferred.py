@@ -117,6 +117,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a mask_mod": (lambda n: lambda b, h, q, kv: kv < n[b], "the mask of a mask_mod cannot be made in code that torch.compile"),
     "a comparison": (lambda n: kv <= q, "a comparison of index expressions cannot be made .* write a mask as text"),
     "arithmetic": (lambda n: q - kv < 3, "an index expression cannot be made in code that torch.compile traces"),
+    "a table": (lambda n: fm.table(n)[fm.b] > kv, "a table cannot be made in code that torch.compile traces"),
     "a parameter": (lambda n: fm.key_padding(fm.param("n")), "a parameter cannot be made in code that torch.compile traces"),
     "a plan": (lambda n: fm.plan("causal", LENGTH)(), "a plan cannot be made in code that torch.compile traces"),
     "a lowering": (lambda n: fm.causal().block_mask(LENGTH), "where only flexmask's attention and modules take it"),
