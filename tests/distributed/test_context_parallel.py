@@ -22,8 +22,8 @@ from tests.support.ranks import run_ranks
 
 def two_ranks(rank: int) -> None:
     checks = Checks()
-    check_cases(checks)
-    check_drawn(checks, 15)
+    check_cases(checks, every=2)
+    check_drawn(checks, 10)
     for strategy in ("keys", "heads"):
         checks(f"a model, {strategy}", models.check_model, strategy)
         checks(
