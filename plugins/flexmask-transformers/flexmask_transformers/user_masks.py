@@ -111,10 +111,12 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> UserMask:
         if not any(config is own for own in active.configs):
             continue
         own = _select_type(active.masks, layer_type)
-        active.is_used = active.is_used or own is not None
-        if own is not None and active.replaces:
+        if own is None:
+            continue
+        active.is_used = True  # never read here: a graph of torch.compile would depend on it
+        if active.replaces:
             mask, replaces, is_whole = own, True, True
-        elif own is not None:
+        else:
             mask = own if mask is None else mask & own
     return UserMask(mask, replaces, is_whole)
 

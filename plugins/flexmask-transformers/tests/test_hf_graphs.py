@@ -72,8 +72,9 @@ def test_use_mask_with_other_data() -> None:
     model, _ = compiled(ours)
     for ids in IDS:
         with use_mask(ours, "document(ids)", ids=ids):
-            found, wanted = (own(tokens(1)).logits for own in (model, ours))
+            found, wanted, again = (own(tokens(1)).logits for own in (model, ours, model))
         assert_close(found, wanted, **CLOSE)
+        assert torch.equal(found, again)
     assert counters["stats"]["unique_graphs"] == 1
     plain = model(tokens(1)).logits
     assert_close(plain, ours(tokens(1)).logits, **CLOSE)
