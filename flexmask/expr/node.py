@@ -95,7 +95,7 @@ class Structure:
 
     @property
     def node(self) -> Node | None:
-        """The expression that this is the structure of, as long as it is in use."""
+        """An expression of this structure, as long as one that was compared with it is in use."""
         return self._node()
 
     @property
@@ -110,7 +110,14 @@ class Structure:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self.key == other.key)
+        if self is other:
+            return True
+        if not isinstance(other, Structure) or self.key != other.key:
+            return False
+        for one, living in (self, other), (other, self):  # a graph holds the structure of the first of several masks
+            if one.node is None:
+                one._node = living._node
+        return True
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,21 @@ def test_errors_are_those_of_the_library(name: str) -> None:
     compiled = torch.compile(lambda n: attention(X, X, X, make(n)), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         compiled(torch.tensor([3, 4]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_masks_that_are_not_kept(backend: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda query, mask: fm.attention(query, query, query, mask), backend=backend, fullgraph=True)
+    query = torch.randn(1, 2, 6, 8)
+    for start in (3, 2, 5):
+        mask = fm.causal() & fm.document(cu_seqlens=torch.tensor([0, start, 6]))
+        found = compiled(query, mask)
+        del mask
+        gc.collect()
+        document = torch.arange(6) >= start
+        visible = torch.ones(6, 6, dtype=torch.bool).tril() & (document[:, None] == document)
+        torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(query, query, query, visible))
 
 
 def test_a_mask_that_leaves_its_graph() -> None:
