@@ -26,6 +26,7 @@ from flexmask.distributed.sharding import Balance, Masks, Sharding, shard_sequen
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
+from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import as_mask
@@ -150,11 +151,11 @@ class ContextParallel:
             hint = nearest(str(strategy), get_args(Strategy))
             raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
         self.strategy, sizes = strategy, block_sizes(block_size)
+        self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
+        contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
         self.sharding: Sharding = shard_sequence(
-            counts, seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
+            counts, self.seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
         )
-        contexts = [bind(mask, seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
-        self.seq_len = self.sharding.seq_len
         self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
         self.positions = self.sharding.positions(self.rank).to(self.device)
         self._declared = []

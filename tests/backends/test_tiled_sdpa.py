@@ -610,15 +610,17 @@ class TestOperator:
             query, key, value = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
         cells = ragged_noise(0.5, 1, 1, 20, 20) if with_cells else None
         bounds = intervals(causal(20, 20))
-        arguments = (query, key, value, bounds, cells, 0.5, dropout_p, torch.tensor(3) if dropout_p else None)
+        sizes = *query.shape[:3], key.shape[2]
+        hashes = hashes_of(torch.tensor(3), *map(torch.arange, sizes)) if dropout_p else (None, None)
+        arguments = (query, key, value, bounds, cells, 0.5, dropout_p, *hashes)
         checks = torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
         bounds = intervals(causal(20, 20))
-        outputs = torch.ops.flexmask.block_sdpa(query, key, value, bounds, None, 0.5, 0.0, None)
-        arguments = (query, query, key, value, *outputs, bounds, None, 0.5, 0.0, None)
+        outputs = torch.ops.flexmask.block_sdpa(query, key, value, bounds, None, 0.5, 0.0, None, None)
+        arguments = (query, query, key, value, *outputs, bounds, None, 0.5, 0.0, None, None)
         operator = torch.ops.flexmask.block_sdpa_backward.default
         checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
