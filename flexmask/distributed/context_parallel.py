@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
@@ -22,14 +22,13 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.distributed.agreement import check_agreement
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
-from flexmask.distributed.sharding import Balance, Masks, Sharding, shard_sequence
+from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.lowered import LoweredMask
-from flexmask.tracing.as_mask import as_mask
 
 __all__ = ["ContextParallel", "Strategy"]
 
@@ -128,7 +127,7 @@ class ContextParallel:
         counts: dict[Mask, int] = {}
         error = None
         try:  # the error of one rank is one of all: those that have none would wait in the first layer
-            counts = _counted(masks, self.device)
+            counts = distinct(layers_of(masks, self.device))
             self._plan(list(counts), counts, seq_len, balance, strategy, batch, heads, block_size)
         except FlexmaskError as found:
             error = found
@@ -366,22 +365,6 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
 def _device_of(mesh: DeviceMesh | dist.ProcessGroup | None, group: dist.ProcessGroup) -> torch.device:
     kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return _sync.resolve_device(kind)
-
-
-def _counted(masks: Any, device: torch.device) -> dict[Mask, int]:
-    """The distinct masks, each with its number of layers."""
-    found: dict[Mask, int] = {}
-    pairs: list[tuple[Any, Any]]
-    if isinstance(masks, Mapping):
-        pairs = list(masks.items())
-    elif isinstance(masks, Sequence) and not isinstance(masks, str):
-        pairs = [(mask, 1) for mask in masks]
-    else:
-        pairs = [(masks, 1)]
-    for given, count in pairs:
-        mask = Truth(True) if given is None else as_mask(given, "masks", also="a list or a dict of them, None", device=device)
-        found[mask] = found.get(mask, 0) + checked_int(count, "the number of layers of a mask")
-    return found
 
 
 def _part_of(heads: int, rank: int, ranks: int) -> range:

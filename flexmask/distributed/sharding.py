@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import chain
 from operator import or_
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from flexmask._checks import checked_int, nearest
 from flexmask.distributed.balance import balanced, contiguous, head_tail, imbalance, sums
 from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.mask import Mask
+from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind, own_sizes
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.block_mask import block_sizes
@@ -62,6 +62,7 @@ class Sharding:
     _owner: Tensor = field(repr=False)
     _seen: tuple[KeyLists, ...] = field(repr=False)
     _layers: tuple[int, ...] = field(repr=False)
+    _numbers: tuple[int, ...] = field(repr=False)  # of each given mask, among those that differ
 
     def runs(self, rank: int) -> Tensor:
         """The positions of a rank's tokens as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
@@ -81,7 +82,9 @@ class Sharding:
             mask: the number of a mask, in the order in which they were given; None for any of them.
         """
         rank = self._checked(rank)
-        lists = self._seen_by_any if mask is None else self._seen[checked_int(mask, "mask", 0, len(self._seen) - 1)]
+        lists = self._seen_by_any
+        if mask is not None:
+            lists = self._seen[self._numbers[checked_int(mask, "mask", 0, len(self._numbers) - 1)]]
         part = slice(int(lists.first[rank]), int(lists.first[rank + 1]))
         return torch.stack((lists.lo[part], lists.hi[part]), -1)
 
@@ -146,7 +149,7 @@ class Sharding:
 
 
 def shard_sequence(
-    masks: Masks,
+    masks: Masks | None,
     seq_len: int,
     ranks: int,
     *,
@@ -159,6 +162,7 @@ def shard_sequence(
 
     Args:
         masks: the mask of all layers; a list, one for each layer; or a dict from masks to the number of layers that have them.
+            None is no mask.
         seq_len: tokens; any number, also fewer than ranks, some of which then have none.
         ranks: processes.
         balance: ``"work"`` gives each rank the same number of tokens, up to a block, and the same work, in few runs of tokens
@@ -172,17 +176,20 @@ def shard_sequence(
         OperandError: an argument of another type.
         LoweringError: a mask cannot be lowered at these sizes, or sizes beyond their limits.
     """
-    counts = _counts(masks)
+    given = layers_of(masks)
+    counts = distinct(given)  # models have many layers and few masks
+    numbers = {mask: number for number, mask in enumerate(counts)}
     seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
     ranks = checked_int(ranks, "ranks", most=MAX_RANKS, kind=LoweringError)
     if balance not in get_args(Balance):
         names = ", ".join(map(repr, get_args(Balance)))
         raise OperandError(f"balance must be one of {names}, got {balance!r}.{nearest(str(balance), get_args(Balance))}")
     sizes = block_sizes(block_size)
-    contexts = _contexts([mask for mask, _ in counts], seq_len, batch, heads)
+    contexts = _contexts(list(counts), seq_len, batch, heads)
     groups = max(context.full_batch for context in contexts) * (heads or max(context.heads for context in contexts))
-    times = [layers * groups // (context.batch * context.heads) for context, (_, layers) in zip(contexts, counts, strict=True)]
-    if sum(layers for _, layers in counts) * groups * seq_len**2 >= 2**62:
+    pairs = zip(contexts, counts.values(), strict=True)
+    times = [layers * groups // (context.batch * context.heads) for context, layers in pairs]
+    if sum(counts.values()) * groups * seq_len**2 >= 2**62:
         raise LoweringError(f"the cells of {seq_len} tokens in all sequences, heads and layers exceed 64-bit integers")
     size = unit_size(seq_len, ranks, sizes[0])
     found = [units_of(context, size, sizes) for context in contexts]
@@ -202,7 +209,8 @@ def shard_sequence(
         _pieces=pieces,
         _owner=owner[starts],
         _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
-        _layers=tuple(layers for _, layers in counts),
+        _layers=tuple(counts.values()),
+        _numbers=tuple(numbers[mask] for mask, _ in given),
     )
 
 
@@ -213,17 +221,30 @@ def positions_of(runs: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + (runs[:, 0] - first).repeat_interleave(lengths)
 
 
-def _counts(masks: object) -> list[tuple[Mask, int]]:
-    """The masks, each with the number of its layers."""
+def layers_of(masks: object, device: torch.device | None = None) -> list[tuple[Mask, int]]:
+    """The masks in the order in which they are given, each with the number of its layers. None is no mask."""
+    pairs: list[tuple[object, object]]
     if isinstance(masks, Mapping):
-        pairs = [(as_mask(mask, "masks"), checked_int(count, "the number of layers of a mask")) for mask, count in masks.items()]
+        pairs = list(masks.items())
     elif isinstance(masks, Sequence) and not isinstance(masks, str):
-        pairs = [(as_mask(mask, "masks"), 1) for mask in masks]
+        pairs = [(mask, 1) for mask in masks]
     else:
-        pairs = [(as_mask(masks, "masks", also="a list or a dict of them"), 1)]
+        pairs = [(masks, 1)]
     if not pairs:
         raise OperandError("masks must be a mask, or a list or a dict with at least one, got none")
-    return pairs
+    return [(_as_mask(mask, device), checked_int(count, "the number of layers of a mask")) for mask, count in pairs]
+
+
+def _as_mask(mask: Any, device: torch.device | None) -> Mask:
+    return Truth(True) if mask is None else as_mask(mask, "masks", also="a list or a dict of them", device=device)
+
+
+def distinct(layers: Sequence[tuple[Mask, int]]) -> dict[Mask, int]:
+    """The masks that differ, each with the number of all its layers."""
+    found: dict[Mask, int] = {}
+    for mask, count in layers:
+        found[mask] = found.get(mask, 0) + count
+    return found
 
 
 def _contexts(masks: Sequence[Mask], seq_len: int, batch: int | None, heads: int | None) -> list[Context]:

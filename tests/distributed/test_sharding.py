@@ -14,6 +14,7 @@ from torch import Tensor
 import flexmask as fm
 from flexmask.distributed import Sharding, query_units, shard_sequence
 from flexmask.errors import LoweringError, OperandError
+from flexmask.intervals.context import Context
 from tests.support.strategies import Case, Shape, mask_cases
 
 BALANCES = ["work", "head_tail", "contiguous"]
@@ -107,6 +108,23 @@ def test_layers_count_as_often_as_there_are(balance: Any, length: int, ranks: in
     q, kv = torch.arange(length).view(-1, 1), torch.arange(length)
     tables = [(kv <= q)[None, None], ((kv <= q) & (kv > q - 5))[None, None]]
     check_plan(sharding, tables, [2, 3], 4, [True, True])
+
+
+def test_equal_masks_of_a_list_are_analyzed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list has a mask for each layer; models have many layers."""
+    analyzed: list[Context] = []
+
+    def counted(context: Context, *sizes: Any) -> query_units.QueryUnits:
+        analyzed.append(context)
+        return query_units.units_of(context, *sizes)
+
+    monkeypatch.setattr("flexmask.distributed.sharding.units_of", counted)
+    masks: Any = [fm.causal(), fm.sliding_window(size=5), fm.causal(), "causal", None]
+    sharding = shard_sequence(masks, 33, 4, block_size=4)
+    assert len(analyzed) == 3
+    q, kv = torch.arange(33).view(-1, 1), torch.arange(33)
+    causal, window, full = (table[None, None] for table in (kv <= q, (kv <= q) & (kv > q - 5), (kv <= 33) | (q < 0)))
+    check_plan(sharding, [causal, window, causal, causal, full], [1] * 5, 4, [True] * 5)
 
 
 def test_a_mask_for_each_sequence_counts_as_many_times_as_one_for_all() -> None:
