@@ -28,7 +28,9 @@ class BlockGrid(BlockLayout):
         start, stop = floor_div(rows.lo, self.kv_size), ceil_div(rows.hi, self.kv_size)
         if rows.lo.shape[2] == 1:
             return self._between(start, stop.where(rows.lo < rows.hi, 0))
-        return self._count(start.masked_fill(rows.lo >= rows.hi, self.kv_blocks), stop) > 0
+        if self.context.kv_len % self.kv_size:  # else unused slots, at the end of the keys, begin behind the last block
+            start = start.masked_fill(rows.lo >= rows.hi, self.kv_blocks)
+        return self._count(start, stop) > 0
 
     def covered(self, rows: Rows) -> Tensor:
         complete = self.complete_rows
@@ -81,10 +83,10 @@ class BlockGrid(BlockLayout):
         """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block."""
         batch, heads, q_len, _ = start.shape
         height, width = self.height, self.kv_blocks
-        edges = torch.zeros((batch, heads, self.q_blocks, width + 1), dtype=torch.int32, device=start.device)
-        for ends, step in ((start, 1), (stop, -1)):
-            if q_len % height:
-                ends = F.pad(ends, (0, 0, 0, -q_len % height), value=width)
-            index = ends.long().view(*edges.shape[:3], -1)
-            edges.scatter_add_(-1, index, edges.new_full((), step).expand_as(index))
-        return edges[..., :width].cumsum_(-1)
+        ends = torch.stack((start, stop))  # together, as each operation takes a kernel launch
+        if q_len % height:
+            ends = F.pad(ends, (0, 0, 0, -q_len % height), value=width)
+        index = ends.long().view(2, batch, heads, self.q_blocks, -1)
+        edges = torch.zeros((*index.shape[:-1], width + 1), dtype=torch.int32, device=start.device)
+        begin, end = edges.scatter_add_(-1, index, edges.new_ones(()).expand_as(index))[..., :width]
+        return torch.cumsum(begin - end, -1)

@@ -6,7 +6,7 @@ no key from below and by all keys from above. The boolean algebra is computed on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -257,19 +257,12 @@ class _Analysis:
                 return None if holds is None else ([], [torch.where(holds, kv_len, 0)])
         return None
 
-    def span(self, spans: Iterable[Ends], rows: Iterable[Rows] = ()) -> Rows:
+    def span(self, spans: Collection[Ends], rows: Sequence[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval."""
         kv_len = self.context.kv_len
-        starts: list[Any] = [0]
-        stops: list[Any] = [kv_len]
-        for of_start, of_stop in spans:
-            starts += of_start
-            stops += of_stop
-        # Small tensors first: the length of each sequence is compared with kv_len, not the bounds of each query.
-        start, stop = reduce(greater, sorted(starts, key=_size)), reduce(lesser, sorted(stops, key=_size))
-        lo, hi = (_clamped(end, kv_len) for end in (start, stop))
-        for part in rows:
-            lo, hi = greater(lo, part.lo.squeeze(-1)), lesser(hi, part.hi.squeeze(-1))
+        starts, stops = ([end for ends in spans for end in ends[side]] for side in (0, 1))
+        lo = _innermost(greater, starts, [part.lo.squeeze(-1) for part in rows], kv_len, default=0)
+        hi = _innermost(lesser, stops, [part.hi.squeeze(-1) for part in rows], kv_len, default=kv_len)
         return Rows.spans(self.queries.shaped(lo), self.queries.shaped(hi), kv_len)
 
     def leaf(self, mask: Mask) -> RowBounds:
@@ -295,10 +288,10 @@ class _Analysis:
         context, column = self.context, mask.left
         table = _table_of(column)
         if table is not None and table.key in context.edges and _has_same_sides(mask):
-            ends = [self.queries.document_edge(table, stop=stop) for stop in (False, True)]
+            ends = self.queries.document_edges(table)
             if (context.q_end or 0) > context.kv_len:
-                ends = [end.clamp(max=context.kv_len) for end in ends]
-            lo, hi = (end.to(torch.int32).unsqueeze(-1) for end in ends)  # no document is empty where a query is
+                ends = ends.clamp(max=context.kv_len)
+            lo, hi = ends.to(torch.int32).unsqueeze(-2).unbind(-1)  # no document is empty where a query is
             return Rows(lo, hi, context.kv_len)
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
@@ -346,6 +339,13 @@ class _Analysis:
 
 def _size(values: Any) -> int:
     return values.numel() if isinstance(values, Tensor) else 0
+
+
+def _innermost(join: Callable[[Any, Any], Any], ends: list[Any], of_rows: list[Tensor], kv_len: int, default: int) -> Any:
+    """The greatest start or the least stop of some spans and rows, as a 32-bit position or a number."""
+    # Small tensors first: the length of each sequence is compared with the bounds of documents, not with those of each query.
+    of_spans = [_clamped(reduce(join, sorted(ends, key=_size)), kv_len)] if ends else []
+    return reduce(join, of_spans + of_rows) if of_spans or of_rows else default
 
 
 def _clamped(end: Any, kv_len: int) -> Any:
