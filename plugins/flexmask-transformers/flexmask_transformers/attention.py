@@ -17,10 +17,12 @@ from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
 from flexmask_transformers.dense import dense_attention
 from flexmask_transformers.graphs import GraphMask
+from flexmask_transformers.masks import in_documents
 from flexmask_transformers.model_mask import ModelMask, to_mask
-from flexmask_transformers.packing import document_ids, packing_argument
+from flexmask_transformers.packed_cache import note_keys
+from flexmask_transformers.packing import document_ids, packing_arguments
 from flexmask_transformers.recording import record
-from flexmask_transformers.request import documents_in_graph, dropped_documents, is_user_mask
+from flexmask_transformers.request import documents_in_graph, dropped_documents, is_user_mask, note_documents_in_graph
 from flexmask_transformers.scores import Scores, append_sink, with_sink
 
 __all__ = ["attention_forward"]
@@ -125,7 +127,7 @@ def _attend(
     sunk = mask
     if scores.sink is not None:
         query, key, value = append_sink(query, key, value, scores.sink, scores.scale)
-        sunk = model_mask.variant("sink", mask, lambda: with_sink(mask))
+        sunk = model_mask.variant("sink", (mask,), lambda: with_sink(mask))
     with model_mask.cache:
         out = flexmask.attention(
             query,
@@ -161,44 +163,53 @@ def _packed(
             f"the model made a mask for {model_mask.shape[-1]} keys, and its attention has {kv_len}; flexmask does not support "
             "this combination of model and cache. Use attn_implementation='sdpa' for it"
         )
-    packing = None if model_mask.is_whole else packing_argument(kwargs)
-    if packing is not None:
-        return model_mask.variant("packing", packing, lambda: _within_ids(model_mask, packing, batch, q_len, kv_len))
-    request, positions = model_mask.request, kwargs.get("position_ids")
-    if request.has_positions or positions is None or not getattr(module, "is_causal", False):
+    if model_mask.is_whole:
         return model_mask.mask
+    packing, positions = packing_arguments(kwargs), kwargs.get("position_ids")
+    if model_mask.request.has_positions or not getattr(module, "is_causal", False):
+        positions = None
 
     def within_documents() -> Mask:
-        documents = dropped_documents(request.keep, request.cache, positions, batch, q_len, kv_len, model_mask.q_offset)
-        return model_mask.mask if documents is None else model_mask.within(documents)
+        mask, documents = model_mask.mask, model_mask.request.documents
+        if positions is not None:
+            keep, cache = model_mask.request.keep, model_mask.request.cache
+            documents = dropped_documents(keep, cache, positions, batch, q_len, kv_len, model_mask.q_offset)
+        if model_mask.is_chunked and (packing or documents is not None):
+            raise LoweringError(
+                "this model's chunks start with each document, whose positions cu_seq_lens and seq_idx do not give; also give "
+                "position_ids that restart at each document"
+            )
+        if positions is not None and documents is not None:
+            mask = in_documents(mask, documents, q_len)
+        if not packing:
+            return mask
+        ids = document_ids(packing, batch, q_len, kv_len, documents)
+        if model_mask.request.cache is not None:
+            note_keys(model_mask.request.cache).note(ids)
+        return mask & document(ids)
 
-    return model_mask.variant("positions", positions, within_documents)
-
-
-def _within_ids(model_mask: ModelMask, packing: Tensor, batch: int, q_len: int, kv_len: int) -> Mask:
-    if model_mask.is_chunked:
-        raise LoweringError(
-            "this model's chunks start with each document, whose positions cu_seq_lens and seq_idx do not give; also give "
-            "position_ids that restart at each document"
-        )
-    return model_mask.mask & document(document_ids(packing, batch, q_len, kv_len))
+    return model_mask.variant("documents", (positions, *packing.values()), within_documents)
 
 
 def _dense_documents(module: torch.nn.Module, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The documents ``int[B, S]`` that the arguments of a layer describe, next to a mask that is a tensor."""
-    packing = packing_argument(kwargs)
-    if packing is not None:
-        return document_ids(packing, batch, q_len, kv_len)
+    packing, is_in_mask, documents = packing_arguments(kwargs), True, None
     if torch.compiler.is_compiling() and getattr(module, "is_causal", False):
-        return documents_in_graph(getattr(module, "config", None), kwargs.get("position_ids"), batch, q_len, kv_len)
-    return None
+        config, positions = getattr(module, "config", None), kwargs.get("position_ids")
+        documents, is_in_mask = documents_in_graph(config, positions, batch, q_len, kv_len)
+    if not packing:
+        return None if documents is None or is_in_mask else documents.ids
+    ids = document_ids(packing, batch, q_len, kv_len, documents)
+    if torch.compiler.is_compiling():
+        note_documents_in_graph(getattr(module, "config", None), ids)
+    return ids
 
 
 def _tiled_mask(mask: Any, is_causal: bool, documents: Tensor | None, kwargs: Mapping[str, Any]) -> Mask | LoweredMask | None:
     """The mask that a layer in a graph attends with in tiles; None where its attention is dense."""
     if documents is None:
         return mask.lowered if isinstance(mask, GraphMask) else None
-    is_contiguous = kwargs.get("cu_seq_lens_q") is not None and has_static_value(documents.shape[1])
+    is_contiguous = packing_arguments(kwargs).keys() - {"seq_idx"} and has_static_value(documents.shape[1])
     if isinstance(mask, Tensor) or not is_contiguous or not torch.compiler.is_compiling():
         return None
     own: Mask = mask.mask if isinstance(mask, GraphMask) else causal() if is_causal else full()

@@ -21,6 +21,7 @@ from flexmask import Mask, causal, document, full, key_padding, sliding_window
 from flexmask.errors import LoweringError
 from flexmask.plans.capture import MAX_CELLS, lower_in_graph
 from flexmask.plans.lowered import LoweredMask
+from flexmask_transformers.packing import chunk_positions
 from flexmask_transformers.request import take_request_in_graph
 from flexmask_transformers.user_masks import user_mask_for
 
@@ -62,15 +63,19 @@ def mask_in_graph(
     It is dense where queries follow keys in a cache, where its function is not known, and for lengths that change from call to
     call. Otherwise it is a :class:`GraphMask`, if it has documents, a window, or a mask of the user.
     """
-    documents, given = take_request_in_graph()
+    documents, positions, given = take_request_in_graph()
     user_mask, replaces, is_whole = user_mask_for(options.get("config"), layer_type, given)
-    own = _known_mask(mask_function, options)
+    is_chunked = layer_type == "chunked_attention"
+    own = None if is_chunked else _known_mask(mask_function, options)
     starts_at_0 = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == 0 and kv_offset == 0
     if user_mask is None:
         is_dense = documents is None and options.get("local_size") is None
         is_dense = is_dense or own is None or not starts_at_0 or q_len != kv_len or not has_static_value(q_len)
         if is_dense or (keep is not None and batch * q_len * kv_len > MAX_CELLS):
             if documents is not None:
+                if is_chunked:
+                    assert positions is not None
+                    mask_function = _in_documents(mask_function, documents, positions.expand(batch, -1), keep)
                 mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
                 options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             return sdpa_mask(batch, q_len, kv_len, q_offset, kv_offset, mask_function, keep, **options)
@@ -92,6 +97,19 @@ def mask_in_graph(
             mask = mask & document(documents, contiguous=True)
     query = torch.empty(batch, 1, q_len, 1, device=options.get("device") or "cpu")
     return GraphMask(mask, lower_in_graph(mask, query, query, block_size=(0, 0)), is_whole=is_whole)
+
+
+def _in_documents(
+    mask_function: Callable[..., Any], documents: Tensor, positions: Tensor, keep: Tensor | None
+) -> Callable[..., Any]:
+    """A chunked mask function whose chunks start with each document, if there are several in some row."""
+    columns = torch.arange(positions.shape[1], device=positions.device)
+    places = torch.where((documents > 0).any(), chunk_positions(positions, keep), columns)
+
+    def of_row(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return mask_function(b, h, places[b, q_idx], places[b, kv_idx])
+
+    return of_row
 
 
 def _known_mask(mask_function: Callable[..., Any], options: dict[str, Any]) -> Mask | None:

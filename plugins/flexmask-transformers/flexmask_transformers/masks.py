@@ -7,22 +7,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    padding_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from flexmask import Mask, from_mask_mod, full, kv
+from flexmask import Mask, document, from_mask_mod, full, key_padding, kv
+from flexmask.masks import reorder
 from flexmask_transformers.graphs import GraphMask, mask_in_graph
 from flexmask_transformers.model_mask import ModelMask
-from flexmask_transformers.request import take_request
+from flexmask_transformers.packing import Documents, chunk_positions
+from flexmask_transformers.request import Request, take_request
 from flexmask_transformers.user_masks import user_mask_for
 
-__all__ = ["make_mask"]
+__all__ = ["in_documents", "make_mask"]
 
 #: How transformers writes the mask of all cells, ``q_idx >= 0``.
 BIDIRECTIONAL = from_mask_mod(bidirectional_mask_function)
@@ -64,29 +59,45 @@ def make_mask(
     user_mask, replaces, is_whole = user_mask_for(config, layer_type, request.user_mask)
     if q_length == 1 and user_mask is None:
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
-    mask = user_mask if replaces else _traced(kv_length, int(kv_offset), mask_function, attention_mask, device)
-    assert mask is not None
-    arguments = batch_size, q_length, kv_length, q_offset, device
-    if request.documents is not None and not replaces:
-        mask = ModelMask.make(mask, *arguments, is_chunked=is_chunked).within(request.documents)
-    if user_mask is not None and not replaces:
-        mask &= user_mask
+    if replaces:
+        assert user_mask is not None
+        mask = user_mask
+    else:
+        mask = _traced(mask_function, device)
+        if request.documents is not None:
+            mask = in_documents(mask, request.documents, q_length, is_chunked=is_chunked)
+        padding = _padding(attention_mask, kv_length, int(kv_offset))
+        mask = mask if padding is None else mask & padding
+        mask = mask if user_mask is None else mask & user_mask
     if kv_offset:
         mask = mask.substitute(kv=kv + int(kv_offset))
+    arguments = batch_size, q_length, kv_length, q_offset, device
     if replaces:
-        return ModelMask.make(mask, *arguments, is_whole=is_whole)
+        return ModelMask.make(mask, *arguments, is_whole=is_whole, request=Request(cache=request.cache))
     return ModelMask.make(mask, *arguments, is_chunked=is_chunked and request.documents is None, request=request)
 
 
-def _traced(
-    kv_len: int, kv_offset: int, mask_function: Callable[..., Any], keep: Tensor | None, device: torch.device | str
-) -> Mask:
-    padding = prepare_padding_mask(keep, kv_len, kv_offset)
-    # Reading it on a GPU would force a host sync.
-    if padding is not None and not (padding.device.type == "cpu" and bool(padding[:, kv_offset : kv_offset + kv_len].all())):
-        mask_function = and_masks(mask_function, padding_mask_function(padding))
+def in_documents(mask: Mask, documents: Documents, q_len: int, *, is_chunked: bool = False) -> Mask:
+    """A mask within each document of packed rows; chunks start with each document."""
+    ids = documents.ids
+    if is_chunked:
+        places = chunk_positions(documents.positions, documents.keep)
+        mask = reorder(mask, q=places[:, :q_len], kv=places)
+    return mask & (document(ids) if ids.shape[1] == q_len else document(ids[:, :q_len], ids))
+
+
+def _traced(mask_function: Callable[..., Any], device: torch.device | str) -> Mask:
     mask = from_mask_mod(mask_function, device=device)
     return cast(Mask, mask.replace(lambda node: full() if node.key == BIDIRECTIONAL.key else None))
+
+
+def _padding(keep: Tensor | None, kv_len: int, kv_offset: int) -> Mask | None:
+    """The mask of padding, of the positions of keys; None where there is none."""
+    padding = prepare_padding_mask(keep, kv_len, kv_offset)
+    # Reading it on a GPU would force a host sync.
+    if padding is None or (padding.device.type == "cpu" and bool(padding[:, kv_offset : kv_offset + kv_len].all())):
+        return None
+    return key_padding(keep=padding)
 
 
 def _layer_type(config: Any, local_size: int | None) -> str:

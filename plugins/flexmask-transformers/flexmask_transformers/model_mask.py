@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask import Mask, MaskCache, document, from_dense, key_padding, q
+from flexmask import Mask, MaskCache, from_dense, key_padding, q
 from flexmask.errors import OperandError
-from flexmask.masks import reorder
-from flexmask_transformers.request import Documents, Request
+from flexmask_transformers.request import Request
 
 __all__ = ["ModelMask", "to_mask"]
 
@@ -88,20 +87,14 @@ class ModelMask(Tensor):
             self._moved[device] = ModelMask.make(self.mask.to(device), batch, q_len, kv_len, offset, device, **flags)
         return self._moved[device]
 
-    def within(self, documents: Documents) -> Mask:
-        """The mask in each document of packed rows."""
-        ids, positions, q_len = documents.ids, documents.positions, self.shape[2]
-        mask = reorder(self.mask, q=positions[:, :q_len], kv=positions) if self.is_chunked else self.mask
-        return mask & (document(ids) if ids.shape[1] == q_len else document(ids[:, :q_len], ids))
-
     def placed(self, mask: Mask) -> Mask:
         """A mask whose queries start at ``q_offset`` as one whose queries start at 0."""
         offset = int(self.q_offset)
         return mask.substitute(q=q + offset) if offset else mask
 
-    def variant(self, kind: str, data: object, build: Callable[[], Mask]) -> Mask:
+    def variant(self, kind: str, data: tuple[object, ...], build: Callable[[], Mask]) -> Mask:
         """The mask that ``build`` makes from this one and ``data``; the layers of a model share it."""
-        key = (kind, id(data))
+        key = (kind, *map(id, data))
         if key not in self._variants:
             self._variants[key] = (data, build())  # keeping the data keeps its id in use
         return self._variants[key][1]

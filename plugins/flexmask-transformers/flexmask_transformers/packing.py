@@ -1,58 +1,167 @@
-"""The documents of packed rows, from what data collators give to the attention of a model."""
+"""The documents of packed rows, from what data collators give to a model: ``position_ids``, ``cu_seq_lens`` and ``seq_idx``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["packing_argument", "document_ids"]
+__all__ = ["Documents", "chunk_positions", "document_ids", "packing_arguments", "restarts"]
 
-
-def packing_argument(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The argument that describes the documents of a row, ``cu_seq_lens_q`` or ``seq_idx``; None where there is neither."""
-    for name in ("cu_seq_lens_q", "seq_idx"):
-        if kwargs.get(name) is not None:
-            return torch.as_tensor(kwargs[name])
-    return None
+#: The arguments of attention that describe the documents of a row.
+ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
-def document_ids(packing: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows, from their ``position_ids``.
+
+    Attributes:
+        ids: ``int[B, kv_len]``, the document of each token, -1 after the last.
+        positions: ``int[B, kv_len]``, the position of each token in its document.
+        keep: ``bool[B, tokens]``, True for real tokens; None where all are.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor | None = None
+
+    def to(self, device: torch.device) -> Documents:
+        """The documents on a device."""
+        return Documents(self.ids.to(device), self.positions.to(device), None if self.keep is None else self.keep.to(device))
+
+
+def packing_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of attention that describe the documents of a row."""
+    return {name: kwargs[name] for name in ARGUMENTS if kwargs.get(name) is not None}
+
+
+def document_ids(packing: Mapping[str, Any], batch: int, q_len: int, kv_len: int, documents: Documents | None = None) -> Tensor:
     """The document of each token, ``int[B, S]``.
 
     Args:
-        packing: ``cu_seq_lens``, ``int[n + 1]``, where documents start among all ``B * S`` tokens and where the last one ends; or
-            ``seq_idx``, ``int[B, S]``, the document of each token.
+        packing: one or more of ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int[n + 1]``, where documents start among all ``B * S``
+            tokens and where the last one ends; and ``seq_idx``, ``int[B, S]``, the document of each token.
         batch: B.
         q_len: S.
         kv_len: the number of keys.
+        documents: those of ``position_ids`` if they are known, with one document in each row where no position restarts.
+
+    Returns:
+        ``documents.ids`` if reading values shows that they are the same.
 
     Raises:
-        LoweringError: the keys are not the tokens of the queries, another shape, or offsets that do not start with 0, decrease,
-            or do not end with ``B * S``. Where reading them forces a host sync, and in a graph, that is an error where it runs.
+        OperandError: no tensor of integers.
+        LoweringError: the keys are not the tokens of the queries, another shape, offsets that do not start with 0, decrease, or
+            do not end with ``B * S``, or different documents in two arguments or in ``position_ids``. Where reading values forces
+            a host sync, and in a graph, wrong values are an error where it runs.
     """
     if q_len != kv_len:
         raise LoweringError(
             f"cu_seq_lens and seq_idx describe {q_len} tokens, but there are {kv_len} keys; do not give them with a cache that "
-            "holds tokens already"
+            "holds tokens already or has free places"
         )
-    if packing.dim() == 2 and tuple(packing.shape) == (batch, q_len):
-        return packing
-    if packing.dim() != 1:
-        raise LoweringError(f"cu_seq_lens must be [n + 1] and seq_idx [{batch}, {q_len}], got {list(packing.shape)}")
-    _check_offsets(packing, batch * q_len)
-    tokens = torch.arange(batch * q_len, device=packing.device, dtype=packing.dtype)
-    return torch.bucketize(tokens, packing[1:].contiguous(), right=True).view(batch, q_len)
+    (name, ids), *others = ((name, _ids(name, value, batch, q_len)) for name, value in packing.items())
+    starts = _starts(ids)
+    for other, its_ids in others:
+        its_starts = _starts(its_ids)
+        _require_same(starts != its_starts, name, other, starts)
+    if documents is None:
+        return ids
+    documents = documents.to(ids.device)
+    positions, keep = documents.positions[:, :q_len], documents.keep
+    starts, own = _starts(ids, keep), _starts(documents.ids[:, :q_len], keep)
+    before, is_later = _previous(positions, keep)
+    goes_on = is_later & (positions == before + 1)  # positions that skip some may be of the same document or of the next
+    differ = (own & ~starts) | (starts & ~own & goes_on)
+    _require_same(differ & own.any(), "position_ids", name, own)
+    return documents.ids if _is_readable(ids) and torch.equal(own, starts) else ids
 
 
-def _check_offsets(offsets: Tensor, tokens: int) -> None:
-    fits = (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] == tokens)
-    message = f"cu_seq_lens must start with 0, not decrease, and end with the number of tokens, {tokens}"
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:
+    """``bool[B, S]``: whether a token is the first of a further document.
+
+    That is a token whose position is not greater than that of the real token before it. Positions of padding have no meaning.
+
+    Args:
+        position_ids: ``int[B, S]``.
+        keep: ``bool[B, at least S]``, True for real tokens, or None.
+    """
+    before, is_later = _previous(position_ids, keep)
+    return is_later & (position_ids <= before)
+
+
+def chunk_positions(position_ids: Tensor, keep: Tensor | None) -> Tensor:
+    """``int[B, S]``: positions in documents as a chunked mask function takes them, which subtracts the padding on the left."""
+    return position_ids if keep is None else position_ids + (keep.cumsum(-1) == 0).sum(-1, keepdim=True)
+
+
+def _previous(values: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The value at the real token before each token, and whether the token is real and has one before it; ``[B, S]``."""
+    length = values.shape[1]
+    places = torch.arange(length, device=values.device).expand_as(values)
+    real = torch.ones_like(values, dtype=torch.bool) if keep is None else keep[:, :length].expand_as(values)
+    last = F.pad(torch.where(real, places, -1).cummax(-1).values, (1, -1), value=-1)
+    return values.gather(-1, last.clamp(min=0)), real & (last >= 0)
+
+
+def _starts(ids: Tensor, keep: Tensor | None = None) -> Tensor:
+    """``bool[B, S]``: whether a token belongs to another document than the real token before it."""
+    before, is_later = _previous(ids, keep)
+    return is_later & (ids != before)
+
+
+def _ids(name: str, value: Any, batch: int, length: int) -> Tensor:
+    """The document of each token, ``int[B, S]``, from one argument."""
+    try:
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OperandError(f"{name} must be a tensor of integers, got {type(value).__name__}") from error
+    if value.dtype not in (torch.int32, torch.int64):
+        raise OperandError(f"{name} must be int32 or int64, got {str(value.dtype).removeprefix('torch.')}")
+    if name == "seq_idx":
+        if tuple(value.shape) != (batch, length):
+            raise LoweringError(f"seq_idx must be [{batch}, {length}], the document of each token, got {list(value.shape)}")
+        return value
+    if value.dim() != 1 or value.shape[0] < 2:
+        raise LoweringError(f"{name} must be [n + 1] for n documents, got {list(value.shape)}")
+    tokens = batch * length
+    fits = (value[0] == 0) & (value[1:] >= value[:-1]).all() & (value[-1] == tokens)
+    message = f"{name} must start with 0, not decrease, and end with the number of tokens, {tokens}"
+    if not _is_readable(value):
         torch._assert_async(fits, message)
     elif not fits:
-        raise LoweringError(f"{message}; got {offsets.tolist()}. Padding behind the last document is a document of its own")
+        raise LoweringError(f"{message}; got {value.tolist()}. Padding behind the last document is a document of its own")
+    places = torch.arange(tokens, device=value.device, dtype=value.dtype)
+    return torch.bucketize(places, value[1:].contiguous(), right=True).view(batch, length)
+
+
+def _require_same(differ: Tensor, first: str, second: str, starts_of_first: Tensor) -> None:
+    """An error unless two arguments describe the same documents.
+
+    Args:
+        differ: ``bool[B, S]``, the tokens where one argument alone starts a document.
+        first: the name of one argument.
+        second: the name of the other.
+        starts_of_first: ``bool[B, S]``, where documents of ``first`` start.
+    """
+    message = f"{first} and {second} describe different documents"
+    if not _is_readable(differ):
+        torch._assert_async(~differ.any(), message)
+    elif differ.any():
+        row, token = differ.nonzero()[0].tolist()
+        alone = first if starts_of_first[row, token] else second
+        raise LoweringError(
+            f"{message}: in row {row} a document starts at token {token} by {alone} alone. Give one of them, or make them agree"
+        )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether values can be read without a host sync."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

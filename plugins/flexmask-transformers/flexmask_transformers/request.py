@@ -16,37 +16,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import find_packed_sequence_indices
 
 from flexmask import Mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
+from flexmask_transformers.packed_cache import Keys, note_keys, require_one_document
+from flexmask_transformers.packing import Documents, restarts
 
 __all__ = [
-    "Documents",
     "Request",
     "documents_in_graph",
     "dropped_documents",
     "is_user_mask",
+    "note_documents_in_graph",
     "preprocess",
     "take_request",
     "take_request_in_graph",
 ]
-
-#: The attribute of a cache whose keys belong to several documents.
-PACKED_CACHE = "_flexmask_is_packed"
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The documents of packed rows.
-
-    Attributes:
-        ids: ``int[B, kv_len]``, the document of each token, -1 after the last.
-        positions: ``int[B, kv_len]``, the position of each token in its document.
-    """
-
-    ids: Tensor
-    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,6 +67,9 @@ class _InGraph:
     config: Any = None
     keep: Tensor | None = None
     has_positions: bool = True
+    position_ids: Tensor | None = None
+    splits_at_gaps: bool = False
+    keys: Keys | None = None
     documents: Tensor | None = None
     user_mask: Any = None
 
@@ -91,9 +81,9 @@ def take_request() -> Request:
     return request or Request()
 
 
-def take_request_in_graph() -> tuple[Tensor | None, Any]:
-    """The documents ``int[B, S]`` of the mask that is being made in a graph, and the mask that the caller gave."""
-    found = _InGraph.documents, _InGraph.user_mask
+def take_request_in_graph() -> tuple[Tensor | None, Tensor | None, Any]:
+    """The documents ``int[B, S]`` of the mask that is made next in a graph, their ``position_ids``, and the caller's mask."""
+    found = _InGraph.documents, _InGraph.position_ids, _InGraph.user_mask
     _InGraph.documents = _InGraph.user_mask = None
     return found
 
@@ -130,11 +120,14 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             if is_user_mask(attention_mask):
                 user_mask, attention_mask = attention_mask, None
             found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
-            if not rest and not options:  # they are for the keys of an encoder
-                _InGraph.config = config
-                _InGraph.keep, _InGraph.has_positions = found[1], found[0] or position_ids is not None
+            splits_at_gaps = found[2] is not None
             found = _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
-            if found[0] or getattr(config, "attention_chunk_size", None) is not None:  # chunks start with each document
+            if not rest and not options:  # they are for the keys of an encoder
+                _InGraph.config, _InGraph.keep = config, found[1]
+                _InGraph.has_positions = found[0] or position_ids is not None
+                _InGraph.position_ids, _InGraph.splits_at_gaps = None if found[2] is None else position_ids, splits_at_gaps
+                _InGraph.keys = None if found[0] else _keys_in_graph(past_key_values, found[5], found[2])
+            if found[0]:
                 return found
             _InGraph.documents, _InGraph.user_mask = found[2], user_mask
             return *found[:2], None, *found[3:]
@@ -174,22 +167,17 @@ def dropped_documents(
     Raises:
         LoweringError: there are documents, and keys of earlier forwards.
     """
-    is_packed_cache = getattr(cache, PACKED_CACHE, False)
-    if q_len == 1 and not is_packed_cache:
+    require_one_document(cache, q_offset)
+    if q_len == 1:
         return None
     is_first = cache is None or int(q_offset) == 0
-    if is_packed_cache and not is_first:
-        raise LoweringError(
-            "the cache holds the keys of several packed documents, so that further tokens would attend to all of them; give each "
-            "document a row, or do not pass the cache on"
-        )
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != q_len:
         return None
     positions = position_ids.expand(batch, -1)
-    restarts = _restarts(positions, keep, q_len)
-    is_packed = bool(restarts.any())
+    starts = restarts(positions, keep)
+    is_packed = bool(starts.any())
     if cache is not None and is_first:
-        setattr(cache, PACKED_CACHE, is_packed)
+        note_keys(cache).several = is_packed
     if not is_packed:
         return None
     if not is_first:
@@ -198,30 +186,47 @@ def dropped_documents(
             "known. Pack rows only where the cache is empty, or give each document a row"
         )
     free = (0, kv_len - q_len)  # places of a static cache
-    return Documents(F.pad(restarts.cumsum(-1), free, value=-1), F.pad(positions, free))
+    return Documents(F.pad(starts.cumsum(-1), free, value=-1), F.pad(positions, free), keep)
 
 
-def _restarts(position_ids: Tensor, keep: Tensor | None, q_len: int) -> Tensor:
-    """``bool[B, q_len]``: whether a token is the first of a further document.
+def documents_in_graph(
+    config: Any, position_ids: Tensor | None, batch: int, q_len: int, kv_len: int
+) -> tuple[Documents | None, bool]:
+    """The documents of a layer's ``position_ids`` in a graph, and whether its mask has them already.
 
-    That is a token whose position is not greater than that of the real token before it. Positions of padding have no meaning.
+    Some models give their ``position_ids`` to attention and not to the mask.
     """
-    places = torch.arange(q_len, device=position_ids.device).expand_as(position_ids)
-    real = torch.ones_like(position_ids, dtype=torch.bool) if keep is None else keep[:, :q_len].expand_as(position_ids)
-    last = F.pad(torch.where(real, places, -1).cummax(-1).values, (1, -1), value=-1)
-    before = position_ids.gather(-1, last.clamp(min=0))
-    return real & (last >= 0) & (position_ids <= before)
-
-
-def documents_in_graph(config: Any, position_ids: Tensor | None, batch: int, q_len: int, kv_len: int) -> Tensor | None:
-    """The documents ``int[B, q_len]`` in a graph, of a model that gives its ``position_ids`` to attention and not to the mask."""
     is_known = _InGraph.config is config
+    is_in_mask = is_known and _InGraph.has_positions
     keep = _InGraph.keep if is_known else None
-    if (is_known and _InGraph.has_positions) or position_ids is None or position_ids.dim() != 2 or q_len == 1 or q_len != kv_len:
-        return None
+    position_ids = _InGraph.position_ids if is_in_mask else position_ids
+    if position_ids is None or position_ids.dim() != 2 or q_len == 1 or q_len != kv_len or position_ids.shape[1] != q_len:
+        return None, is_in_mask
     if keep is not None and keep.shape[-1] != q_len:
+        return None, is_in_mask
+    positions = position_ids.expand(batch, -1)
+    splits_at_gaps = is_in_mask and _InGraph.splits_at_gaps  # as transformers does without a cache and without a 2-D mask
+    ids = find_packed_sequence_indices(positions) if splits_at_gaps else restarts(positions, keep).cumsum(-1)
+    return Documents(ids, positions, keep), is_in_mask
+
+
+def note_documents_in_graph(config: Any, documents: Tensor) -> None:
+    """Notes the documents ``int[B, S]`` of a layer's arguments on the cache of its model, in a graph."""
+    if _InGraph.config is config and _InGraph.keys is not None:
+        _InGraph.keys.note(documents)
+
+
+def _keys_in_graph(cache: Any, q_offset: int | Tensor, documents: Tensor | None) -> Keys | None:
+    """The notes of an empty cache to which a graph adds keys."""
+    if cache is None:
         return None
-    return _restarts(position_ids.expand(batch, -1), keep, q_len).cumsum(-1)
+    require_one_document(cache, q_offset)
+    if not (isinstance(q_offset, int) and q_offset == 0):
+        return None
+    keys = note_keys(cache)
+    if documents is not None:
+        keys.note(documents)
+    return keys
 
 
 def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None, batch: int) -> Any:
@@ -238,10 +243,10 @@ def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None, batch:
             places = (torch.arange(q_len, device=positions.device) + q_offset).clamp(max=attention_mask.shape[1] - 1)
             attention_mask = attention_mask[:, places]
         torch._assert_async(
-            ~_restarts(positions, attention_mask, q_len).any(),
+            ~restarts(positions, attention_mask).any(),
             "position_ids restart inside a row, where the cache is not empty or has free places: in code that torch.compile "
             "traces, their documents are not known. Pack rows without a cache, or give each document a row",
         )
         return found
-    documents = _restarts(position_ids.expand(batch, -1), attention_mask, q_len).cumsum(-1)
+    documents = restarts(position_ids.expand(batch, -1), attention_mask).cumsum(-1)
     return False, attention_mask, documents, q_len, kv_len, q_offset, kv_offset

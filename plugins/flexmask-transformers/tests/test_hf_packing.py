@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 import flexmask
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
 
 LENGTHS = (5, 4, 3)
 
@@ -44,6 +44,103 @@ def test_without_positions(name: str, option: str, use_cache: bool) -> None:
     batch = collate(return_position_ids=False, **{option: True})
     assert "position_ids" not in batch
     assert_close(ours(**batch, use_cache=use_cache).logits, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+
+
+OTHERS: dict[str, torch.Tensor] = {
+    "cu_seq_lens_q": torch.tensor([0, 5, 9, 12], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 5, 9, 12], dtype=torch.int32),
+    "seq_idx": torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], dtype=torch.int32),
+}
+
+
+def cu(*lengths: int) -> dict[str, torch.Tensor]:
+    return {"cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)}
+
+
+class TestSeveralDescriptions:
+    """``position_ids``, ``cu_seq_lens`` and ``seq_idx`` are one packing, or an error."""
+
+    def test_agreeing_ones_are_one_mask(self) -> None:
+        eager, ours = pair("llama")
+        wanted = documents_alone(eager, tokens(1), LENGTHS)
+        for use_cache in (False, True):
+            given = {**OTHERS, "position_ids": positions(*LENGTHS), "use_cache": use_cache}
+            assert_close(ours(tokens(1), **given).logits, wanted, **CLOSE)
+            masks = masks_of(ours, input_ids=tokens(1), **given)
+            assert {str(mask) for mask in masks.values()} == {"causal & document(ids=<int64[1, 12]>)"}
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_positions_may_skip_some_at_a_document(self, use_cache: bool) -> None:
+        """As those of the second half of a document do behind another one."""
+        _, ours = pair("llama")
+        places = torch.cat([torch.arange(5), torch.arange(8, 12), torch.arange(3)])[None]
+        (mask, _) = masks_of(
+            ours, input_ids=tokens(1), position_ids=places, cu_seq_lens_q=OTHERS["cu_seq_lens_q"], use_cache=use_cache
+        ).values()
+        ids = OTHERS["seq_idx"]
+        assert torch.equal(mask.dense(12)[0, 0], torch.ones(12, 12, dtype=torch.bool).tril() & (ids[0, :, None] == ids))
+
+    def test_positions_of_padding_have_no_meaning(self) -> None:
+        eager, ours = pair("llama")
+        keep = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]])
+        places = torch.tensor([[1, 1, 0, 1, 2, 1, 1, 0, 1, 2, 3, 1]])
+        offsets = torch.tensor([0, 6, 11, 12])
+        found = ours(tokens(1), attention_mask=keep, position_ids=places, cu_seq_lens_q=offsets).logits
+        for start, stop in ((2, 5), (7, 11)):
+            assert_close(found[:, start:stop], eager(tokens(1)[:, start:stop]).logits, **CLOSE)
+        with pytest.raises(LoweringError, match="row 0 a document starts at token 7 by position_ids alone"):
+            ours(tokens(1), attention_mask=keep, position_ids=places, cu_seq_lens_q=torch.tensor([0, 8, 11, 12]))
+
+    @pytest.mark.parametrize(
+        ("first", "second", "given", "token", "alone"),
+        [
+            ("position_ids", "cu_seq_lens_q", {"position_ids": positions(7, 5), **cu(7, 2, 3)}, 9, "cu_seq_lens_q"),
+            ("position_ids", "cu_seq_lens_q", {"position_ids": positions(7, 2, 3), **cu(7, 5)}, 9, "position_ids"),
+            ("position_ids", "seq_idx", {"position_ids": positions(9, 3), "seq_idx": OTHERS["seq_idx"]}, 5, "seq_idx"),
+            ("cu_seq_lens_q", "seq_idx", {"seq_idx": OTHERS["seq_idx"], **cu(5, 7)}, 9, "seq_idx"),
+            (
+                "cu_seq_lens_q",
+                "cu_seq_lens_k",
+                {**OTHERS, **cu(5, 4, 3), "cu_seq_lens_k": torch.tensor([0, 9, 12])},
+                5,
+                "cu_seq_lens_q",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_contradicting_ones_are_refused(
+        self, first: str, second: str, given: dict[str, Any], token: int, alone: str, use_cache: bool
+    ) -> None:
+        _, ours = pair("llama")
+        message = (
+            f"{first} and {second} describe different documents: in row 0 a document starts at token {token} by {alone} alone"
+        )
+        with pytest.raises(LoweringError, match=message):
+            ours(tokens(1), **given, use_cache=use_cache)
+
+    @pytest.mark.parametrize("name", ["llama", "llama4"])
+    def test_in_a_graph(self, name: str) -> None:
+        eager, ours = pair(name)
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+        given = {"cu_seq_lens_q": OTHERS["cu_seq_lens_q"], "use_cache": False}
+        found = compiled(tokens(1), position_ids=positions(*LENGTHS), **given).logits
+        assert_close(found, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
+        for places in (positions(7, 2, 3), positions(9, 3)):
+            with pytest.raises(RuntimeError, match="position_ids and cu_seq_lens_q describe different documents"):
+                compiled(tokens(1), position_ids=places, **given)
+        if name == "llama":
+            assert_close(
+                compiled(tokens(1), position_ids=positions(12), **given).logits, ours(tokens(1), **given).logits, **CLOSE
+            )
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(1, 12, dtype=torch.bool), "0, 12"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_dtypes_are_refused(name: str, value: Any) -> None:
+    _, ours = pair("llama")
+    with pytest.raises(OperandError, match=f"{name} must be (int32 or int64|a tensor of integers), got"):
+        ours(tokens(1), **{name: value})
 
 
 def test_chunks_need_positions() -> None:
@@ -86,7 +183,7 @@ def test_a_gap_in_the_padding_does_not_start_a_document() -> None:
     assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "llama4"])
 def test_padding_between_documents(name: str) -> None:
     eager, ours = pair(name)
     keep = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1]])
@@ -111,6 +208,13 @@ class TestCaches:
         with pytest.raises(LoweringError, match="the cache holds the keys of several packed documents"):
             ours(tokens(1, length), past_key_values=cache)
 
+    @pytest.mark.parametrize("given", OTHERS)
+    def test_tokens_after_documents_of_other_arguments_are_refused(self, name: str, given: str) -> None:
+        _, ours = pair(name)
+        cache = ours(tokens(1), **{given: OTHERS[given]}, use_cache=True).past_key_values
+        with pytest.raises(LoweringError, match="the cache holds the keys of several packed documents"):
+            ours(tokens(1, 1), past_key_values=cache)
+
     def test_packed_rows_after_other_tokens_are_refused(self, name: str) -> None:
         _, ours = pair(name)
         cache = DynamicCache(config=ours.config)
@@ -129,6 +233,26 @@ class TestCaches:
         assert_close(found, eager(whole).logits[:, -1:], **CLOSE)
 
 
+def test_tokens_after_one_document() -> None:
+    eager, ours = pair("llama")
+    cache = ours(tokens(1), cu_seq_lens_q=torch.tensor([0, 12]), use_cache=True).past_key_values
+    found = ours(tokens(1, 1, seed=5), past_key_values=cache).logits
+    assert_close(found, eager(torch.cat([tokens(1), tokens(1, 1, seed=5)], 1)).logits[:, -1:], **CLOSE)
+
+
+@pytest.mark.parametrize("given", [{"position_ids": positions(*LENGTHS)}, {"cu_seq_lens_q": OTHERS["cu_seq_lens_q"]}])
+def test_tokens_after_packed_rows_of_a_graph_are_refused(given: dict[str, Any]) -> None:
+    _, ours = pair("llama")
+    compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        cache = compiled(tokens(1), **given, use_cache=True).past_key_values
+        with pytest.raises(RuntimeError, match="the cache holds the keys of several packed documents"):
+            compiled(tokens(1, 1), past_key_values=cache)
+        with pytest.raises(LoweringError, match="the cache holds the keys of several packed documents"):
+            ours(tokens(1, 1), past_key_values=cache)
+    torch.compiler.reset()
+
+
 def test_documents_with_another_number_of_keys_are_refused() -> None:
     _, ours = pair("llama")
     cache = ours(tokens(1, 4), use_cache=True).past_key_values
@@ -138,7 +262,7 @@ def test_documents_with_another_number_of_keys_are_refused() -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     _, ours = pair("llama")
-    with pytest.raises(LoweringError, match=r"seq_idx \[1, 12\], got \[1, 5\]"):
+    with pytest.raises(LoweringError, match=r"seq_idx must be \[1, 12\], .* got \[1, 5\]"):
         ours(tokens(1), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
 
 
@@ -209,7 +333,7 @@ def test_offsets_that_do_not_fit_the_row(offsets: list[int]) -> None:
     with pytest.raises(LoweringError, match="must start with 0, not decrease, and end with the number of tokens, 12; got"):
         ours(tokens(1), **packed)
     compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="cu_seq_lens must start with 0"):
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q must start with 0"):
         compiled(tokens(1), **packed)
     torch.compiler.reset()
 

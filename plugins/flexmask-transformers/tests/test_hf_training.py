@@ -128,14 +128,19 @@ class TestCompile:
         assert counters["stats"]["unique_graphs"] == 1
         torch.compiler.reset()
 
-    def test_padding_and_documents_in_one_row(self) -> None:
-        eager, ours = pair("gpt_oss")
+    @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+    def test_padding_and_documents_in_one_row(self, name: str) -> None:
+        eager, ours = pair(name)
         compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
         keep = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1]])
         places = torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 7, 0, 1]])
         found = compiled(tokens(1), attention_mask=keep, position_ids=places).logits
         for start, stop in ((0, 4), (6, 9), (10, 12)):
             assert_close(found[:, start:stop], eager(tokens(1)[:, start:stop]).logits, **CLOSE)
+        keep = padding("left")[1:]
+        places = (keep.cumsum(-1) - 1).clamp(min=0)
+        found, wanted = (own(tokens(1), attention_mask=keep, position_ids=places).logits for own in (compiled, eager))
+        assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
         torch.compiler.reset()
 
     def test_gradients(self) -> None:
