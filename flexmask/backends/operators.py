@@ -6,6 +6,7 @@ the operators only where calls are recorded, as under FakeTensorMode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,9 @@ def attend_tiles(
     return cast(Tensor, out)
 
 
-def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+def fused_with_tiles(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Callable[[], Tensor], scale: float
+) -> Tensor:
     """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
 
     The kernels have no second derivative, so with ``create_graph=True`` their own gradient is not used.
@@ -54,10 +57,10 @@ def fused_with_tiles(out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_
         query: [B, H, Q, D].
         key: [B, H_kv, KV, D].
         value: [B, H_kv, KV, Dv].
-        is_causal: whether later keys are masked out.
+        bounds: gives the key intervals, int [B', H', Q', K, 2].
         scale: factor of the scores.
     """
-    return cast(Tensor, _Fused.apply(out, query, key, value, is_causal, scale))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Fused.apply(out, query, key, value, bounds, scale))  # type: ignore[no-untyped-call]
 
 
 def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
@@ -88,8 +91,7 @@ def _block_sdpa(
     rows: Tensor | None,
     keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    out, logsumexp = forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, rows, keys))
-    return _heads_together(out), logsumexp
+    return forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, rows, keys))
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -108,13 +110,7 @@ def _block_sdpa_backward(
     keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     drop = DropoutState.make(dropout_p, rows, keys)
-    grads = backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, drop)
-    return _heads_together(grads[0]), _heads_together(grads[1]), _heads_together(grads[2])
-
-
-def _heads_together(tensor: Tensor) -> Tensor:
-    """In the layout of `empty_output`, which a graph expects whatever the values: torch's kernel may use that of the query."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, drop)
 
 
 @_block_sdpa.register_fake
@@ -251,9 +247,9 @@ class _Fused(Function):
     """See `fused_with_tiles`."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+    def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(query, key, value, out)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.bounds, ctx.scale = rest
         return out.detach()
 
     @staticmethod
@@ -261,9 +257,8 @@ class _Fused(Function):
         if not torch.is_grad_enabled():
             return grad, *[None] * 5
         tensors = ctx.saved_tensors
-        bounds = plain_bounds(tensors[0], tensors[1], ctx.is_causal)
         no_logsumexp = empty_logsumexp(tensors[0], is_fused=False)
-        grads = _Gradient.apply(grad, *tensors, no_logsumexp, bounds, None, ctx.scale, 0.0, None, None)  # type: ignore[no-untyped-call]
+        grads = _Gradient.apply(grad, *tensors, no_logsumexp, ctx.bounds(), None, ctx.scale, 0.0, None, None)  # type: ignore[no-untyped-call]
         return None, *grads, None, None
 
 

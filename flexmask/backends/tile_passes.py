@@ -54,13 +54,11 @@ def forward(
     is_fused = drop is None and has_fused_kernel(query, key, value)
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
     tiling = plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
-    is_whole = is_fused and tiling.is_dense
-    if not is_whole:
-        out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
+    out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
     nonfinite = False
     with without_autocast(query):
         for tile, bias, fully_masked_rows in tiling.with_biases(cells, query.dtype):
-            q, k, v = (query, key, value) if is_whole else tile.parts(query, key, value)
+            q, k, v = tile.parts(query, key, value)
             if is_fused:
                 part, part_logsumexp = fused_forward(q, k, v, bias, scale)
             elif drop is None:
@@ -70,9 +68,6 @@ def forward(
             if fully_masked_rows is not None:
                 part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
             nonfinite = nonfinite or has_nonfinite(part)  # here, while the part is in the cache of the CPU
-            if is_whole:
-                out, logsumexp = part, part_logsumexp
-                continue
             tile.write(out, part)
             if is_fused:
                 tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
@@ -129,25 +124,20 @@ def backward(
         grad = grad.masked_fill(tiling.fully_masked, 0)
     dtype, precise = query.dtype, precise_dtype(query)
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
-    is_whole = is_fused and tiling.is_dense
-    if not is_whole:
-        grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
     nonfinite = False
     with without_autocast(query):
         for tile, bias, fully_masked_rows in tiling.with_biases(cells, precise):
-            q, k, v = parts = (query, key, value) if is_whole else tile.parts(query, key, value)
-            part_grad, part_out = (grad, out) if is_whole else (tile.fold(grad), tile.fold(out))
+            q, k, v = parts = tile.parts(query, key, value)
+            part_grad, part_out = tile.fold(grad), tile.fold(out)
             if fully_masked_rows is not None:
                 part_grad = part_grad.masked_fill(fully_masked_rows, 0)
             if is_fused:
-                part_logsumexp = logsumexp if is_whole else tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
+                part_logsumexp = tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
                 grads = fused_backward(part_grad, q, k, v, part_out, part_logsumexp, bias, scale)
             else:
                 grads = _unfused_gradients(tile, parts, part_grad, part_out, bias, scale, drop)
             nonfinite = nonfinite or has_nonfinite(grads[0])
-            if is_whole:
-                grad_query, grad_key, grad_value = grads
-                continue
             tile.write(grad_query, grads[0])
             tile.add_to_keys(grad_key, grads[1])
             tile.add_to_keys(grad_value, grads[2])

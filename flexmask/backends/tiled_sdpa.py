@@ -14,14 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._transforms import has_values, is_captured, is_transformed, outside_transforms
+from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes
-from flexmask.backends.operators import attend_tiles, fused_with_tiles
+from flexmask.backends.fused_kernel import has_fused_kernel
+from flexmask.backends.operators import attend_tiles, fused_with_tiles, plain_bounds
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
-from flexmask.backends.tile_weights import DropoutState, ScoreMod
+from flexmask.backends.tile_passes import FUSED_SCORES
+from flexmask.backends.tile_weights import DropoutState, ScoreMod, has_nonfinite, precise_dtype
+from flexmask.backends.tiling import plan_tiles
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
@@ -80,7 +83,26 @@ def block_sdpa(
     rows, keys = hashes if dropout_p and hashes is not None else (None, None)
     if score_mod is not None:
         return attend_with_score_mod(query, key, value, bounds, cells, score_mod, scale, DropoutState.make(dropout_p, rows, keys))
+    if cells is None and rows is None and (out := _whole_sdpa(query, key, value, bounds, scale)) is not None:
+        return out
     return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, rows, keys)
+
+
+def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor | None:
+    """Attention in one call of ``scaled_dot_product_attention`` with all cells; None where tiles are needed or cheaper."""
+    is_fit = has_fused_kernel(query, key, value) and query.dtype == precise_dtype(query)
+    if not is_fit or is_observed(query) or is_transformed(query, key, value):
+        return None
+    tiling = plan_tiles(bounds, query, key, most_scores=FUSED_SCORES, in_bands=True)
+    if not tiling.is_dense:
+        return None
+    ((_, bias, _),) = tiling.with_biases(None, query.dtype)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    if has_nonfinite(out):
+        return None
+    if tiling.fully_masked is not None:
+        out = out.masked_fill(tiling.fully_masked, 0)
+    return fused_with_tiles(out, query, key, value, lambda: bounds, scale) if out.requires_grad else out
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
@@ -94,7 +116,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
         return out
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     scale = _default_scale(query) if scale is None else scale
-    return fused_with_tiles(out, query, key, value, is_causal, scale)
+    return fused_with_tiles(out, query, key, value, partial(plain_bounds, query, key, is_causal), scale)
 
 
 def _default_scale(query: Tensor) -> float:
