@@ -120,7 +120,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
 
 
 def _default_scale(query: Tensor) -> float:
-    return 1 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
+    return 1 / math.sqrt(query.size(-1))
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -396,12 +396,6 @@ def test_as_many_keys_as_heads() -> None:
     check_attention(partial(fused_sdpa, is_causal=True), inputs(heads=4, key_heads=2, q_len=4, kv_len=4), causal(4, 4))
 
 
-def test_without_channels_all_visible_keys_weigh_the_same() -> None:
-    query, key, value = inputs(dim=0)
-    out = block_sdpa(query, key, value, intervals(causal(50, 50)))
-    assert torch.allclose(out[:, 0], value[:, 0].cumsum(1) / torch.arange(1, 51).view(-1, 1))
-
-
 def test_a_tile_without_keys_takes_none() -> None:
     tile = Tile(range(1), range(1), 2, range(3), (), False, 0)
     assert tile.gather_cells(torch.ones(1, 2, 5, 7, dtype=torch.bool)).shape == (1, 2, 3, 0)
