@@ -1,15 +1,19 @@
-"""Which rank holds which units of queries: equally many for each, with equal work, and few keys to receive."""
+"""Which rank holds which units of queries: equally many for each, with equal work, and few keys to receive.
+
+Every process computes the same: sums are those of integers, exact also in ``float64``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexmask.distributed.query_units import KeyLists
 
-__all__ = ["arcs", "balanced", "contiguous", "exchanged", "head_tail", "imbalance", "snake", "sums"]
+__all__ = ["balanced", "contiguous", "exchanged", "halved", "head_tail", "imbalance", "sums"]
 
 #: How far above the mean the work of a rank may be for the sake of fewer keys to receive.
 TOLERANCE = 0.02
@@ -17,10 +21,12 @@ TOLERANCE = 0.02
 MIN_BLOCKS = 4
 #: How many times the keys of contiguous runs those of mirrored ones may be: 3/2 under a causal mask.
 MIRRORED = 1.5
-#: One of so many waiting ranks gets its arc in a pass over the units, which bounds the number of passes.
-PASSES = 16
-#: Exchanges for each rank at most, and ranks that an exchange is tried with.
-EXCHANGES, TAKERS = 8, 64
+#: Units times key intervals of pairs of ranks up to which all pairs are compared at a time, some pairs at a time, and in all.
+ALL_PAIRS, SOME_PAIRS, COMPARED = 2**15, 2**18, 2**24
+#: How often all keys an exchange may add, if a rank has less work above the limit by the mean work.
+PRICE = 20
+#: Turns in which this price doubles from a small one, where only some pairs are compared.
+TURNS = 12
 
 
 def contiguous(units: int, ranks: int) -> Tensor:
@@ -37,8 +43,8 @@ def head_tail(units: int, ranks: int) -> Tensor:
 def balanced(work: Tensor, keys: KeyLists, ranks: int, in_block: int) -> Tensor:
     """About equal work for each rank, with the fewest keys to receive: the rank of each unit, ``int64[units]``.
 
-    The best of what is tried: one run of units for each rank, its mirror image in addition, :func:`arcs` of blocks and, where
-    these leave some rank with too much work, :func:`snake`.
+    The best of what is tried: one run of units for each rank, its mirror image in addition, and :func:`halved` blocks, of which
+    ranks have :func:`exchanged` some.
 
     Args:
         work: of each unit, ``int64[units]``.
@@ -68,122 +74,174 @@ def _assignments(work: Tensor, keys: KeyLists, ranks: int, in_block: int) -> Ite
         blocks = int(block[-1]) + 1
         work, keys = sums(work, block, blocks), keys.grouped(block, blocks)
     ranks = min(ranks, work.numel())
-    yield exchanged(arcs(work, keys, ranks), work, keys, ranks)[block]
-    yield exchanged(snake(work, ranks), work, keys, ranks)[block]
+    yield exchanged(halved(work, keys, ranks), work, keys, ranks)[block]
 
 
-def snake(work: Tensor, ranks: int) -> Tensor:
-    """The units by descending work to the ranks there and back: the rank of each unit, ``int64[units]``."""
-    turn = torch.arange(work.numel())
-    back = turn.div(ranks, rounding_mode="floor") % 2 == 1
-    owner = torch.empty_like(turn)
-    owner[work.argsort(descending=True, stable=True)] = torch.where(back, ranks - 1 - turn % ranks, turn % ranks)
-    return owner
+# ---------------------------------------------------------------- halves
 
 
-def arcs(work: Tensor, keys: KeyLists, ranks: int) -> Tensor:
+def halved(work: Tensor, keys: KeyLists, ranks: int) -> Tensor:
     """Equally many units with about equal work for each rank: the rank of each unit, ``int64[units]``.
 
-    The units lie on a circle. The arcs of ``units / ranks`` units have the mean work on average, and neighboring arcs differ by
-    two units, so that some arc has about the mean work. It becomes a rank's, the circle is closed, and so on. Hence all ranks
-    together have at most ``2 * ranks`` runs. (The same argument proves that a necklace with beads of two kinds can be divided
-    equally with two cuts for each thief, N. Alon, "Splitting necklaces", 1987.) Of the arcs with about the mean work the one is
-    taken whose queries attend to the fewest keys.
+    The units lie on a circle. The arcs of half of the units have half of the work on average, and neighboring arcs differ by two
+    units, so that some arc has about half of the work. It becomes the units of half of the ranks, and what is left those of the
+    others; both are closed to circles and halved again. Hence all ranks together have at most ``2 * ranks`` runs. (The same
+    argument proves that a necklace with beads of two kinds can be divided equally with two cuts for each thief, N. Alon,
+    "Splitting necklaces", 1987.) Of the arcs with about half of the work the one is taken for which fewest keys are attended to
+    on both sides of its two cuts.
 
     Args:
         work: of each unit, ``int64[units]``.
         keys: those that the queries of each unit attend to.
         ranks: at most the number of units.
     """
-    owner, left = torch.empty_like(work), torch.arange(work.numel())
-    sizes, new = keys.sizes(), _new_keys(keys, keys.take(left.roll(1)))
-    total, rank = int(work.sum()), 0
-    mean, aside = total / ranks, TOLERANCE / 2
-    while rank < ranks - 1:
-        waiting, units = ranks - rank, left.numel()
-        length = -(-units // waiting)
-        of_arc = _arc_sums(work, length)
-        attended = sizes + _arc_sums(new, length) - new  # all keys of the first unit, and the new ones of the others
-        low, high = ((1 + sign * aside) * mean for sign in (-1, 1))
-        rest = [total - (waiting - 1) * (1 + sign * aside / 2) * mean for sign in (1, -1)]  # so that the others are near the mean
-        near = (of_arc >= max(low, rest[0])) & (of_arc <= min(high, rest[1]))
-        if not bool(near.any()):
-            aside_of_arc = (of_arc - total / waiting).abs()
-            near = aside_of_arc <= 2 * aside_of_arc.min()
-        starts = _disjoint_starts(attended.where(near, torch.iinfo(attended.dtype).max), length)
-        keep = torch.ones(units, dtype=torch.bool)
-        most = min(max(1, waiting // PASSES), units % waiting or waiting)
-        for start in starts:
-            others = ranks - rank - 1
-            after = total - int(of_arc[start])
-            if keep.all() or (most and abs(after - others * mean) <= others * mean * aside / 2):
-                arc = (torch.arange(length) + start) % units
-                owner[left[arc]], keep[arc] = rank, False
-                total, rank, most = after, rank + 1, most - 1
-        follows = ~keep.roll(1)[keep]  # units whose neighbor was removed
-        left, work, sizes, new = left[keep], work[keep], sizes[keep], new[keep]
-        new[follows] = _new_keys(keys.take(left[follows]), keys.take(left.roll(1)[follows]))
-    owner[left] = ranks - 1
+    units = work.numel()
+    at, order = torch.arange(units), torch.arange(units)  # the units of all groups of ranks, one group after another
+    stops = torch.arange(ranks + 1) * units // ranks
+    edges = torch.tensor([0, ranks])  # of the groups
+    before, shared = torch.full((units,), -1), torch.zeros_like(work)
+    mean = float(work.sum()) / ranks
+    while len(edges) <= ranks:
+        low, high = edges[:-1], edges[1:]
+        middle = (low + high + 1).div(2, rounding_mode="floor")
+        first, last = stops[low], stops[high]
+        length, group = stops[middle] - first, torch.repeat_interleave(last - first)
+        start, stop = first[group], last[group]
+        previous = order[torch.where(at == start, stop, at) - 1]
+        new = (before[order] != previous).nonzero().squeeze(-1)
+        before[order[new]], shared[order[new]] = previous[new], keys.take(order[new]).shared(keys.take(previous[new]))
+        prefix = torch.nn.functional.pad(work[order].cumsum(0), (1, 0))
+        end = at + length[group]
+        around = end - (stop - start) * (end >= stop)  # where the arc from each unit ends, around the circle
+        of_arc = prefix[around] - prefix[at] + (prefix[stop] - prefix[start]) * (around < end)
+        near = _near_half(of_arc, prefix[last] - prefix[first], high - low, middle - low, group, mean)
+        cost = (shared[order] + shared[order[around]]).where(near, torch.iinfo(shared.dtype).max)
+        least = torch.full_like(first, units).scatter_reduce(0, group, cost, "amin", include_self=False)
+        chosen = torch.full_like(first, units).scatter_reduce(0, group, at.where(cost == least[group], units), "amin")
+        outside = (at - chosen[group]) % (stop - start) >= length[group]
+        order = order[(2 * group + outside).argsort(stable=True)]
+        edges = torch.cat((edges, middle)).unique()
+    owner = torch.empty_like(order)
+    owner[order] = torch.repeat_interleave(stops.diff())
     return owner
 
 
-def _arc_sums(values: Tensor, length: int) -> Tensor:
-    """The sums of as many values from each one on, around the circle."""
-    prefix = torch.nn.functional.pad(torch.cat((values, values[:length])).cumsum(0), (1, 0))
-    return prefix[length:-1] - prefix[: -length - 1]
+def _near_half(of_arc: Tensor, total: Tensor, ranks: Tensor, half: Tensor, group: Tensor, mean: float) -> Tensor:
+    """Which arcs leave both halves of their group of ranks with about the mean work, or as near to it as any, ``bool[units]``.
+
+    Args:
+        of_arc: the work of each arc, ``int64[units]``.
+        total: of each group, ``int64[groups]``.
+        ranks: of each group, ``int64[groups]``.
+        half: those of the ranks of each group that get the arc, ``int64[groups]``.
+        group: of each arc, ``int64[units]``.
+        mean: the mean work of a rank.
+    """
+    slack = TOLERANCE * mean  # of each group of ranks, and at last of each rank
+    wanted, left = half.double() * mean, total - (ranks - half).double() * mean
+    low, high = torch.maximum(wanted, left) - slack, torch.minimum(wanted, left) + slack
+    aside = (of_arc - (total.double() * half / ranks)[group]).abs()
+    least = torch.zeros_like(low).scatter_reduce(0, group, aside, "amin", include_self=False)
+    return (of_arc >= low[group]) & (of_arc <= high[group]) | (aside <= 2 * least[group])
 
 
-def _disjoint_starts(cost: Tensor, length: int) -> list[int]:
-    """Where arcs of a length start that have no unit in common, the cheapest first, by the cost of the arc from each unit."""
-    first, limit = int(cost.argmin()), torch.iinfo(cost.dtype).max
-    parts = cost.numel() // (2 * length)
-    if parts < 2:
-        return [first]
-    # Arcs that start in the first half of a part of two lengths end in this part.
-    least, at = cost.roll(-first)[: parts * 2 * length].view(parts, 2 * length)[:, :length].min(1)
-    order = least.argsort(stable=True)[: int((least < limit).sum())]
-    return [(first + part * 2 * length + int(at[part])) % cost.numel() for part in order.tolist()]
-
-
-def _new_keys(keys: KeyLists, before: KeyLists) -> Tensor:
-    """How many keys of each unit are not among those of the unit before it, ``int64[units]``."""
-    return (keys | before).sizes() - before.sizes()
+# ---------------------------------------------------------------- exchanges
 
 
 def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor:
-    """The rank of each unit, after the most loaded ranks exchanged units with others for the same number of units.
+    """The rank of each unit, after pairs of ranks exchanged units, one for one.
 
-    Where one unit is much of a rank's work, no arcs have about the mean work. Then single units are exchanged, which makes more
-    runs. Of the exchanges after which both ranks have about the mean work the one is chosen that adds the fewest keys.
+    Where one unit is much of a rank's work, no arcs have about half of the work. Of the exchanges between two ranks the one is
+    made after which least work is above the limit, and they attend to the fewest keys. With few ranks that have few units, all
+    pairs of ranks are compared until no exchange is left that gains something; else the most loaded ones, until none is above the
+    limit, with exchanges that add few keys first.
 
     Args:
         owner: the rank of each unit, ``int64[units]``.
         work: of each unit, ``int64[units]``.
         keys: those that the queries of each unit attend to.
-        ranks: how many there are.
+        ranks: how many there are; each has some unit.
     """
-    owner, load = owner.clone(), sums(work, owner, ranks)
-    limit = float(load.double().mean()) * (1 + TOLERANCE)
-    for _ in range(EXCHANGES * ranks):
-        giver = int(load.argmax())
-        if load[giver] <= limit:
-            break
-        given = (owner == giver).nonzero().squeeze(-1)
-        for taker in load.argsort(stable=True)[:TAKERS].tolist():
-            taken = (owner == taker).nonzero().squeeze(-1)
-            less = work[given].unsqueeze(-1) - work[taken]
-            most = torch.maximum(load[giver] - less, load[taker] + less)
-            best = int(most.min()) if most.numel() else load[giver]
-            if best < load[giver]:
-                break
-        else:
-            break
-        added = keys.take(given).without(keys.of_units(taken)).unsqueeze(-1) + keys.take(taken).without(keys.of_units(given))
-        at = int(added.where(most <= max(best, limit), torch.iinfo(added.dtype).max).argmin())
-        here, there = given[at // taken.numel()], taken[at % taken.numel()]
-        owner[here], owner[there] = taker, giver
-        load[[giver, taker]] += less.flatten()[at] * torch.tensor([-1, 1])
+    held, is_unit = _members(owner, ranks)
+    load, width = sums(work, owner, ranks), int(keys.hi.max()) if keys.hi.numel() else 0
+    mean, n = load.double().mean(), held.shape[1]
+    limit, price = int(mean * (1 + TOLERANCE)), float(PRICE * width / mean.clamp(min=1))
+    size = n * max(n, int(sums(keys.first.diff(), owner, ranks).max()))  # of the comparison of a pair
+    pairs, above = min(ranks // 2, SOME_PAIRS // size), partial(_above, limit)
+    every = ranks // 2 * size <= ALL_PAIRS
+    turn = unchanged = compared = 0
+    while pairs and unchanged < ranks and compared < COMPARED and (every or int(load.max()) > limit):
+        by_load, place = load.argsort(descending=True, stable=True), torch.arange(ranks)
+        partner = (
+            ranks - 1 - turn - place
+        ) % ranks  # in turn 0 the most loaded has the least loaded; in all turns all pairs meet
+        place = place[place < partner][:pairs]
+        if not every:
+            place = place[load[by_load[place]] > limit]
+        turn, unchanged, compared = turn + 1, unchanged + 1, compared + size * max(1, len(place))
+        if not len(place):
+            continue
+        pair = torch.stack((by_load[place], by_load[partner[place]]), -1)
+        (given, taken), (giver, taker) = held[pair].unbind(1), load[pair].view(-1, 2, 1, 1).unbind(1)
+        less = work[given].unsqueeze(2) - work[taken].unsqueeze(1)
+        more_above = above(giver - less) + above(taker + less) - above(giver) - above(taker)
+        raised = price if every else price * 2.0 ** min(0, turn - TURNS)
+        added = _added_keys(keys, held[pair], is_unit[pair]) + raised * more_above.double()
+        both = is_unit[pair[:, 0]].unsqueeze(2) & is_unit[pair[:, 1]].unsqueeze(1)
+        fewest, at = added.where(both, torch.inf).flatten(1).min(1)
+        made = fewest < 0
+        if bool(made.any()):
+            (one, other), at = pair[made].unbind(1), at[made]
+            x, y = at // n, at % n
+            moved = work[held[one, x]] - work[held[other, y]]
+            load[one], load[other] = load[one] - moved, load[other] + moved
+            held[one, x], held[other, y] = held[other, y], held[one, x]
+            unchanged = 0
+    owner = torch.empty_like(owner)
+    owner[held[is_unit]] = torch.arange(ranks).unsqueeze(-1).expand_as(held)[is_unit]
     return owner
+
+
+def _above(limit: int, load: Tensor) -> Tensor:
+    return (load - limit).clamp(min=0)
+
+
+def _members(owner: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The units of each rank, ``int64[ranks, n]``, and which of them are none, filled up with unit 0, ``bool[ranks, n]``."""
+    counts = owner.bincount(minlength=ranks)
+    is_unit = torch.arange(int(counts.max())) < counts.unsqueeze(-1)
+    held = torch.zeros(is_unit.shape, dtype=torch.int64)
+    held[is_unit] = owner.argsort(stable=True)
+    return held, is_unit
+
+
+def _added_keys(keys: KeyLists, units: Tensor, is_unit: Tensor) -> Tensor:
+    """How many more keys pairs of ranks attend to once they have exchanged two units, ``float64[pairs, n, n]``.
+
+    Args:
+        keys: those of all units.
+        units: of both ranks of each pair, ``int64[pairs, 2, n]``.
+        is_unit: which of them count, ``bool[pairs, 2, n]``.
+    """
+    pairs, _, n = units.shape
+    found = keys.take(units.flatten())
+    pair, width = found.unit.div(2 * n, rounding_mode="floor"), int(found.hi.max()) + 1 if found.hi.numel() else 1
+    ends, place = torch.unique(torch.stack((found.lo, found.hi)) + pair * width, return_inverse=True)
+    counts = ends.div(width, rounding_mode="floor").bincount(minlength=pairs)
+    most = int(counts.max())
+    # From one end of an interval of a pair to the next a unit attends to all keys or to none; after the last one to none.
+    lengths = torch.zeros(pairs, most, dtype=torch.float64)
+    lengths[torch.arange(most) < counts.unsqueeze(-1)] = ends.diff(append=ends[-1:]).double()
+    opens_closes = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(place.shape)
+    first = counts.cumsum(0) - counts
+    attends = torch.zeros(units.numel() * most, dtype=torch.float64)
+    attends.index_add_(0, (found.unit * most + place - first[pair]).flatten(), opens_closes.flatten())
+    attends = attends.view(pairs, 2, n, most).cumsum(-1) * is_unit.unsqueeze(-1)
+    times, lengths = attends.sum(2, keepdim=True), lengths.view(pairs, 1, 1, most)
+    alone = attends * ((times == 1) * lengths)
+    new = (attends * ((times.flip(1) == 0) * lengths)).sum(-1) - alone.sum(-1)
+    still = alone[:, 0] @ attends[:, 1].mT + attends[:, 0] @ alone[:, 1].mT  # keys of the given unit and of the taken one
+    return new[:, 0].unsqueeze(-1) + new[:, 1].unsqueeze(-2) + still
 
 
 def sums(values: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -87,16 +87,9 @@ class KeyLists:
         at = self.first[:-1][units][of_unit] + rank_in_row(of_unit, counts)
         return KeyLists(self.lo[at], self.hi[at], torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
-    def of_units(self, units: Tensor) -> KeyLists:
-        """The keys of any of some units ``int64[n]``, as those of one unit."""
-        return self.take(units).grouped(torch.zeros_like(units), 1)
-
-    def without(self, other: KeyLists) -> Tensor:
-        """How many keys of each unit are not among those of the one unit of another list, ``int64[units]``."""
-        if not other.lo.numel():
-            return self.sizes()
-        lo, hi = (other.ranks(end) for end in (self.lo, self.hi))
-        return self.sizes() - torch.zeros_like(self.first[1:]).index_add_(0, self.unit, hi - lo)
+    def shared(self, other: KeyLists) -> Tensor:
+        """How many keys of each unit are also among those of the same unit of another list, ``int64[units]``."""
+        return self.sizes() + other.sizes() - (self | other).sizes()
 
     def ranks(self, keys: Tensor) -> Tensor:
         """How many keys of the only unit, which has some, are less than each of some numbers ``int64[n]``."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import flexmask as fm
 from flexmask.distributed import Sharding, query_units, shard_sequence
+from flexmask.distributed.balance import exchanged, halved
+from flexmask.distributed.query_units import KeyLists
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.context import Context
 from tests.support.strategies import Case, Shape, mask_cases
@@ -176,6 +178,113 @@ def test_shards_have_equal_tokens_and_work(masks: Any, ranks: int) -> None:
     assert sharding.tokens.max() - sharding.tokens.min() <= 128
     assert sharding.imbalance <= 1.02
     assert sharding.imbalance == float(sharding.work.max() / sharding.work.double().mean())
+
+
+#: Documents of a log-normal law, mean 1,500, sigma 1.2.
+HEAVY_TAILED = [
+    502,
+    310,
+    304,
+    509,
+    539,
+    473,
+    2253,
+    2942,
+    594,
+    743,
+    689,
+    1409,
+    163,
+    1071,
+    1490,
+    2593,
+    1914,
+    1143,
+    1453,
+    4802,
+    2082,
+    8,
+    82,
+    80,
+    176,
+    1406,
+    2581,
+    605,
+    58,
+    4860,
+    2679,
+    2123,
+    1581,
+    819,
+    119,
+    362,
+    61,
+    578,
+    1129,
+    471,
+    4722,
+    10990,
+    2068,
+]
+
+
+def test_documents_of_very_different_lengths_over_many_ranks() -> None:
+    sharding = shard_sequence(fm.causal() & fm.document(lengths=HEAVY_TAILED), 65536, 64)
+    assert sharding.tokens.tolist() == [1024] * 64
+    assert sharding.imbalance <= 1.02
+    assert sharding.received_fraction < 0.1
+
+
+def test_blocks_with_much_of_the_work_of_a_rank() -> None:
+    """Half of the queries have no work, and no arc of the others has about the mean."""
+    sharding = shard_sequence(fm.causal() & fm.query_padding(lengths=2**15), 2**16, 64)
+    assert sharding.tokens.tolist() == [1024] * 64
+    assert sharding.imbalance <= 1.02
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_halves_are_arcs(data: st.DataObject) -> None:
+    """Ranks have equally many units in few runs, and as even work as arcs of all units can have."""
+    work = torch.tensor(data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=40)))
+    ranks, units = data.draw(st.integers(1, len(work))), len(work)
+    at = torch.arange(units)
+    owner = halved(work, KeyLists.union(units, at, torch.zeros_like(at), at + 1), ranks)
+    counts = owner.bincount(minlength=ranks)
+    assert counts.max() - counts.min() <= 1
+    assert (owner.diff() != 0).sum() < 2 * ranks
+    if ranks == 2:
+        around = torch.cat((work, work)).tolist()
+        arcs = [sum(around[start : start + length]) for start in range(units) for length in {units // 2, -(-units // 2)}]
+        aside = [abs(2 * arc - int(work.sum())) for arc in arcs]
+        assert abs(int(work[owner == 0].sum()) * 2 - int(work.sum())) <= max(2 * min(aside), 0.02 * int(work.sum()))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.DataObject) -> None:
+    ranks, each = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4))
+    units = ranks * each
+    work = torch.tensor(data.draw(st.lists(st.integers(0, 50), min_size=units, max_size=units)))
+    seen = [data.draw(st.sets(st.integers(0, 12), max_size=6)) for _ in range(units)]
+    pairs = [(unit, key) for unit in range(units) for key in sorted(seen[unit])]
+    unit, key = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
+    before = torch.tensor(data.draw(st.permutations([rank for rank in range(ranks) for _ in range(each)])))
+    after = exchanged(before, work, KeyLists.union(units, unit, key, key + 1), ranks)
+    limit = int(float(work.sum()) / ranks * 1.02)
+
+    def costs(owner: Tensor) -> tuple[int, int]:
+        held = [[unit for unit in range(units) if owner[unit] == rank] for rank in range(ranks)]
+        above = sum(max(0, sum(int(work[unit]) for unit in some) - limit) for some in held)
+        return above, sum(len(set().union(*(seen[unit] for unit in some))) for some in held)
+
+    assert after.bincount(minlength=ranks).tolist() == [each] * ranks
+    assert costs(after) <= costs(before)
+    for one in range(units):  # no exchange of two units is left that gains something
+        for other in range(one):
+            owner = after.clone()
+            owner[[one, other]] = after[[other, one]]
+            assert costs(owner) >= costs(after)
 
 
 def test_a_plan_is_printed_as_a_table() -> None:
