@@ -15,6 +15,7 @@ from flexmask.backends import attention_weights
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
+from flexmask_transformers.arguments import as_cells
 from flexmask_transformers.dense import dense_attention
 from flexmask_transformers.graphs import GraphMask
 from flexmask_transformers.masks import in_documents
@@ -79,6 +80,8 @@ def attention_forward(
     is_causal = is_causal and q_len > 1 and attention_mask is None
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
+        if isinstance(attention_mask, Tensor):
+            attention_mask = as_cells(attention_mask, query, kv_len)
         is_whole = isinstance(attention_mask, GraphMask) and attention_mask.is_whole
         documents = None if is_whole else _dense_documents(module, batch, q_len, kv_len, kwargs)
         tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.is_scaling else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.errors import ExpressionError, OperandError
+from flexmask_transformers.arguments import check_model
 from flexmask_transformers.models import small_model
 from flexmask_transformers.recording import evaluated, using
 
@@ -94,17 +97,41 @@ def check_packing(
         The results; ``leaks`` are those in which documents leak.
 
     Raises:
-        ValueError: fewer than two documents, or a model of an encoder and a decoder.
+        OperandError: no model of transformers, no config, or arguments of other types.
+        ExpressionError: fewer than two documents, no attention implementation, or a negative tolerance.
+        ValueError: a model of an encoder and a decoder, or one that has no tokens or no values.
         FileNotFoundError: there is no such config.
     """
-    if len(lengths) < 2 or min(lengths) < 1:
-        raise ValueError(f"check_packing needs at least two documents of at least one token, got lengths={list(lengths)}")
+    lengths = _checked_lengths(lengths)
+    if isinstance(attention, str) or not isinstance(attention, Sequence) or not all(isinstance(one, str) for one in attention):
+        raise OperandError(f"attention must be a list of names, such as ['sdpa', 'flexmask'], got {attention!r}")
+    if not attention:
+        raise ExpressionError("attention names no implementation, so that nothing would be checked")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
+        raise OperandError(f"tolerance must be a number, got {type(tolerance).__name__}")
+    if not tolerance >= 0:  # NaN compares as False
+        raise ExpressionError(f"tolerance must be at least 0, got {tolerance}")
     if not isinstance(model, torch.nn.Module):
         model = small_model(model)
+    check_model(model, "check_packing")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder and a decoder; only models of one sequence can be packed")
+    if not hasattr(model.config.get_text_config(), "vocab_size"):
+        raise ValueError(f"{type(model).__name__} has no vocabulary; only models of text can be packed")
+    if model.device.type == "meta":
+        raise ValueError(f"{type(model).__name__} is on meta, where its weights have no values; load it on another device")
     with evaluated(model), torch.no_grad():
-        return PackingCheck(tuple(_results(model, attention, tuple(lengths), tolerance)))
+        return PackingCheck(tuple(_results(model, attention, lengths, tolerance)))
+
+
+def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, lengths))
+    except TypeError as error:
+        raise OperandError(f"lengths must be a list of integers, got {lengths!r}") from error
+    if len(found) < 2 or min(found) < 1:
+        raise ExpressionError(f"check_packing needs at least two documents of at least one token, got lengths={list(found)}")
+    return found
 
 
 def _results(model: Any, attention: Sequence[str], lengths: tuple[int, ...], tolerance: float) -> Iterator[PackingResult]:

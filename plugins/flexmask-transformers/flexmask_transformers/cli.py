@@ -65,7 +65,7 @@ def check(ctx: click.Context, config: Path, implementations: tuple[str, ...], as
     else:
         rows = [(one.attention, one.packed_by, Cell(str(one), "red" if one.positions else "green")) for one in found.results]
         print_table(rows, heading("attention", "packed by", "result"))
-    if found.leaks:
+    if found.leaks or all(one.error for one in found.results):
         ctx.exit(1)
 
 

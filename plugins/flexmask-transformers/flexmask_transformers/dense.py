@@ -30,7 +30,7 @@ def dense_attention(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
-        mask: ``bool[B, 1 or H, q_len, at least kv_len]``, True for visible, or ``float``, which is added to the scores.
+        mask: ``bool[B, 1 or H, q_len, kv_len]``, True for visible, or ``float``, which is added to the scores.
         scores: scale, soft-capping, position bias and sink.
         is_causal: whether queries attend to no later keys; without a mask.
         documents: ``int[B, kv_len]``, the document of each token, for ``q_len == kv_len``.
@@ -40,9 +40,7 @@ def dense_attention(
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scores.scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if mask is None and documents is None and scores.is_scaling:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-    if mask is not None:
-        mask = mask[..., :kv_len]
-    elif is_causal:
+    if mask is None and is_causal:
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()[None, None]
     if documents is not None:
         same = (documents[:, None, :, None] == documents[:, None, None, :]).to(query.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmask import Mask, MaskCache, from_dense, key_padding, q
 from flexmask.errors import OperandError
+from flexmask_transformers.arguments import truth_values
 from flexmask_transformers.request import Request
 
 __all__ = ["ModelMask", "to_mask"]
@@ -26,6 +27,7 @@ METADATA = {
     "__len__",
     "get_device",
     "is_contiguous",
+    "__format__",
 }
 SAME = {"contiguous", "clone", "detach", "type_as", "requires_grad_"}
 
@@ -81,6 +83,8 @@ class ModelMask(Tensor):
         if device == self.device:
             return self
         if device not in self._moved:
+            if self.device.type == "meta":
+                raise OperandError(f"a mask on meta has no data to move to {device}; run the model on {device} itself")
             batch, _, q_len, kv_len = self.shape
             offset = self.q_offset.to(device) if isinstance(self.q_offset, Tensor) else self.q_offset
             flags: dict[str, Any] = {"is_chunked": self.is_chunked, "is_whole": self.is_whole, "request": self.request}
@@ -89,7 +93,7 @@ class ModelMask(Tensor):
 
     def placed(self, mask: Mask) -> Mask:
         """A mask whose queries start at ``q_offset`` as one whose queries start at 0."""
-        offset = int(self.q_offset)
+        offset = 0 if self.device.type == "meta" else int(self.q_offset)
         return mask.substitute(q=q + offset) if offset else mask
 
     def variant(self, kind: str, data: tuple[object, ...], build: Callable[[], Mask]) -> Mask:
@@ -109,7 +113,8 @@ class ModelMask(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "to" and isinstance(args[0], ModelMask):
-            device = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))[0]
+            options = {key: value for key, value in (kwargs or {}).items() if key != "copy"}
+            device = torch._C._nn._parse_to(*args[1:], **options)[0]
             return args[0] if device is None else args[0].moved(device)
         if name in SAME and isinstance(args[0], ModelMask):
             return args[0]
@@ -151,19 +156,23 @@ def to_mask(attention_mask: Tensor) -> Mask:
             masked out; or the 2-D mask of a tokenizer, ``[B, kv_len]`` with 1 for real tokens.
 
     Raises:
-        OperandError: another number of axes, or a float tensor with other values.
+        OperandError: another number of axes, a float tensor with other values, or integers that are not 0 or 1.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask.placed(attention_mask.mask)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() not in (2, 4):
         shape = f"{list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise OperandError(f"to_mask takes a tensor [B, H, q_len, kv_len] or [B, kv_len], got {shape}")
+    if attention_mask.layout != torch.strided:
+        raise OperandError(f"to_mask takes a dense tensor, got one of {attention_mask.layout}; convert it with .to_dense()")
     if attention_mask.dim() == 2:
         return key_padding(keep=attention_mask)
     if not attention_mask.is_floating_point():
-        return from_dense(attention_mask.bool())
+        return from_dense(truth_values(attention_mask))
+    if attention_mask.device.type == "meta":
+        raise OperandError("to_mask reads the values of a float mask, and this one is on meta, where it has none")
     visible = attention_mask == 0
-    if bool((attention_mask[~visible] > torch.finfo(attention_mask.dtype).min).any()):
+    if not (attention_mask[~visible] <= torch.finfo(attention_mask.dtype).min).all():  # NaN compares as False
         raise OperandError(
             "to_mask takes float masks of 0 and the least number of their dtype or -inf; this one has other values, as a "
             "position bias has, which is no mask"

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
+
+from flexmask.errors import OperandError
 
 __all__ = ["small_model"]
 
@@ -24,15 +26,19 @@ def small_model(config: Any) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file. Nothing is downloaded.
-        ValueError: the file is no config of transformers, or it is for an encoder and a decoder.
+        OperandError: neither a config nor a path.
+        ValueError: the file is no config of transformers, or it is for an encoder and a decoder, or for no text.
     """
     if isinstance(config, str | Path):
-        if not Path(config).exists():
-            raise FileNotFoundError(f"there is no file or folder {str(config)!r}; give the path of a config.json")
-        config = AutoConfig.from_pretrained(str(config), local_files_only=True)
+        config = _read(Path(config))
+    if not isinstance(config, PreTrainedConfig):
+        what = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise OperandError(f"a model of transformers, its config or the path of its config.json is needed, got {what}")
     text = type(config).from_dict(config.to_dict()).get_text_config()
     if text.is_encoder_decoder:
         raise ValueError(f"{type(text).__name__} is for an encoder and a decoder; only models of one sequence can be packed")
+    if not hasattr(text, "vocab_size"):
+        raise ValueError(f"{type(text).__name__} has no vocabulary; only models of text can be packed")
     _shrink(text)
     with torch.random.fork_rng(devices=[]):  # the caller draws on as before
         torch.manual_seed(0)
@@ -49,12 +55,23 @@ def small_model(config: Any) -> Any:
     return model
 
 
+def _read(path: Path) -> Any:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {str(path)!r}; give the path of a config.json")
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a config is code of transformers, whose checks raise errors of many kinds
+        raise ValueError(f"{str(path)!r} is no config of transformers: {error}") from error
+
+
 def _shrink(config: Any) -> None:
     layers = config.num_hidden_layers
     types = getattr(config, "layer_types", None)
     kept = max([LAYERS, *(types.index(kind) + 1 for kind in types)]) if types else LAYERS
     config.num_hidden_layers = min(layers, kept)
-    if types:
+    if types and "layer_types" in vars(config):  # others derive it from the number of layers
         config.layer_types = types[: config.num_hidden_layers]
     config.vocab_size = min(config.vocab_size, VOCABULARY)
     for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.errors import LoweringError, OperandError
+from flexmask_transformers.arguments import is_readable
 
 __all__ = ["Documents", "chunk_positions", "document_ids", "packing_arguments", "restarts"]
 
@@ -81,7 +82,7 @@ def document_ids(packing: Mapping[str, Any], batch: int, q_len: int, kv_len: int
     goes_on = is_later & (positions == before + 1)  # positions that skip some may be of the same document or of the next
     differ = (own & ~starts) | (starts & ~own & goes_on)
     _require_same(differ & own.any(), "position_ids", name, own)
-    return documents.ids if _is_readable(ids) and torch.equal(own, starts) else ids
+    return documents.ids if is_readable(ids) and torch.equal(own, starts) else ids
 
 
 def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:
@@ -134,7 +135,7 @@ def _ids(name: str, value: Any, batch: int, length: int) -> Tensor:
     tokens = batch * length
     fits = (value[0] == 0) & (value[1:] >= value[:-1]).all() & (value[-1] == tokens)
     message = f"{name} must start with 0, not decrease, and end with the number of tokens, {tokens}"
-    if not _is_readable(value):
+    if not is_readable(value):
         torch._assert_async(fits, message)
     elif not fits:
         raise LoweringError(f"{message}; got {value.tolist()}. Padding behind the last document is a document of its own")
@@ -152,7 +153,7 @@ def _require_same(differ: Tensor, first: str, second: str, starts_of_first: Tens
         starts_of_first: ``bool[B, S]``, where documents of ``first`` start.
     """
     message = f"{first} and {second} describe different documents"
-    if not _is_readable(differ):
+    if not is_readable(differ):
         torch._assert_async(~differ.any(), message)
     elif differ.any():
         row, token = differ.nonzero()[0].tolist()
@@ -160,8 +161,3 @@ def _require_same(differ: Tensor, first: str, second: str, starts_of_first: Tens
         raise LoweringError(
             f"{message}: in row {row} a document starts at token {token} by {alone} alone. Give one of them, or make them agree"
         )
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether values can be read without a host sync."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

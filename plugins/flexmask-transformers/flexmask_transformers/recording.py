@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flexmask import Mask
+from flexmask_transformers.arguments import check_model
 
 __all__ = ["evaluated", "masks_of", "record", "using"]
 
@@ -30,8 +31,10 @@ def masks_of(model: Any, **inputs: Any) -> dict[str, Mask]:
         cache. With one query it is a table.
 
     Raises:
+        OperandError: no model of transformers.
         ValueError: the model does not support flexmask.
     """
+    check_model(model, "masks_of")
     found: dict[int, Mask] = {}
     before = _RECORD.set(found)
     try:

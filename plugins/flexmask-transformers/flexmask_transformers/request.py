@@ -21,6 +21,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from flexmask import Mask
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
+from flexmask_transformers.arguments import check_attention_mask, check_padding
 from flexmask_transformers.packed_cache import Keys, note_keys, require_one_document
 from flexmask_transformers.packing import Documents, restarts
 
@@ -115,16 +116,23 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if config._attn_implementation != "flexmask":
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+        user_mask = None
+        if is_user_mask(attention_mask):
+            user_mask, attention_mask = attention_mask, None
+        check_attention_mask(attention_mask, inputs_embeds)
+        has_positions = position_ids is not None
+        if inputs_embeds.device.type == "meta":  # where positions have no values
+            position_ids = None
+        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
+        if not rest and not options and not found[0] and found[1] is not None:  # they are for the keys of an encoder
+            kv_end = found[3] if past_key_values is None else found[4] + found[6]
+            check_padding(found[1], len(inputs_embeds), found[3], kv_end, found[5])
         if torch.compiler.is_compiling():
-            user_mask = None
-            if is_user_mask(attention_mask):
-                user_mask, attention_mask = attention_mask, None
-            found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
             splits_at_gaps = found[2] is not None
             found = _packed_in_graph(found, past_key_values, position_ids, inputs_embeds.shape[0])
-            if not rest and not options:  # they are for the keys of an encoder
+            if not rest and not options:
                 _InGraph.config, _InGraph.keep = config, found[1]
-                _InGraph.has_positions = found[0] or position_ids is not None
+                _InGraph.has_positions = found[0] or has_positions
                 _InGraph.position_ids, _InGraph.splits_at_gaps = None if found[2] is None else position_ids, splits_at_gaps
                 _InGraph.keys = None if found[0] else _keys_in_graph(past_key_values, found[5], found[2])
             if found[0]:
@@ -132,10 +140,6 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             _InGraph.documents, _InGraph.user_mask = found[2], user_mask
             return *found[:2], None, *found[3:]
         _NEXT.set(None)
-        user_mask = None
-        if is_user_mask(attention_mask):
-            user_mask, attention_mask = attention_mask, None
-        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         early_exit, attention_mask, documents, q_len, kv_len, q_offset, kv_offset = found
         if early_exit:
             return found
@@ -145,7 +149,7 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             assert position_ids is not None
             packed = Documents(documents, position_ids.expand(batch, -1))
-        _NEXT.set(Request(packed, user_mask, attention_mask, past_key_values, position_ids is not None))
+        _NEXT.set(Request(packed, user_mask, attention_mask, past_key_values, has_positions))
         return False, attention_mask, None, q_len, kv_len, q_offset, kv_offset
 
     return wrapped
@@ -172,6 +176,8 @@ def dropped_documents(
         return None
     is_first = cache is None or int(q_offset) == 0
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != q_len:
+        return None
+    if position_ids.device.type == "meta":
         return None
     positions = position_ids.expand(batch, -1)
     starts = restarts(positions, keep)

@@ -61,11 +61,13 @@ def use_mask(
     """
     if combine not in ("and", "replace"):
         raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
+    if not isinstance(model, torch.nn.Module):
+        raise OperandError(f"use_mask takes a model of transformers or a part of one, got {type(model).__name__}")
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     chosen = {getattr(config, "_attn_implementation", None) for config in configs}
     if "flexmask" not in chosen:
         raise OperandError(
-            f"use_mask needs a model with attn_implementation='flexmask', got {type(model).__name__} with "
+            f"use_mask needs a model of transformers with attn_implementation='flexmask', got {type(model).__name__} with "
             f"{', '.join(sorted(map(repr, chosen))) or 'none'}; call model.set_attn_implementation('flexmask')"
         )
     masks = _bound(mask, data)

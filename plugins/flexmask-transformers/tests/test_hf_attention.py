@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import AttentionInterface
 
 from flexmask import Mask, causal, document, full, key_padding
-from flexmask.errors import LoweringError, TextError
+from flexmask.errors import LoweringError, OperandError, TextError
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -179,7 +179,20 @@ class TestModelMask:
         assert mask.contiguous() is mask
         assert mask[:, :, :, :6] is mask
         assert mask[..., :] is mask
-        assert repr(mask) == "ModelMask(causal, shape=[2, 1, 4, 6])"
+        assert repr(mask) == f"{mask}" == "ModelMask(causal, shape=[2, 1, 4, 6])"
+
+    def test_it_moves_with_the_layers(self) -> None:
+        keep = torch.tensor([[True, True, False]])
+        mask = ModelMask.make(key_padding(keep=keep), 1, 3, 3, torch.tensor(0), "cpu")
+        assert mask.to("cpu", copy=True) is mask
+        assert mask.to(torch.float32) is mask
+        moved = mask.to("meta")
+        assert mask.to(device=torch.device("meta")) is moved
+        assert isinstance(moved, ModelMask)
+        assert isinstance(moved.q_offset, Tensor)
+        assert {moved.device.type, moved.q_offset.device.type, moved.mask.tensors[0].device.type} == {"meta"}
+        with pytest.raises(OperandError, match="a mask on meta has no data to move to cpu"):
+            moved.to("cpu")
 
     @pytest.mark.parametrize(
         "operation",

@@ -159,11 +159,25 @@ class TestCommandLine:
         assert code == 2
         assert message in err
 
-    def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{}")
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{}", "Unrecognized model"),
+            ("3", "is no config of transformers"),
+            ('{"model_type": "llama", "hidden_size": "x"}', "is no config of transformers"),
+            ('{"model_type": "vit"}', "ViTConfig has no vocabulary"),
+        ],
+    )
+    def test_a_file_that_is_no_config(self, tmp_path: Path, text: str, message: str) -> None:
+        (tmp_path / "config.json").write_text(text)
         code, _, err = run("check", tmp_path)
         assert code == 2
-        assert "Error:" in err
+        assert message in err
+
+    def test_a_check_that_checks_nothing_fails(self, config: Path) -> None:
+        code, out, _ = run("check", config, "--attention", "no_such")
+        assert code == 1
+        assert "refused" in out
 
     def test_the_entry_point(self) -> None:
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]

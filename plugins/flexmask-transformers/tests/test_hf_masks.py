@@ -150,7 +150,9 @@ class TestUseMask:
     def test_errors(self) -> None:
         eager, ours = pair("llama")
         with (
-            pytest.raises(OperandError, match="model with attn_implementation='flexmask', got LlamaForCausalLM with 'eager'"),
+            pytest.raises(
+                OperandError, match="transformers with attn_implementation='flexmask', got LlamaForCausalLM with 'eager'"
+            ),
             flexmask_transformers.use_mask(eager, "causal"),
         ):
             pass

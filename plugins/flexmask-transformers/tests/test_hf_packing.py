@@ -8,14 +8,12 @@ import pytest
 import torch
 from flexmask_transformers import masks_of, use_mask
 from flexmask_transformers.attention import attention_forward
-from flexmask_transformers.model_mask import ModelMask
 from hf_models import pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
 from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
-import flexmask
 from flexmask.errors import LoweringError, OperandError
 
 LENGTHS = (5, 4, 3)
@@ -347,15 +345,3 @@ def test_a_mask_in_place_of_all_others_has_no_documents(packing: dict[str, torch
         with use_mask(ours, "causal & sliding_window(size=8)", combine="replace"):
             assert_close(model(tokens(1), **packing).logits, wanted, **CLOSE)
     torch.compiler.reset()
-
-
-def test_a_mask_moves_with_the_layers() -> None:
-    keep = torch.tensor([[True, True, False]])
-    mask = ModelMask.make(flexmask.key_padding(keep=keep), 1, 3, 3, torch.tensor(0), "cpu")
-    assert mask.to("cpu") is mask
-    assert mask.to(torch.float32) is mask
-    moved = mask.to("meta")
-    assert mask.to(device=torch.device("meta")) is moved
-    assert isinstance(moved, ModelMask)
-    assert isinstance(moved.q_offset, torch.Tensor)
-    assert {moved.device.type, moved.q_offset.device.type, moved.mask.tensors[0].device.type} == {"meta"}
