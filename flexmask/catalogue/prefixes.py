@@ -58,7 +58,7 @@ def bidirectional_spans(ids: Data) -> Mask:
     Args:
         ids: the span of each position, ``[S]`` or ``[B, S]``; below 0 for a token outside of spans.
 
-    Source: PaliGemma, https://arxiv.org/abs/2407.07726; the image blocks of ``transformers.masking_utils``.
+    Source: Transfusion, https://arxiv.org/abs/2408.11039; the image blocks of ``transformers.masking_utils``.
     """
     spans = document_ids(ids)
     own = along(spans, q)
