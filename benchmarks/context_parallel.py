@@ -64,7 +64,7 @@ class Plan:
 
     def __str__(self) -> str:
         slowest = "" if self.slowest is None else f", {self.slowest:.3f}"
-        return f"{self.imbalance:.3f}{slowest}, {100 * self.received:.2g} %"
+        return f"{self.imbalance:.3f}{slowest}, {100 * self.received:.3g} %"
 
 
 def document_lengths(total: int, seed: int, *, mean: float = 1500, spread: float = 1.2, most: int = 16384) -> list[int]:

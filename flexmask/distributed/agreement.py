@@ -1,4 +1,4 @@
-"""Whether all ranks give the same arguments: one small collective that compares a fingerprint of each."""
+"""The process group of a mesh, and whether its ranks give the same arguments: a collective that compares fingerprints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from flexmask.errors import LoweringError
+from flexmask import _sync
+from flexmask._checks import kind_of
+from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import And, Mask, Or, Xor
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.tables import TensorTable
 
-__all__ = ["check_agreement", "fingerprint"]
+__all__ = ["check_agreement", "device_of", "fingerprint", "group_of"]
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension; all processes for None.
+
+    Raises:
+        LoweringError: there is none, or the mesh has more dimensions.
+        OperandError: it is neither a mesh nor a group of this process.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise LoweringError(
+            "torch.distributed has no process group: start the script with torchrun, and call "
+            "torch.distributed.init_process_group() or init_device_mesh() first"
+        )
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            hint = f"mesh[{names[-1]!r}]" if names else "one of its dimensions"
+            raise LoweringError(f"mesh must have one dimension, got {mesh.ndim} of sizes {list(mesh.shape)}; take {hint}")
+        return mesh.get_group()
+    if mesh is None:
+        mesh = dist.group.WORLD
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise OperandError(
+            f"mesh must be a DeviceMesh of one dimension or a process group this process is in, got {kind_of(mesh)}"
+        )
+    return mesh
+
+
+def device_of(mesh: DeviceMesh | dist.ProcessGroup | None, group: dist.ProcessGroup) -> torch.device:
+    """Where the tokens of a group's processes are."""
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return _sync.resolve_device(kind)
 
 
 def check_agreement(arguments: Mapping[str, Any], error: Exception | None, group: Any, device: torch.device) -> None:

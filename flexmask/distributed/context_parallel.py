@@ -13,22 +13,25 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, nearest
 from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import ENTERED, Run, leave_parallel
 from flexmask.backends.tile_weights import ScoreMod
-from flexmask.distributed.agreement import check_agreement
+from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
 from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
+from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.lowered import LoweredMask
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["ContextParallel", "Strategy"]
 
@@ -121,8 +124,9 @@ class ContextParallel:
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> None:
-        self.group = _group_of(mesh)
-        self.device = _device_of(mesh, self.group) if device is None else _sync.resolve_device(device)
+        self.group = group_of(mesh)
+        self.device = device_of(mesh, self.group) if device is None else _sync.resolve_device(device)
+        self._sizes: Any = {"batch": batch, "heads": heads, "block_size": block_size}
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         counts: dict[Mask, int] = {}
         error = None
@@ -222,6 +226,38 @@ class ContextParallel:
         if x.shape[dim] != length:
             raise LoweringError(f"x has {x.shape[dim]} tokens along axis {dim}, but {where} has {length}; got {list(x.shape)}")
 
+    # ---------------------------------------------------------------- torch's own context parallelism
+
+    def load_balancer(self) -> Any:
+        """These shards for torch's own context parallelism, ``torch.distributed.tensor.experimental._context_parallel``.
+
+        Where torch's own ``_PTRRLoadBalancer`` counts the blocks of one mask, all masks count.
+
+        Returns:
+            A ``_LoadBalancer``, for ``_context_parallel_shard`` and ``context_parallel_unshard``.
+
+        Raises:
+            LoweringError: ranks have different numbers of tokens, or this version of torch has no such class.
+        """
+        return load_balancer(self.sharding, self.device)
+
+    def block_mask(self, mask: MaskLike | None = None) -> BlockMask:
+        """The BlockMask of this rank there: its queries, by the keys of all ranks in the order of their shards.
+
+        What torch's ``_create_cp_block_mask`` makes, for any block size, and without the cells of the mask.
+
+        Args:
+            mask: one of the masks that were given; by default the only one.
+
+        Raises:
+            LoweringError: another mask, or none of several; ranks with different numbers of tokens, or blocks that are divided
+                between ranks.
+        """
+        if mask is None and len(self._declared) > 1:
+            raise LoweringError(f"block_mask needs one of the masks that were given: {self._known()}")
+        wanted = self._declared[0].mask if mask is None else as_mask(mask, device=self.device)
+        return gathered_block_mask(self.sharding, self._find(wanted).mask, self.rank, device=self.device, **self._sizes)
+
     # ---------------------------------------------------------------- attention
 
     def __enter__(self) -> Self:
@@ -289,13 +325,16 @@ class ContextParallel:
         raise LoweringError(self._undeclared(mask))
 
     def _undeclared(self, mask: object) -> str:
-        known = ", ".join(declared.mask.brief() for declared in self._declared)
+        known = self._known()
         if not isinstance(mask, Mask):
             return f"inside ContextParallel attention takes one of the masks that were declared ({known}), got a {kind_of(mask)}"
         hint = "; under torch.compile it must be the same object" if torch.compiler.is_compiling() else ", with the same tensors"
         return (
             f"the mask {mask.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has {known}{hint}"
         )
+
+    def _known(self) -> str:
+        return ", ".join(declared.mask.brief() for declared in self._declared)
 
     def _unchanged(self, declared: _Declared) -> _Declared:
         if not torch.compiler.is_compiling() and _versions(declared.mask) != declared.versions:
@@ -326,10 +365,9 @@ class ContextParallel:
             )
 
     def __repr__(self) -> str:
-        masks = ", ".join(declared.mask.brief() for declared in self._declared)
         return (
-            f"ContextParallel([{masks}], seq_len={self.seq_len}, balance={self.sharding.balance!r}, strategy={self.strategy!r}, "
-            f"rank {self.rank} of {self.world_size}, {len(self.positions)} tokens, {self.device})"
+            f"ContextParallel([{self._known()}], seq_len={self.seq_len}, balance={self.sharding.balance!r}, "
+            f"strategy={self.strategy!r}, rank {self.rank} of {self.world_size}, {len(self.positions)} tokens, {self.device})"
         )
 
 
@@ -339,32 +377,6 @@ def _score_at(
     """A ``score_mod`` at the indices of the whole sequence."""
     heads, queries, keys = places
     return score_mod(score, b, heads[h], queries[q], keys[kv])
-
-
-def _group_of(mesh: Any) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise LoweringError(
-            "torch.distributed has no process group: start the script with torchrun, and call "
-            "torch.distributed.init_process_group() or init_device_mesh() first"
-        )
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            names = mesh.mesh_dim_names
-            hint = f"mesh[{names[-1]!r}]" if names else "one of its dimensions"
-            raise LoweringError(f"mesh must have one dimension, got {mesh.ndim} of sizes {list(mesh.shape)}; take {hint}")
-        return mesh.get_group()
-    if mesh is None:
-        mesh = dist.group.WORLD
-    if not isinstance(mesh, dist.ProcessGroup):
-        raise OperandError(
-            f"mesh must be a DeviceMesh of one dimension or a process group this process is in, got {kind_of(mesh)}"
-        )
-    return mesh
-
-
-def _device_of(mesh: DeviceMesh | dist.ProcessGroup | None, group: dist.ProcessGroup) -> torch.device:
-    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    return _sync.resolve_device(kind)
 
 
 def _part_of(heads: int, rank: int, ranks: int) -> range:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -126,6 +128,34 @@ def check_compiled_flex() -> None:
     with cp:
         found = attention(*(cp.shard(tensor, 2) for tensor in tensors), mask, backend="flex")
     torch.testing.assert_close(cp.unshard(found, 2), attention(*tensors, mask))
+
+
+class TorchAttention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Any:
+        return flex_attention(query, key, value, block_mask=block_mask)
+
+
+def check_torch_context_parallel() -> None:
+    """torch's own context parallelism with these shards, several masks at once."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    masks = [fm.causal() & fm.document(lengths=[100, 61, 95]), fm.sliding_window(left=40, right=3)]
+    cp = ContextParallel(mesh, masks, 256, block_size=16)
+    balancer, module = cp.load_balancer(), TorchAttention()
+    _attention._ContextParallel(2, _attention._ContextParallel.AttentionType.FLEX)._apply(module, mesh)
+    generator = torch.Generator().manual_seed(2)
+    whole = [torch.randn(2, 3, 256, 8, generator=generator) for _ in range(3)]
+    own: Any = _attention._context_parallel_shard(mesh, whole, [2, 2, 2], balancer)
+    assert torch.equal(own[0], cp.shard(whole[0], 2))
+    for mask in masks:
+        found = module(*own, cp.block_mask(mask))
+        (out,) = _attention.context_parallel_unshard(mesh, [found], [2], balancer)
+        torch.testing.assert_close(out, attention(*whole, mask))
+    with pytest.raises(LoweringError, match="block_mask needs one of the masks that were given: causal"):
+        cp.block_mask()
+    with pytest.raises(LoweringError, match="is not declared"):
+        cp.block_mask("causal")
+    alone = ContextParallel(mesh, "causal", 256, block_size=16)
+    assert alone.block_mask().seq_lengths == (256 // mesh.size(), 256)
 
 
 def check_tokens() -> None:
