@@ -92,8 +92,8 @@ def window_work(length: int) -> Workload:
 
 
 def prefix_work(length: int, device: str) -> Workload:
-    """``(kv < 1000) | (kv <= q)``"""
-    prefix = torch.tensor([1000], device=device)
+    """``(kv < 1000) | (kv <= q)``, of fewer tokens a prefix of half of them."""
+    prefix = torch.tensor([min(1000, length // 2)], device=device)
     return Workload("prefix LM", length, lambda: prefix_lm(prefix), lambda b, h, q, kv: (q >= kv) | (kv < prefix[b]), 1)
 
 
