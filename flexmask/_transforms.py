@@ -114,7 +114,7 @@ def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
         )
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    if has_values(tensor) and not has_values(torch.empty(0, device="cpu")) and not is_captured():
+    if _modes() and has_values(tensor) and not has_values(torch.empty(0, device="cpu")) and not is_captured():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
 

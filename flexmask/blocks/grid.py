@@ -26,11 +26,9 @@ class BlockGrid(BlockLayout):
 
     def touched(self, rows: Rows) -> Tensor:
         start, stop = floor_div(rows.lo, self.kv_size), ceil_div(rows.hi, self.kv_size)
-        if rows.lo.shape[2] == 1:
-            return self._between(start, stop.where(rows.lo < rows.hi, 0))
         if self.context.kv_len % self.kv_size:  # else unused slots, at the end of the keys, begin behind the last block
             start = start.masked_fill(rows.lo >= rows.hi, self.kv_blocks)
-        return self._count(start, stop) > 0
+        return self._between(start, stop) if rows.lo.shape[2] == 1 else self._count(start, stop) > 0
 
     def covered(self, rows: Rows) -> Tensor:
         complete = self.complete_rows

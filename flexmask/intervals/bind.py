@@ -61,8 +61,7 @@ def bind(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
             'use causal(align="upper_left"), and query_padding(start=...) for padding on the left'
         )
-    offset = _offset(q_offset)
-    q_end = _end_of(q_len, offset)
+    offset, q_end = _offset(q_offset, q_len)
     needed = {"kv": kv_len, "q": q_end}
     sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where)
@@ -146,7 +145,9 @@ def _device(tensors: list[TensorTable | CapturedTensor], device: torch.device | 
     return wanted
 
 
-def _offset(q_offset: Any) -> int | Tensor:
+def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
+    """The offset, checked, and the position after the last query; None where reading it would force a host sync."""
+    offset: int | Tensor
     if isinstance(q_offset, Tensor):
         if reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
@@ -155,19 +156,17 @@ def _offset(q_offset: Any) -> int | Tensor:
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
         _sync.require(lambda: (q_offset >= 0).all(), q_offset.device, "q_offset must be at least 0")
-        if not _sync.needs_sync(q_offset) and int(q_offset.min()) < 0:
+        offset = cast(Tensor, q_offset).long().reshape(-1)
+        if _sync.needs_sync(offset):
+            return offset, None
+        least, most = (int(value) for value in offset.aminmax())
+        if least < 0:
             raise LoweringError(f"q_offset must be at least 0, got {q_offset.tolist()}")
-        return cast(Tensor, q_offset).long().reshape(-1)
-    return checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
-
-
-def _end_of(q_len: int, q_offset: int | Tensor) -> int | None:
-    if isinstance(q_offset, Tensor) and _sync.needs_sync(q_offset):
-        return None
-    end = q_len + (q_offset if isinstance(q_offset, int) else int(q_offset.max()))
-    if end > MAX_LENGTH:
-        raise LoweringError(f"the queries reach position {end} (q_offset + q_len), which must be at most {MAX_LENGTH}")
-    return end
+    else:
+        offset = most = checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
+    if q_len + most > MAX_LENGTH:
+        raise LoweringError(f"the queries reach position {q_len + most} (q_offset + q_len), which must be at most {MAX_LENGTH}")
+    return offset, q_len + most
 
 
 def _sizes(
