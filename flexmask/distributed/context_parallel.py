@@ -25,7 +25,7 @@ from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
 from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
-from flexmask.errors import FlexmaskError, LoweringError, OperandError
+from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH
@@ -129,11 +129,11 @@ class ContextParallel:
         self._sizes: Any = {"batch": batch, "heads": heads, "block_size": block_size}
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         counts: dict[Mask, int] = {}
-        error = None
+        error: Exception | None = None
         try:  # the error of one rank is one of all: those that have none would wait in the first layer
             counts = distinct(layers_of(masks, self.device))
             self._plan(list(counts), counts, seq_len, balance, strategy, batch, heads, block_size)
-        except FlexmaskError as found:
+        except Exception as found:
             error = found
         given = {"seq_len": seq_len, "balance": balance, "strategy": strategy, "batch": batch, "heads": heads}
         arguments = {**given, "block_size": block_size, "masks": list(counts), "number of layers": list(counts.values())}

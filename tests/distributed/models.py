@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
+from flexmask.backends.parallel import ENTERED
 from flexmask.distributed import ContextParallel
 from flexmask.distributed.context_parallel import Strategy
 from flexmask.errors import LoweringError, OperandError
@@ -176,6 +178,11 @@ def check_tokens() -> None:
 # ---------------------------------------------------------------- bad input
 
 
+def failing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A mask_mod with an error of its own."""
+    raise KeyError("of this rank")
+
+
 def check_errors() -> None:
     rank, group = dist.get_rank(), None
     make: Any = ContextParallel
@@ -198,6 +205,10 @@ def check_errors() -> None:
     refused("is on meta, not on cpu", group, fm.document(document_of(8).to("meta")), 8)
     refused("must be 'keys' or 'heads', got 'key'. Did you mean keys?", group, "causal", 8, error=OperandError, strategy="key")
     refused("a DeviceMesh of one dimension or a process group", [0, 1], "causal", 8, error=OperandError)
+    if rank:
+        refused("of this rank", group, failing, LENGTH, error=KeyError)
+    else:
+        refused(r"ranks \[1\] of the group have an error; see theirs", group, "causal", LENGTH)
     refused("depends on b: give batch=", group, (fm.q + fm.b) % 3 == 0, 8)
     refused("masks must be a Mask, its text, a list or a dict", group, 5, 8, error=OperandError)
 
@@ -283,16 +294,25 @@ def check_transforms() -> None:
                 call()
 
 
-def check_absent_rank() -> None:
-    """The others raise within the time-out of the group."""
-    from datetime import timedelta
-
-    group = dist.new_group(timeout=timedelta(seconds=3))
+def check_rank_with_an_error() -> None:
+    """An error of one rank alone in the middle of a forward: the others raise within the time-out of the group."""
+    group, last = dist.new_group(timeout=timedelta(seconds=3)), dist.get_world_size() - 1
     cp = ContextParallel(group, "causal", LENGTH)
     x = [torch.randn(1, 2, len(cp.positions), 4)] * 3
-    if dist.get_rank() != dist.get_world_size() - 1:
-        with cp, pytest.raises(RuntimeError, match=r"[Tt]im|closed|reset"):
-            attention(*x, "causal")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if dist.get_rank() == last:
+            raise KeyError("of this rank")
+        return score
+
+    def forward() -> None:
+        for _ in range(2):
+            attention(*x, "causal", score_mod=score_mod)
+
+    expected: Any = KeyError if dist.get_rank() == last else RuntimeError
+    with pytest.raises(expected, match=r"of this rank|[Tt]im|closed|reset"), cp:
+        forward()
+    assert not ENTERED
     dist.barrier()
 
 

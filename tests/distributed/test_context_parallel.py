@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmask as fm
@@ -17,7 +19,7 @@ from flexmask.distributed.agreement import fingerprint
 from flexmask.errors import LoweringError
 from tests.distributed import models
 from tests.distributed.equality import Checks, attention, check_cases, check_drawn
-from tests.support.ranks import run_ranks
+from tests.support.ranks import exit_codes, run_ranks
 
 
 def two_ranks(rank: int) -> None:
@@ -44,7 +46,7 @@ def three_ranks(rank: int) -> None:
     checks = Checks()
     check_cases(checks, every=3)
     checks("a model", models.check_model, "keys")
-    checks("a rank that is absent", models.check_absent_rank)
+    checks("a rank with an error", models.check_rank_with_an_error)
     checks.report()
 
 
@@ -79,6 +81,29 @@ def test_four_ranks() -> None:
 @pytest.mark.skipif((os.cpu_count() or 1) < 8, reason="needs 8 cores")
 def test_eight_ranks() -> None:
     run_ranks(8, eight_ranks)
+
+
+def dies(rank: int) -> None:
+    """Rank 1 dies in the middle of a forward; rank 0 raises within the time-out of the group."""
+    cp = ContextParallel(None, "causal", 9)
+    x = [torch.randn(1, 2, len(cp.positions), 4)] * 3
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return score
+
+    def forward() -> None:
+        for _ in range(2):
+            attention(*x, "causal", score_mod=score_mod)
+
+    with pytest.raises(RuntimeError, match=r"[Tt]im|closed|reset"), cp:
+        forward()
+    assert not ENTERED
+
+
+def test_a_rank_that_dies() -> None:
+    assert exit_codes(2, dies, timeout=5) == [0, -signal.SIGKILL]
 
 
 # ---------------------------------------------------------------- in one process

@@ -29,6 +29,16 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         spawn(_start, (world, Path(folder) / "store", timeout, function, args), world)
 
 
+def exit_codes(world: int, function: Callable[..., Any], *args: Any, timeout: float) -> list[int | None]:
+    """As :func:`run_ranks`, where processes may die: the exit code of each; 0 for one that raises nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = spawn(_start, (world, Path(folder) / "store", timeout, function, args), world, join=False)
+        for process in context.processes:
+            process.join(TIMEOUT)
+            process.kill()
+        return [process.exitcode for process in context.processes]
+
+
 def _start(rank: int, world: int, store: Path, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
