@@ -14,7 +14,7 @@ from flexmask._checks import check_function, checked_number, names_explained, no
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
-from flexmask.backends.parallel import entered_parallel, refuse_repeated
+from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
@@ -104,13 +104,11 @@ def attention(
     """
     check_backend(backend)
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    if not torch.compiler.is_compiling():
+        check_repeated()
     parallel = entered_parallel()
     run = partial(_run, backend=backend)
-    if parallel is not None:
-        return parallel.attend(call, run)
-    if not torch.compiler.is_compiling():
-        refuse_repeated(query.shape[2])
-    return run(call)
+    return run(call) if parallel is None else parallel.attend(call, run)
 
 
 def _run(call: Call, backend: str) -> Tensor:
@@ -182,8 +180,9 @@ def choose_backend(
 
     Raises:
         ExpressionError, OperandError: as of :func:`attention`.
-        LoweringError: as of :func:`attention`, or no backend supports the call.
+        LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
+    refuse_in_parallel("choose_backend")
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     chosen = select(call)
     kind = next((kind.__name__ for kind in chosen.preferred_for if isinstance(call.mask, kind)), None)
@@ -230,6 +229,7 @@ def _checked_call(
     if not torch.compiler.is_compiling():
         check_options(score_mod, scale)
     if isinstance(mask, LoweredMask | BlockMask):
+        refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
         check_sizes(mask, query, key, q_offset)
     elif isinstance(mask, Plan):
         raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")

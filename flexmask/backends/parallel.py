@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +15,15 @@ from torch import Tensor
 from flexmask.backends.backend import Call
 from flexmask.errors import LoweringError
 
-__all__ = ["Parallel", "Run", "entered_parallel", "leave_parallel", "refuse_in_parallel", "refuse_repeated"]
+__all__ = [
+    "Parallel",
+    "Run",
+    "check_repeated",
+    "enter_parallel",
+    "entered_parallel",
+    "leave_parallel",
+    "refuse_in_parallel",
+]
 
 #: Computes a call in this process.
 Run: TypeAlias = Callable[[Call], Tensor]
@@ -31,14 +42,22 @@ class Parallel(Protocol):
         ...
 
 
-#: Of autograd's pass that runs in this thread; -1 for none. torch has no public name for it.
-_pass_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
 #: What was entered, the innermost last. It is not local to a thread: autograd repeats checkpointed layers in threads of its own.
 #: ``torch.compile`` guards on a list, and traces no context variable.
 ENTERED: list[Parallel] = []
-#: The one that was left last, while it is in use.
-LEFT: list[weakref.ref[Parallel]] = []
+
+
+@dataclass
+class _Span:
+    """The numbers of the autograd nodes that were made inside one entry, from ``first`` up to ``stop``."""
+
+    parallel: weakref.ref[Parallel]
+    first: int
+    stop: float = math.inf
+
+
+#: The last entries: autograd may repeat layers of any whose graph is still there.
+_SPANS: deque[_Span] = deque(maxlen=1024)
 
 
 def entered_parallel() -> Parallel | None:
@@ -46,23 +65,43 @@ def entered_parallel() -> Parallel | None:
     return ENTERED[-1] if ENTERED else None
 
 
+def enter_parallel(parallel: Parallel) -> None:
+    """Enters one; it may be entered again inside."""
+    ENTERED.append(parallel)
+    if not torch.compiler.is_compiling():
+        _SPANS.append(_Span(weakref.ref(parallel), torch._C._autograd._get_sequence_nr()))
+
+
 def leave_parallel(parallel: Parallel) -> None:
     """Takes back the innermost entry of one."""
     del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(parallel)]
-    LEFT[:] = [weakref.ref(parallel)]
+    if not torch.compiler.is_compiling():
+        for span in reversed(_SPANS):
+            if span.parallel is weakref.ref(parallel) and span.stop == math.inf:
+                span.stop = torch._C._autograd._get_sequence_nr()
+                break
 
 
-def refuse_repeated(length: int) -> None:
-    """Raises a LoweringError where autograd repeats a call of ``length`` queries outside of what it was inside of."""
-    left = LEFT[0]() if LEFT else None
-    if left is not None and len(left.positions) == length and _pass_id() != -1:
+def check_repeated() -> None:
+    """Raises a LoweringError where autograd repeats a call outside of what it was inside of.
+
+    A checkpointed layer is repeated by a node that was made with it, whose number tells where that was.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return
+    number, entered = node._sequence_nr(), entered_parallel()
+    inside = [span.parallel for span in _SPANS if span.first <= number < span.stop]
+    if inside and (entered is None or inside[-1] is not weakref.ref(entered)):
         raise LoweringError(
             "backward repeats attention of a checkpointed layer, whose tokens are those of this rank, outside "
             "`with ContextParallel(...)`; call backward() inside it"
         )
 
 
-def refuse_in_parallel(what: str) -> None:
+def refuse_in_parallel(what: str, instead: str = "") -> None:
     """Raises a LoweringError if one was entered, for what has no meaning there."""
     if ENTERED:
-        raise LoweringError(f"{what} cannot be used inside `with ContextParallel(...)`, where a process has a part of the tokens")
+        raise LoweringError(
+            f"{what} cannot be used inside `with ContextParallel(...)`, where a process has a part of the tokens{instead}"
+        )

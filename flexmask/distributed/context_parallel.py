@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, nearest
 from flexmask.backends.backend import Call, check_sizes
-from flexmask.backends.parallel import ENTERED, Run, leave_parallel
+from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
@@ -263,7 +263,7 @@ class ContextParallel:
     def __enter__(self) -> Self:
         for declared in self._declared:  # compiled code has constants of its own
             self._unchanged(declared)
-        ENTERED.append(self)
+        enter_parallel(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -316,21 +316,14 @@ class ContextParallel:
         return seed
 
     def _find(self, mask: object) -> _Declared:
-        if mask is None:
-            mask = Truth(True)
-        if isinstance(mask, Mask):
-            for declared in self._declared:
-                if declared.mask is mask or (not torch.compiler.is_compiling() and declared.mask == mask):
-                    return self._unchanged(declared)
-        raise LoweringError(self._undeclared(mask))
-
-    def _undeclared(self, mask: object) -> str:
-        known = self._known()
-        if not isinstance(mask, Mask):
-            return f"inside ContextParallel attention takes one of the masks that were declared ({known}), got a {kind_of(mask)}"
+        wanted = mask if isinstance(mask, Mask) else Truth(True)  # None; lowered masks are errors before
+        for declared in self._declared:
+            if declared.mask is wanted or (not torch.compiler.is_compiling() and declared.mask == wanted):
+                return self._unchanged(declared)
         hint = "; under torch.compile it must be the same object" if torch.compiler.is_compiling() else ", with the same tensors"
-        return (
-            f"the mask {mask.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has {known}{hint}"
+        raise LoweringError(
+            f"the mask {wanted.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has "
+            f"{self._known()}{hint}"
         )
 
     def _known(self) -> str:

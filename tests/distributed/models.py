@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
+from flexmask.backends import choose_backend
 from flexmask.backends.parallel import ENTERED
 from flexmask.distributed import ContextParallel
 from flexmask.distributed.context_parallel import Strategy
@@ -89,17 +90,33 @@ def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
 
 
 def check_backward_outside() -> None:
-    """A checkpointed layer is not repeated without its exchange."""
+    """A checkpointed layer is not repeated without its exchange, or with that of others."""
     layer = fm.MultiheadFlexAttention(8, 8, 2)
-    cp = ContextParallel(None, "causal", LENGTH)
+    cp, other = (ContextParallel(None, "causal", LENGTH, balance=cast(Any, name)) for name in ("work", "contiguous"))
+    x = torch.randn(1, len(cp.positions), 8, requires_grad=True)
     for reentrant in (True, False):
-        x = torch.randn(1, len(cp.positions), 8, requires_grad=True)
+
+        def run(reentrant: bool = reentrant) -> Tensor:
+            return cast(Tensor, checkpoint(layer, x, "causal", use_reentrant=reentrant)).sum()
+
+        def refused(loss: Tensor) -> None:
+            with pytest.raises(LoweringError, match="backward repeats attention of a checkpointed layer"):
+                loss.backward()
+
         with cp:
-            loss = checkpoint(layer, x, "causal", use_reentrant=reentrant).sum()
-        with pytest.raises(LoweringError, match="backward repeats attention of a checkpointed layer"):
-            loss.backward()
-    del cp
-    checkpoint(layer, x, "causal", use_reentrant=True).sum().backward()  # its own use
+            losses = [run() for _ in range(4)]
+            (wanted,) = torch.autograd.grad(layer(x, "causal").sum(), x)
+        with ContextParallel(None, "causal", LENGTH):
+            losses.append(run())
+        with other:
+            refused(losses[0])
+        for loss in (losses[1], losses[-1]):
+            refused(loss)
+        x.grad = None
+        with other, cp:
+            losses[2].backward()
+        torch.testing.assert_close(x.grad, wanted)
+        run().backward()  # its own use
 
 
 def check_calls(strategy: Any) -> None:
@@ -222,7 +239,9 @@ def check_errors() -> None:
 
     misused("the mask full is not declared: give it to ContextParallel", *x)
     misused("is not declared", *x, fm.causal() & fm.document(CHANGED.clone()))
-    misused("attention takes one of the masks that were declared", *x, fm.causal().block_mask(len(cp.positions)))
+    lowered: Any = fm.causal().block_mask(LENGTH), fm.plan("causal", LENGTH)()
+    for given in lowered:
+        misused(f"a {type(given).__name__} cannot be used inside .* has a part of the tokens; give the Mask", *x, given)
     misused("q_offset does not apply", *x, "causal", q_offset=3)
     misused("is self-attention over the .* tokens of this rank", *[torch.randn(1, 2, LENGTH, 4)] * 3, "causal")
     layer: Any = fm.MultiheadFlexAttention(8, 8, 2, mask=mask)
@@ -231,6 +250,7 @@ def check_errors() -> None:
         "cross-attention": lambda: layer(own, context=own),
         "a cache": lambda: layer(own, cache=fm.KVCache()),
         "attention_weights": lambda: layer.attention_weights(own),
+        "choose_backend": lambda: choose_backend(x[0], x[1], x[2], "causal"),
     }
     for name, call in calls.items():
         with cp, pytest.raises(LoweringError, match=f"{name} cannot be used inside"):
