@@ -76,8 +76,8 @@ class ContextParallel:
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
     ranks.
 
-    Where layers are checkpointed, call ``backward()`` inside ``with`` as well. ``torch.compile`` compiles again for another
-    ContextParallel.
+    Where layers are checkpointed, call ``backward()`` inside ``with`` as well; outside it is an error. ``torch.compile`` compiles
+    again for another ContextParallel.
 
     Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
     fails, the others raise the process group's error after its time-out.
