@@ -165,7 +165,7 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
     if what != "lengths" and side != "right":
         raise ExpressionError(f"{name}: {what}= says itself where the padding is; leave side= out")
     if what == "start":
-        return position >= per_batch(data, f"{name}: start", length, role="start")
+        return position >= per_batch(data, f"{name}: start", length)
     if what == "lengths":
         real = per_batch(data, f"{name}: lengths", length, role="length")
         return position >= length - real if side == "left" else position < real

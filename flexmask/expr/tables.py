@@ -138,7 +138,7 @@ class TensorTable(Table):
 
 
 #: See :class:`Ranged`.
-Role: TypeAlias = OneOf["length", "start"]
+Role: TypeAlias = OneOf["length"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -150,8 +150,7 @@ class Ranged(Table):
         what: their name, for the message, e.g. ``key_padding: lengths``.
         low: the least value allowed.
         high: the greatest, a number or what becomes one with ``q_len`` and ``kv_len``, or None for no limit.
-        role: what the values say of padded sequences: their ``"length"``, without padding on the right, or their ``"start"``, the
-            number of padding tokens on the left.
+        role: ``"length"`` where the values are those of padded sequences, without the padding on the right.
     """
 
     source: Table

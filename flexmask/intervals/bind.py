@@ -27,7 +27,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.extent import Extent
 
-__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "own_sizes"]
+__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "data_owner", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
@@ -225,7 +225,7 @@ def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> d
     _add_claims(_parts(mask), claims_of)
     for axis, keyword in KEYWORDS:
         if len(claims_of[axis]) > 1:
-            texts = [(size, _owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
+            texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
             claims = " and ".join(f"{size} by {text}" for size, text in texts)
             hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
             raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
@@ -246,17 +246,17 @@ def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[s
     length = needed[name]
     may_be_longer = _may_be_longer(lookup)
     if name == "kv" and (size < cast(int, length) if may_be_longer else size != length):
-        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
+        raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
     if name == "q" and not (moved or may_be_longer) and size not in (length, needed["kv"]):
         hint = "; give q_offset for later queries" if size > cast(int, length) else ""
-        raise LoweringError(f"{_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
+        raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
-            f"{_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
+            f"{data_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
         )
 
 
-def _owner(lookup: Lookup, mask: Mask) -> str:
+def data_owner(lookup: Lookup, mask: Mask) -> str:
     """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
     for named in mask.walk():
         if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):

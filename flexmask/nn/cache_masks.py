@@ -22,13 +22,13 @@ from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.bind import check_batch, check_bound
+from flexmask.intervals.bind import check_batch, check_bound, data_owner
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.solve import Span, separate
 from flexmask.report.compare import Difference, difference
 
-__all__ = ["CallTokens", "PaddedKeys", "check_symbols", "check_window", "mask_over_cache", "padded_keys"]
+__all__ = ["CallTokens", "check_symbols", "check_window", "mask_over_cache"]
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,6 @@ class CallTokens:
     is_context: bool = False
 
 
-@dataclass(frozen=True)
-class PaddedKeys:
-    """The keys in a cache that were padding when they were computed, of each sequence; on the CPU.
-
-    Attributes:
-        start: keys before this position are padding on the left, ``int64[B]``.
-        stop: keys from this position on are padding on the right, ``int64[B]``.
-        end: up to this position, ``int64[B]``.
-    """
-
-    start: Tensor
-    stop: Tensor
-    end: Tensor
-
-    def truncate(self, lengths: Tensor) -> PaddedKeys:
-        """After the keys from ``lengths``, ``int64[B]``, have left the cache."""
-        return replace(self, start=torch.minimum(self.start, lengths), end=torch.minimum(self.end, lengths))
-
-    def reorder(self, indices: Tensor) -> PaddedKeys:
-        """Of the sequences ``indices``, ``int[B]``."""
-        return PaddedKeys(*(part[indices.cpu()] for part in (self.start, self.stop, self.end)))
-
-
 def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """The mask of a whole sequence as a mask over the keys in the cache.
 
@@ -94,7 +71,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
         return Truth(True)
     if not tokens.is_context:
         _check_padding(mask, tokens)
-    rewriter = _Rewriter(tokens)
+    rewriter = _Rewriter(mask, tokens)
     rewritten = cast(Mask, mask.expand().replace(rewriter.node))
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
 
@@ -104,70 +81,6 @@ def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
     if tokens.q_len != 1 or tokens.is_context or isinstance(tokens.q_offset, Tensor) or isinstance(tokens.kv_start, Tensor):
         return False
     return _lookback(mask).whole >= tokens.q_offset - tokens.kv_start
-
-
-def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads: int) -> PaddedKeys | None:
-    """The padding in a cache after a call, from the lengths and starts in the mask. None where there is none.
-
-    It is not known where reading it forces a host sync.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: the queries of the call, and the keys in the cache.
-        before: the padding that earlier calls have cached.
-        heads: query heads.
-
-    Raises:
-        LoweringError: some query attends to a key that was padding when it was cached.
-    """
-    found = _padding(mask, tokens.batch)
-    if (found is None and before is None) or (isinstance(tokens.q_offset, Tensor) and _sync.needs_sync(tokens.q_offset)):
-        return before
-    end = (torch.as_tensor(tokens.q_offset) + tokens.q_len).expand(tokens.batch)
-    nothing = torch.zeros_like(end)
-    start, stop = found or (nothing, nothing + MAX_LENGTH)
-    old = before or PaddedKeys(nothing, nothing, nothing)
-    has_right = old.stop < old.end
-    if bool(((start < old.start) | (has_right & (stop > old.stop))).any()):
-        _check_shows_no_padding(mask, tokens, old, heads)
-    ends_here = stop < end
-    return PaddedKeys(
-        torch.maximum(start.minimum(end), old.start),
-        stop.where(ends_here & ~has_right, old.stop),
-        end.where(ends_here, old.end),
-    )
-
-
-def _padding(mask: Mask, batch: int) -> tuple[Tensor, Tensor] | None:
-    """Where the real keys of each sequence start and stop, two ``int64[B]``; None where the mask does not say it."""
-    given = []
-    for leaf in (leaf for part in _operands(mask) for leaf in _operands(part.expand())):
-        match leaf:
-            case Compare(sign, Symbol("kv"), Lookup(Ranged() as data)) if (sign, data.role) in {("<", "length"), (">=", "start")}:
-                given.append((data.role, data.to_tensor()))
-    # The lowering raises where the data has other sequences.
-    given = [(role, values) for role, values in given if not _sync.needs_sync(values) and values.numel() in (1, batch)]
-    if not given:
-        return None
-    start, stop = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), MAX_LENGTH)
-    for role, values in given:
-        start, stop = (start, stop.minimum(values)) if role == "length" else (start.maximum(values), stop)
-    return start, stop
-
-
-def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, heads: int) -> None:
-    """Compares the rows of a call with the padding in the cache."""
-    start, stop, end = (TensorTable(part)[b] for part in (padded.start, padded.stop, padded.end))
-    first = TensorTable(tokens.kv_start.cpu())[b] if isinstance(tokens.kv_start, Tensor) else tokens.kv_start
-    shown = mask_over_cache(mask, replace(tokens, kv_start=0, device=torch.device("cpu")))
-    shown = shown & ((kv < start) | ((kv >= stop) & (kv < end))) & (kv >= first)
-    cell = difference(shown, Truth(False), tokens.q_len, tokens.kv_end, tokens.batch, heads, tokens.q_offset, "cpu").first_self
-    if cell is not None:
-        raise LoweringError(
-            f"{mask.brief()} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding when "
-            "the cache got it. After a prompt with padding on the right call cache.truncate(lengths); with padding on the left "
-            "give key_padding(start=...) in every call"
-        )
 
 
 def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
@@ -321,8 +234,8 @@ def _operands(mask: Mask) -> tuple[Mask, ...]:
 class _Rewriter:
     """Rewrites the nodes of an expression over the whole sequence into those over the keys in the cache."""
 
-    def __init__(self, tokens: CallTokens) -> None:
-        self.tokens, kv_start = tokens, tokens.kv_start
+    def __init__(self, mask: Mask, tokens: CallTokens) -> None:
+        self.mask, self.tokens, kv_start = mask, tokens, tokens.kv_start
         self.shifts = isinstance(kv_start, Tensor) or kv_start != 0
         self.kv: Index = kv + (TensorTable(kv_start)[b] if isinstance(kv_start, Tensor) else kv_start)
         self.kv_at_least_0 = maximum(self.kv, 0) if isinstance(kv_start, Tensor) else self.kv  # keys below 0 are masked out
@@ -351,15 +264,28 @@ class _Rewriter:
             # A limit by the length is one by that of the whole sequence, which is not known.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
         sizes = dict(zip(names, source.shape, strict=True))
-        if self.shifts and sizes.get("kv") is not None and cast(int, sizes["kv"]) < tokens.kv_end:
-            raise LoweringError(
-                f"{lookup.brief()} has {sizes['kv']} values along kv, but the keys reach position {tokens.kv_end}"
-            )
+        self.check_ends(lookup, sizes)
         if sizes.get("b", tokens.batch) != tokens.batch:
             return source  # the lowering raises
         if source.key not in self.tables:
             self.tables[source.key] = TensorTable(self.values(source), may_be_longer=True)
         return self.tables[source.key]
+
+    def check_ends(self, lookup: Lookup, sizes: dict[str, int | None]) -> None:
+        """Checks that data along queries or keys does not end before the tokens so far."""
+        for axis in ("q", "kv"):
+            size, tokens = sizes.get(axis), self.tokens
+            if size is None or size >= tokens.kv_end or (axis == "kv" and tokens.is_context):
+                continue
+            owner = data_owner(lookup, self.mask)
+            hint = (
+                "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the same"
+                if owner.startswith("key_padding")
+                else "data of a mask has values for all tokens so far, the new ones included, or for the whole sequence"
+            )
+            raise LoweringError(
+                f"{owner} has {size} values along {axis}, but the tokens in the cache reach position {tokens.kv_end}: {hint}"
+            )
 
     def check_covers(self, source: Table) -> None:
         match source:

@@ -18,7 +18,8 @@ from flexmask.expr.index import b, kv
 from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_graphs import check_no_window, mask_over_places
-from flexmask.nn.cache_masks import CallTokens, PaddedKeys, check_window, mask_over_cache, padded_keys
+from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
+from flexmask.nn.padded_keys import PaddedKeys, padded_keys
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 
@@ -36,8 +37,9 @@ class KVCache:
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
-    :meth:`truncate`; each sequence then has its own position and needs no ``key_padding``. A later mask that shows a key which
-    was padding is an error (on a device other than the CPU it is not checked).
+    :meth:`truncate`; each sequence then has its own position and needs no ``key_padding``. Or give ``key_padding(keep=...)`` with
+    a value for each token so far. A later mask that shows a key which was padding, by ``key_padding`` or by the documents of a
+    mask, is an error. (Not checked: a BlockMask or a LoweredMask, and data on a device other than the CPU.)
 
     Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
     where layers share their weights, needs one cache per application, which is not checked.
