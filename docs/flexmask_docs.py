@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -173,10 +174,16 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Any, content: Any) -> Any:
     return make_refnode(app.builder, node["refdoc"], place.docname, place.node_id, content)
 
 
+def link_tutorials(app: Sphinx, docname: str, source: list[str]) -> None:
+    """A page of Markdown links to the script of a tutorial, which is there on GitHub too; here to the page that it becomes."""
+    source[0] = re.sub(r"\]\(((?:\.\./)*)tutorials/(\w+)\.py\)", r"](\1auto_tutorials/\2.rst)", source[0])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers the directives, and how names are found."""
+    """Registers the directives, and how names and tutorials are found."""
     app.add_directive("mask", Picture)
     app.add_directive("named-masks", NamedMasks)
     app.add_directive("commands", Commands)
     app.connect("missing-reference", resolve)
+    app.connect("source-read", link_tutorials)
     return {"parallel_read_safe": True}

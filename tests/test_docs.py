@@ -33,6 +33,18 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     plt.close("all")
 
 
+def test_links_lead_to_files() -> None:
+    """In a checkout and on GitHub, without what the build of the documentation writes."""
+    links = []
+    for page in sorted(DOCS.rglob("*.md")):
+        if "auto_tutorials" not in page.parts:
+            prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+            links += [(page, link) for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose) if not link.startswith("https://")]
+    assert len(links) >= 40
+    broken = [f"{page.name}: {link}" for page, link in links if "auto_tutorials" in link or not (page.parent / link).is_file()]
+    assert broken == []
+
+
 def documented() -> set[str]:
     """The full names that the reference describes."""
     found = set()

@@ -45,7 +45,8 @@ for axis, name, mask, q_len, kv_len in zip(
 # %%
 # The picture shows the second sequence, with 3 tokens in its source and 4 in its target. The mask of cross-attention is not
 # square, and it has no causal part: the whole source is known before the first word of the target. ``cross_length`` with one
-# argument masks out the keys of padding; with ``q_lengths=`` it also masks out the rows of padding.
+# argument masks out the keys of padding, as ``key_padding`` does; with ``q_lengths=`` it also masks out the rows of padding.
+# Where the source has an ``attention_mask`` of 0 and 1, the mask is ``key_padding(keep=attention_mask)``.
 #
 # The model
 # ---------

@@ -115,7 +115,8 @@ except AssertionError as error:
 #
 # In pytest
 # ---------
-# With flexmask installed, each assertion is a fixture, and ``pytest --flexmask-device cuda`` runs them on a GPU::
+# Where pytest is installed (``pip install pytest``), each assertion is a fixture, and ``pytest --flexmask-device cuda`` runs them
+# on a GPU::
 #
 #     def test_my_model(assert_no_leak):
 #         assert_no_leak(Model().eval(), "causal & document(lengths=[5, 3])", tokens, layers=2)

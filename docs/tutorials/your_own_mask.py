@@ -45,10 +45,11 @@ dialog.plot(12, why=True, tokens=[f"{'AB'[who]}{place}" for place, who in enumer
 
 # %%
 # With a batch the data has the batch as its first axis, ``[B, length]``, and is looked up with ``b``. Sizes that follow from
-# data need not be given: this mask has two sequences.
+# data need not be given: this mask has two sequences. A table is no mask, also one of truth values: compare it, here with 1.
 
-lengths = torch.tensor([[12], [7]])
-print(((kv <= q) & (kv < table(lengths)[b, 0])).dense(12).shape)
+is_system = torch.tensor([[True, True, False, False], [True, False, False, False]])
+mask = (kv <= q) & ((q - kv < 2) | (table(is_system)[b, kv] == 1))  # the last 2 tokens, and the tokens of the system
+print(mask.dense(4).shape)
 
 # %%
 # Choices

@@ -30,10 +30,11 @@ class KVCache:
     """The keys and values of one attention layer, so that each token is projected once.
 
     ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
-    a time. Each row of the output equals that of the whole sequence under the same mask, if the mask shows no key after the
-    tokens of the call (as ``full``, no mask, or a window with ``right > 0`` do). Data of the mask covers the whole
-    sequence, or its tokens so far. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each call.
-    The first call allocates memory for its batch, heads, dtype and device.
+    a time. Each row of the output equals that of the whole sequence under the same mask. This holds for masks that hide all keys
+    after the tokens of the call. ``full``, no mask and windows with ``right > 0`` show such keys, so their rows differ. Data
+    along keys, as ``keep=`` of ``key_padding``, has one value per token so far, the new ones included, or per token of the whole
+    sequence; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each
+    call. The first call allocates memory for its batch, heads, dtype and device.
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
