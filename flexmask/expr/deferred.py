@@ -18,6 +18,8 @@ __all__ = ["DeferredMask", "deferred", "in_graph"]
 
 #: The name of a call whose arguments are the structure of a mask and its tensors.
 GIVEN = "given"
+#: The calls whose arguments by name are values of the mask's parameters.
+BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
 
 class DeferredMask(Mask):
@@ -81,7 +83,8 @@ def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params
         call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
         args: arguments by position.
         kwargs: arguments by name.
-        params: the parameters of the mask in addition to those of the masks among the arguments.
+        params: the parameters of the mask in addition to those of the masks among the arguments. Those that the call gives values
+            are taken away.
 
     Raises:
         OperandError: an argument that a graph cannot take.
@@ -93,7 +96,7 @@ def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params
         for own in part if isinstance(part, tuple) else (part,):
             if isinstance(own, DeferredMask):
                 names.update(own.params)
-    return DeferredMask(call, plain, named, tuple(sorted(names)))
+    return DeferredMask(call, plain, named, tuple(sorted(names - set(named) if call in BINDING else names)))
 
 
 def in_graph(mask: Mask) -> DeferredMask:

@@ -20,6 +20,7 @@ X = torch.randn(2, 2, LENGTH, 8)
 CU = torch.tensor([[0, 5, LENGTH], [0, 20, LENGTH]])
 WINDOW = fm.sliding_window(size=4)
 PACKED = fm.document(cu_seqlens=CU)
+PARSED = fm.parse("causal & key_padding(n)")
 
 b_, h_, q_, kv_ = (torch.arange(size).view(-1, *[1] * axes) for size, axes in ((2, 3), (2, 2), (LENGTH, 1), (LENGTH, 0)))
 CAUSAL = kv_ <= q_
@@ -98,6 +99,35 @@ def test_the_text_of_a_layer_with_its_parameters() -> None:
         ):
             torch.testing.assert_close(one, other)
     assert counter.frame_count == 1
+
+
+#: How compiled code binds the parameter of a text, outside the call of a layer.
+BOUND: dict[str, Callable[[Tensor], Any]] = {
+    "parse": lambda n: fm.parse("causal & key_padding(n)", n=n),
+    "bind": lambda n: fm.parse("causal & key_padding(n)").bind(n=n),
+    "an operand": lambda n: fm.causal() & fm.parse("key_padding(n)").bind(n=n),
+    "a mask that is an input": lambda n: PARSED.bind(n=n),
+    "a name that is an argument too": lambda n: fm.causal() & fm.parse("key_padding(lengths=lengths)", lengths=n),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_layer_takes_a_text_that_is_bound(name: str) -> None:
+    torch._dynamo.reset()
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2), torch.randn(2, LENGTH, 16)
+    compiled = torch.compile(lambda n: layer(x, BOUND[name](n)), fullgraph=True, backend="eager")
+    n = torch.tensor([20, 3])
+    torch.testing.assert_close(compiled(n), layer(x, fm.from_dense(CAUSAL & keys(n))))
+
+
+def test_a_parameter_that_is_not_bound_in_compiled_code_is_missed() -> None:
+    torch._dynamo.reset()
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2), torch.randn(2, LENGTH, 16)
+    compiled = torch.compile(
+        lambda n: layer(x, fm.parse("key_padding(lengths=lengths) & query_padding(m)").bind(m=n)), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not given: call the module with lengths=\.\.\."):
+        compiled(torch.tensor([20, 3]))
 
 
 def test_a_mask_of_other_values_that_are_no_tensors_is_another_graph() -> None:
