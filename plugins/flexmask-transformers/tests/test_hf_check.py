@@ -196,14 +196,15 @@ def test_checks_run_without_gradients() -> None:
 
 
 def test_a_check_leaves_modes_and_random_numbers_alone() -> None:
-    model = small_model(transformers.LlamaConfig())
+    config = transformers.LlamaConfig(**TEXT)
+    model = small_model(config)
     model.train()
     model.model.norm.eval()
     torch.manual_seed(7)
     wanted = torch.rand(3)
     torch.manual_seed(7)
     flexmask_transformers.check_packing(model, attention=["sdpa"], lengths=(3, 4))
-    small_model(transformers.LlamaConfig())
+    small_model(config)
     assert torch.equal(torch.rand(3), wanted)
     assert model.training
     assert model.model.layers.training

@@ -8,7 +8,7 @@ import flexmask_transformers
 import pytest
 import torch
 import transformers
-from hf_models import padding, pair, tokens
+from hf_models import of_transformers, padding, pair, tokens
 from torch.testing import assert_close
 from transformers import masking_utils
 
@@ -62,7 +62,9 @@ class TestMasksOf:
         embeds = torch.empty(2, 12, 1)
         eager.set_attn_implementation("sdpa")
         try:
-            wanted = masking_utils.create_masks_for_generate(config, embeds, padding(side), None, allow_is_causal_skip=False)
+            options = {"allow_is_causal_skip": False}
+            make = masking_utils.create_masks_for_generate
+            wanted = of_transformers(lambda: make(config, embeds, padding(side), None, **options))
         finally:
             eager.set_attn_implementation("eager")
         for i in range(2):

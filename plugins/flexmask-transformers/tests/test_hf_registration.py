@@ -11,39 +11,39 @@ import transformers
 from flexmask_transformers.registration import register
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-
-def run(code: str) -> tuple[str, str]:
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return found.stdout.strip(), found.stderr.strip().split("\n")[-1]
-
-
-def test_flexmask_alone_does_not_import_transformers() -> None:
-    code = (
-        "import sys, flexmask, flexmask.cli; flexmask.parse('causal').dense(4); flexmask.masks.sink_window; "
-        "flexmask.attention; print('transformers' in sys.modules)"
-    )
-    assert run(code) == ("False", "")
-
-
-def test_without_transformers_it_says_what_to_install() -> None:
-    _, error = run("import sys; sys.modules['transformers'] = None; import flexmask_transformers")
-    assert error == "ImportError: flexmask_transformers needs Hugging Face Transformers: pip install 'transformers<6,>=5.4'"
-
-
-@pytest.mark.parametrize("other", ["None", "lambda config, cache_position: None"])
-def test_other_interfaces_of_transformers_are_refused(other: str) -> None:
-    code = f"from transformers import masking_utils as m; m._preprocess_mask_arguments = {other}; import flexmask_transformers"
-    _, error = run(code)
-    assert error.startswith("ImportError: flexmask_transformers needs transformers<6,>=5.4, and this version, ")
+CODE = """
+import sys
+import flexmask, flexmask.cli
+flexmask.parse("causal").dense(4); flexmask.masks.sink_window; flexmask.attention
+print("transformers" in sys.modules)
+sys.modules["transformers"] = None
+try:
+    import flexmask_transformers
+except ImportError as error:
+    print(error)
+del sys.modules["transformers"]
+from transformers.models.gemma3 import modeling_gemma3 as model
+import flexmask_transformers
+from transformers import masking_utils
+name = "_preprocess_mask_arguments"
+print(vars(model).get(name, None) in (None, vars(masking_utils)[name]))
+"""
 
 
-def test_models_that_are_imported_before_it() -> None:
-    code = (
-        "from transformers.models.gemma3 import modeling_gemma3 as model; import flexmask_transformers; "
-        "from transformers import masking_utils; name = '_preprocess_mask_arguments'; "
-        "print(vars(model).get(name, None) in (None, vars(masking_utils)[name]))"
-    )
-    assert run(code)[0] == "True"
+def test_imports_in_a_new_process() -> None:
+    """flexmask does not import transformers; without it the plugin says what to install; models may be imported before it."""
+    found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    install = "flexmask_transformers needs Hugging Face Transformers: pip install 'transformers<6,>=5.4'"
+    assert found.stdout.split("\n") == ["False", install, "True", ""]
+
+
+@pytest.mark.parametrize("other", [None, lambda config, cache_position: None])
+def test_other_interfaces_of_transformers_are_refused(other: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(AttentionInterface._global_mapping, "flexmask")
+    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", other)
+    with pytest.raises(ImportError, match=r"flexmask_transformers needs transformers<6,>=5\.4, and this version, "):
+        register()
+    assert "flexmask" not in AttentionInterface()
 
 
 def test_registering_again_changes_nothing() -> None:
