@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexmask
+from benchmarks.compiled import compiled_training
 from benchmarks.gym import generated, same_blocks
 from benchmarks.huggingface import DOCUMENT, HEADS, IMPLEMENTATIONS, LAYERS, make_lowered, training_step
 from benchmarks.measuring import Measurement, measure, wait
@@ -43,6 +44,8 @@ def sections(device: str, *, quick: bool) -> list[Section]:
     found += [short_sequences(device, quick=quick), dropout(device, quick=quick), decoding_step(device)]
     if find_spec("attn_gym") and not quick:
         found.insert(1, _generators(device))
+    if not quick and device == "cpu":
+        found.append(compiled_training())
     if find_spec("flexmask_transformers") and not quick and device == "cpu":
         found += [_model_masks(), _training()]
     found += [] if quick else [_kernels(device)]

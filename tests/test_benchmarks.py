@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
+from benchmarks.compiled import Decoder
 from benchmarks.measuring import CLEAR, Measurement, measure
 from benchmarks.report import write
 from benchmarks.rows import Row, Section
@@ -61,6 +62,18 @@ def test_both_sides_of_a_workload_are_one_mask(work: Workload) -> None:
     sizes = work.batch or 1, work.heads or 1, work.length, work.length
     cells = create_mask(work.mask_mod, *sizes, device="cpu")
     assert torch.equal(work.mask().dense(work.length, batch=work.batch, heads=work.heads).expand(sizes), cells)
+
+
+def test_both_decoders_are_one_model() -> None:
+    torch.manual_seed(0)
+    ours, dense = (Decoder(16, 40, is_dense=is_dense) for is_dense in (False, True))
+    dense.load_state_dict(ours.state_dict())
+    tokens, cu = torch.randint(256, (1, 40)), torch.tensor([0, 9, 25, 31, 40])
+    found, wanted = ours(tokens, cu), dense(tokens, cu)
+    torch.testing.assert_close(found, wanted)
+    found.backward(), wanted.backward()
+    for own, other in zip(ours.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
 
 
 def test_report(tmp_path: Path) -> None:
