@@ -45,7 +45,12 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
             queries are the ``N`` nodes; the keys are the prefix and then the nodes.
         parents: instead of ancestors, the parent of each node as a list ``[N]`` or ``[B, N]``, below 0 for a root. A parent
             comes before its children.
-        prefix: tokens before the tree, an int or ``int[B]``.
+        prefix: tokens before the tree, an int or ``int[B]``. Any number is a mask, so that a wrong one is no error. Keys after
+            the nodes are masked out.
+
+    A window counts by depth, where node ``q`` is at position ``prefix + depth[q]``:
+    ``tree(parents=parents, prefix=prefix) & (kv > prefix + table(depth)[q] - size)`` if no node is deeper than ``size - 1``.
+    In ``sliding_window`` siblings count as distance.
 
     Raises:
         ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent after its child.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -214,7 +215,9 @@ class KVCache:
         return None if result == Truth(True) else result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Drops the tokens after a length: padding of a prompt, or drafts that were not accepted.
+        """Drops the tokens after a length: padding of a prompt, or a sequence of drafts that were not accepted.
+
+        Of a tree of drafts :meth:`accept` keeps one path.
 
         Args:
             lengths: tokens to keep, an int or ``int[B]``. Reading a tensor forces a host sync.
@@ -225,14 +228,7 @@ class KVCache:
         if self.key is None:
             raise LoweringError("the cache is empty: there is nothing to cut")
         device, batch = self.key.device, self.key.shape[0]
-        try:
-            table = as_table(lengths, "truncate: lengths")
-        except OperandError:
-            table = None
-        if table is None or table.boolean:
-            raise OperandError(f"truncate: lengths must be integers, one or a list or tensor of them, got {kind_of(lengths)}")
-        is_one = isinstance(table, Literal) and not table.size
-        wanted: int | Tensor = cast(Literal, table).tolist() if is_one else table.to_tensor().to(device, torch.int64)
+        wanted = _integers(lengths, "truncate: lengths must be integers, one or a list or tensor of them", device)
         if isinstance(wanted, Tensor) and wanted.shape != (batch,):
             raise LoweringError(f"truncate: lengths must be an int or int[{batch}], got shape {list(wanted.shape)}")
         many, held = (torch.as_tensor(n, device=device).expand(batch).tolist() for n in (wanted, self.length))
@@ -250,6 +246,62 @@ class KVCache:
         self._end = max(many, default=0)
         if self._padded is not None:
             self._padded = self._padded.truncate(torch.tensor(many))
+
+    def accept(self, path: Sequence[int] | Sequence[Sequence[int]] | Tensor, *, prefix: int | Sequence[int] | Tensor) -> None:
+        """Keeps the prefix, and one path of the tree of drafts after it, moved to the places behind the prefix.
+
+        ``cache.accept([0, 2, 5], prefix=20)`` leaves 23 tokens. Keys are moved as they are: with ``rope`` give the call of the
+        tree ``positions=prefix + depth``, which are those of the accepted tokens.
+
+        Args:
+            path: the accepted nodes from a root down, ``int[n]`` or ``int[B, n]``. Node 0 is the first token after the prefix.
+                Sequences that accept fewer nodes end with ``-1``; an empty path accepts none. Reading a tensor
+                forces a host sync.
+            prefix: tokens before the tree, an int or ``int[B]``.
+
+        Raises:
+            OperandError: a path or a prefix that is not of integers.
+            LoweringError: a path that is not in increasing order, nodes or a prefix that the cache does not have, or a prefix so
+                short that the window before the kept tokens is dropped.
+        """
+        if self.key is None or self.value is None:
+            raise LoweringError("the cache is empty: there is nothing to accept")
+        device, batch = self.key.device, self.key.shape[0]
+        is_empty = path.numel() == 0 if isinstance(path, Tensor) else isinstance(path, Sequence) and not path
+        nodes = _integers([-1] if is_empty else path, "accept: path must be a list or tensor of integers", device)
+        before = _integers(prefix, "accept: prefix must be an integer, or a list or tensor of them", device)
+        if not isinstance(nodes, Tensor) or nodes.dim() not in (1, 2) or (nodes.dim() == 2 and len(nodes) != batch):
+            raise LoweringError(f"accept: path must be int[n] or int[{batch}, n], got {kind_of(path)}")
+        if isinstance(before, Tensor) and before.shape != (batch,):
+            raise LoweringError(f"accept: prefix must be an int or int[{batch}], got shape {list(before.shape)}")
+        paths = nodes.expand(batch, -1).tolist()
+        begins, held, start = (
+            torch.as_tensor(n, device=device).expand(batch).tolist() for n in (before, self.length, self.start)
+        )
+        counts = [sum(node >= 0 for node in one) for one in paths]
+        for one, count, begin, end in zip(paths, counts, begins, held, strict=True):
+            if any(low >= high for low, high in pairwise(one[:count])) or min(one[:count], default=0) < 0:
+                raise LoweringError(
+                    f"accept: a path has its nodes in increasing order, and then -1 where it is shorter; got {one}"
+                )
+            if begin < 0 or max(one, default=-1) >= end - begin:
+                raise LoweringError(f"accept: path {one} after prefix={begin} is not within the {end} tokens of the cache")
+        lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        is_one = isinstance(before, int) and nodes.dim() == 1
+        self.truncate(lengths[0] if is_one and batch else lengths)
+        moves = [
+            (sequence, begins[sequence] - start[sequence] + place, begins[sequence] - start[sequence] + node)
+            for sequence in range(batch)
+            for place, node in enumerate(paths[sequence][: counts[sequence]])
+            if place != node
+        ]
+        if not moves:
+            return
+        sequences, to, at = torch.tensor(moves, device=device).T
+        if self.window is not None:  # an earlier call may have saved these tensors for its backward pass
+            self.key, self.value = self.key.clone(), self.value.clone()
+        for tokens in (self.key, self.value):
+            tokens[sequences, :, to] = tokens[sequences, :, at]
 
     def reorder(self, indices: Tensor) -> None:
         """Replaces sequence ``i`` by sequence ``indices[i]``, as in beam search. The batch may change.
@@ -319,6 +371,19 @@ class KVCache:
             self.start = begin
         self.key, self.value = pair[0].detach(), pair[1].detach()
         return pair
+
+
+def _integers(value: Any, wanted: str, device: torch.device) -> int | Tensor:
+    """An argument of integers, an int or ``int64`` on the device."""
+    try:
+        table = as_table(value, wanted)
+    except OperandError:
+        table = None
+    if table is None or table.boolean:
+        raise OperandError(f"{wanted}, got {kind_of(value)}")
+    if isinstance(table, Literal) and not table.size:
+        return cast(int, table.tolist())
+    return table.to_tensor().to(device, torch.int64)
 
 
 def score_mod_over_cache(score_mod: ScoreMod | None, offset: int | Tensor, start: int | Tensor, x: Tensor) -> ScoreMod | None:

@@ -308,6 +308,43 @@ def test_the_nodes_of_a_tree_after_a_prompt() -> None:
         check_close(found[:, node], module(x[:, [*range(5), *branch]], "causal")[:, -1])
 
 
+#: Two trees of six drafts, and paths in them: what is given, the tokens before the tree, and the nodes that are accepted.
+TREES, DEPTHS = [[-1, 0, 0, 1, 2, 2], [-1, -1, 1, 1, 3, 0]], [[0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 2, 1]]
+ACCEPTED: dict[str, tuple[Any, Any, list[int], list[list[int]]]] = {
+    "one path": ([0, 2, 5], 5, [5], [[0, 2, 5]]),
+    "a first run": ([0, 1], 5, [5], [[0, 1]]),
+    "no node": ([], 5, [5], [[]]),
+    "a path in each sequence": ([[0, 2, 5], [1, 3, -1]], 5, [5, 5], [[0, 2, 5], [1, 3]]),
+    "tensors": (torch.tensor([[-1, -1], [1, 2]]), torch.tensor([4, 5]), [4, 5], [[], [1, 2]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [*((name, None) for name in ACCEPTED), ("one path", 4), ("a path in each sequence", 4)]
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+def test_an_accepted_path_follows_the_prefix(name: str, window: int | None, grad: bool) -> None:
+    """The tokens after it have the outputs of a sequence that never had the other nodes, with ``rope`` and windows by depth."""
+    path, prefix, before, accepted = ACCEPTED[name]
+    batch, x = len(before), inputs(14, len(before))
+    module = MultiheadFlexAttention(6, 8, 2, rope=turn, dtype=torch.float64)
+    past = fm.sliding_window(size=window) if window else fm.causal()
+    cache = KVCache(window=window) if window else KVCache(14)
+    tree, depth = fm.masks.tree(parents=TREES[:batch], prefix=5), torch.tensor(DEPTHS[:batch])
+    if window:
+        tree &= fm.kv > 5 + fm.table(depth)[fm.b, fm.q] - window
+    with torch.set_grad_enabled(grad):
+        module(x[:, :5], past, cache=cache)
+        drafts = module(x[:, 5:11], fm.masks.shift(tree, q=5), cache=cache, positions=5 + depth)
+        cache.accept(path, prefix=prefix)
+        found = module(x[:, 11:], past, cache=cache)
+        if grad:
+            drafts.sum().backward()  # of tensors that the cache held
+    for one, (begin, nodes) in enumerate(zip(before, accepted, strict=True)):
+        places = [*range(begin), *(5 + node for node in nodes), 11, 12, 13]
+        check_close(found[one], module(x[one : one + 1, places], past)[0, -3:])
+
+
 def test_gradients_reach_the_tokens_of_the_call() -> None:
     case, x = CASES["rope"], inputs()
     for cut in (None, [9, 9]):
@@ -408,6 +445,25 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), LoweringError, "empty"),
     "truncate to more": (lambda: filled(3, KVCache(8)).truncate([4, 1]), LoweringError, r"\[3, 3\].*\[4, 1\]"),
     "truncate three": (lambda: filled(3, KVCache(8)).truncate([1, 1, 1]), LoweringError, r"int\[2\].*\[3\]"),
+    "accept in the empty": (lambda: KVCache(8).accept([0], prefix=0), LoweringError, "empty"),
+    "accept a node that is not there": (
+        lambda: filled(5, KVCache(8)).accept([0, 2], prefix=3),
+        LoweringError,
+        r"path \[0, 2\] after prefix=3.*5 tokens",
+    ),
+    "accept in another order": (lambda: filled(5, KVCache(8)).accept([1, 0], prefix=3), LoweringError, r"increasing.*\[1, 0\]"),
+    "accept after a gap": (lambda: filled(5, KVCache(8)).accept([-1, 1], prefix=3), LoweringError, r"then -1.*\[-1, 1\]"),
+    "accept before the start": (lambda: filled(5, KVCache(8)).accept([0], prefix=-1), LoweringError, "prefix=-1"),
+    "accept in three": (lambda: filled(5, KVCache(8)).accept([[0], [0], [0]], prefix=3), LoweringError, r"int\[2, n\]"),
+    "accept behind three": (lambda: filled(5, KVCache(8)).accept([0], prefix=[3, 3, 3]), LoweringError, r"int\[2\].*\[3\]"),
+    "accept a number": (lambda: filled(5, KVCache(8)).accept(0, prefix=3), LoweringError, r"int\[n\]"),  # type: ignore[arg-type]
+    "accept by truth": (lambda: filled(5, KVCache(8)).accept([True], prefix=3), OperandError, "path must be.*integers"),
+    "accept half": (lambda: filled(5, KVCache(8)).accept([0], prefix=2.5), OperandError, r"prefix must be.*2\.5"),  # type: ignore[arg-type]
+    "accept where the window is gone": (
+        lambda: filled(3, filled(9, KVCache(window=4))).accept([1], prefix=7),
+        LoweringError,
+        r"window of 4",
+    ),
     "window gone": (
         lambda: filled(3, filled(9, KVCache(window=4))).truncate(7),
         LoweringError,
