@@ -104,8 +104,7 @@ def attention(
     """
     check_backend(backend)
     call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
-    if not torch.compiler.is_compiling():
-        check_repeated()
+    check_repeated()
     parallel = entered_parallel()
     run = partial(_run, backend=backend)
     return run(call) if parallel is None else parallel.attend(call, run)

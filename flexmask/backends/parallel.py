@@ -83,20 +83,25 @@ def leave_parallel(parallel: Parallel) -> None:
 
 
 def check_repeated() -> None:
-    """Raises a LoweringError where autograd repeats a call outside of what it was inside of.
-
-    A checkpointed layer is repeated by a node that was made with it, whose number tells where that was.
-    """
-    node: Any = torch._C._current_autograd_node()
-    if node is None:
-        return
-    number, entered = node._sequence_nr(), entered_parallel()
-    inside = [span.parallel for span in _SPANS if span.first <= number < span.stop]
-    if inside and (entered is None or inside[-1] is not weakref.ref(entered)):
+    """Raises a LoweringError where autograd repeats a call outside of what it was inside of."""
+    if _is_repeated_elsewhere():
         raise LoweringError(
             "backward repeats attention of a checkpointed layer, whose tokens are those of this rank, outside "
             "`with ContextParallel(...)`; call backward() inside it"
         )
+
+
+def _is_repeated_elsewhere() -> bool:
+    """A checkpointed layer is repeated by a node that was made with it, whose number tells where that was."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return False
+    number, entered = node._sequence_nr(), entered_parallel()
+    inside = [span.parallel for span in _SPANS if span.first <= number < span.stop]
+    return bool(inside) and (entered is None or inside[-1] is not weakref.ref(entered))
+
+
+_is_repeated_elsewhere._dynamo_marked_constant = True  # type: ignore[attr-defined] # compiled code knows it when it is traced
 
 
 def refuse_in_parallel(what: str, instead: str = "") -> None:

@@ -77,7 +77,7 @@ class ContextParallel:
     ranks.
 
     Where layers are checkpointed, call ``backward()`` inside ``with`` as well; outside it is an error. ``torch.compile`` compiles
-    again for another ContextParallel.
+    again for a ContextParallel with other sizes: the tokens of this rank, or those that it sends and receives.
 
     Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
     fails, the others raise the process group's error after its time-out.

@@ -91,17 +91,18 @@ def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
 
 def check_backward_outside() -> None:
     """A checkpointed layer is not repeated without its exchange, or with that of others."""
-    layer = fm.MultiheadFlexAttention(8, 8, 2)
-    cp, other = (ContextParallel(None, "causal", LENGTH, balance=cast(Any, name)) for name in ("work", "contiguous"))
+    layer, causal = fm.MultiheadFlexAttention(8, 8, 2), fm.causal()
+    cp, other = (ContextParallel(None, causal, LENGTH, balance=cast(Any, name)) for name in ("work", "contiguous"))
     x = torch.randn(1, len(cp.positions), 8, requires_grad=True)
+
+    def refused(loss: Tensor) -> None:
+        with pytest.raises(LoweringError, match="backward repeats attention of a checkpointed layer"):
+            loss.backward()
+
     for reentrant in (True, False):
 
         def run(reentrant: bool = reentrant) -> Tensor:
             return cast(Tensor, checkpoint(layer, x, "causal", use_reentrant=reentrant)).sum()
-
-        def refused(loss: Tensor) -> None:
-            with pytest.raises(LoweringError, match="backward repeats attention of a checkpointed layer"):
-                loss.backward()
 
         with cp:
             losses = [run() for _ in range(4)]
@@ -117,6 +118,9 @@ def check_backward_outside() -> None:
             losses[2].backward()
         torch.testing.assert_close(x.grad, wanted)
         run().backward()  # its own use
+    with cp:
+        loss = checkpoint(torch.compile(layer, backend="eager"), x, causal, use_reentrant=True).sum()
+    refused(loss)
 
 
 def check_calls(strategy: Any) -> None:
@@ -137,6 +141,21 @@ def check_calls(strategy: Any) -> None:
         with cp:
             found = attention(*own, mask, **given)
         torch.testing.assert_close(cp.unshard(found, 2), whole)
+
+
+def check_compiled_once() -> None:
+    """Another ContextParallel with the same sizes runs the same graph, with its own positions."""
+    mask, (x, _) = (fm.q + 2 * fm.kv) % 3 == 0, batch()
+    torch.manual_seed(3)
+    layer: Any = fm.MultiheadFlexAttention(CHANNELS, CHANNELS, HEADS, dtype=torch.float64)
+    compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
+    x = x[:1, :48]
+    balances: list[Any] = ["head_tail", "contiguous"]
+    every = [ContextParallel(None, mask, 48, balance=balance, block_size=1) for balance in balances]
+    for cp, stance in zip(every, ("default", "fail_on_recompile"), strict=True):
+        with cp, torch.compiler.set_stance(stance):
+            found = compiled(cp.shard(x), mask)
+        torch.testing.assert_close(cp.unshard(found.detach()), layer(x, mask).detach())
 
 
 def check_compiled_flex() -> None:

@@ -34,6 +34,7 @@ def two_ranks(rank: int) -> None:
         )
         checks(f"calls, {strategy}", models.check_calls, strategy)
     checks("a compiled model", models.check_model, "keys", True)
+    checks("compiled once", models.check_compiled_once)
     checks("compiled FlexAttention", models.check_compiled_flex)
     checks("tokens", models.check_tokens)
     checks("torch's own context parallelism", models.check_torch_context_parallel)
