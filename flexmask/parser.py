@@ -207,7 +207,8 @@ class _Reader:
         if isinstance(value, bool | int | float) or value is None:
             self.fail(node, f"{value} is not a mask; everything is `full`, nothing is `empty`")
         if not isinstance(value, Mask):
-            self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. ({ast.unparse(node)[:40]}) == 0")
+            compared = value.comparison() if isinstance(value, Index) else f"({ast.unparse(node)[:40]}) == 0"
+            self.fail(node, f"this is {_kind(value)}, not a mask; compare it, e.g. {compared}")
         return value
 
     def value(self, node: ast.expr) -> Any:

@@ -19,6 +19,7 @@ Attempt: TypeAlias = Callable[[], Any]
 Row: TypeAlias = tuple[str, Attempt, str]
 
 META = torch.device("meta")
+SYSTEM = fm.table(torch.tensor([[True, False]]))
 
 
 def ragged() -> Any:
@@ -46,6 +47,7 @@ OPERATORS: list[Row] = [
     ("forgotten parentheses", lambda: kv <= q & q - kv < 3, "parentheses ... &"),
     ("forgotten parentheses around a mask", lambda: fm.causal() & kv < 3, "parentheses|Compare ... &"),
     ("forgotten parentheses, or", lambda: fm.causal() | kv == 3, r"parentheses ... \|"),
+    ("mask & function", lambda: fm.full() & fm.causal, r"the function causal: call it, causal\(\)$"),
     ("mask & number", lambda: fm.causal() & 1, "& ... int 1"),
     ("mask & tensor", lambda: fm.causal() & torch.ones(2, 2, dtype=torch.bool), "& ... dense"),
     ("tensor & mask", lambda: torch.ones(2, 2, dtype=torch.bool) & fm.causal(), "& ... dense"),
@@ -147,6 +149,22 @@ DATA: list[Row] = [
     ("dense of integers", lambda: fm.from_dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
     ("dense of an integer tensor", lambda: fm.from_dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
     ("dense of floats", lambda: fm.from_dense(torch.zeros(2, 2)), r"dense ... float32 ... tensor == 0 ... tensor != 0"),
+    (
+        "additive padding for hide",
+        lambda: fm.key_padding(hide=torch.zeros(2, 3)),
+        "hide ... take tensor != 0, of an additive mask .-inf for padding. as of one of 0 and 1$",
+    ),
+    ("additive padding for keep", lambda: fm.key_padding(keep=torch.zeros(2, 3)), "keep ... tensor == 0 ... tensor != 0"),
+    ("float lengths", lambda: fm.key_padding(torch.tensor([2.0, 3.0])), r"lengths ... torch.float32: take tensor.long\(\)$"),
+    ("float ids", lambda: fm.document(torch.zeros(2, 3)), r"ids ... torch.float32: take tensor.long\(\)$"),
+    ("a float table", lambda: fm.table(torch.zeros(2, 3)), r"table ... torch.float32: take tensor.long\(\)$"),
+    ("| of a boolean table", lambda: fm.causal() | SYSTEM[b, kv], r"Compare it ... <bool\[1, 2\]>\[b, kv\] == 1\)"),
+    ("a boolean table | a mask", lambda: SYSTEM[b, kv] | fm.causal(), r"<bool\[1, 2\]>\[b, kv\] == 1\)"),
+    ("& of boolean tables", lambda: SYSTEM[b, kv] & SYSTEM[b, q], r"<bool\[1, 2\]>\[b, kv\] == 1\)"),
+    ("not of a boolean table", lambda: ~SYSTEM[b, kv], r"Compare it first: ~\(<bool\[1, 2\]>\[b, kv\] == 1\)"),
+    ("a boolean table as a truth value", lambda: bool(SYSTEM[b, kv]), r"<bool\[1, 2\]>\[b, kv\] == 1\)"),
+    ("a boolean table in text", lambda: fm.parse("causal | table([True, False])[kv]"), r"\[kv\] == 1\)"),
+    ("a table by name in text", lambda: fm.parse("causal | system[b, kv]"), r"\(system\[b, kv\] == 1\)"),
     ("dense with one axis", lambda: fm.from_dense([True, False]), r"dense ... \[2\]"),
     (
         "dense with five axes",

@@ -28,6 +28,18 @@ class SupportsArray(Protocol):
 #: Integers or truth values: a number, nested lists, a NumPy array, a tensor, a table, or a parameter.
 Data: TypeAlias = "int | Sequence[Any] | SupportsArray | Tensor | Table | Param"
 
+#: What to write for a tensor of floats, by the argument; for any other it holds numbers.
+INSTEAD_OF_FLOATS = {
+    **dict.fromkeys(
+        ("key_padding: hide", "query_padding: hide"),
+        "take tensor != 0, of an additive mask (-inf for padding) as of one of 0 and 1",
+    ),
+    **dict.fromkeys(
+        ("key_padding: keep", "query_padding: keep", "from_dense: table"),
+        "of an additive mask, 0 for visible and -inf for hidden, take tensor == 0; of one of 0 and 1, tensor != 0",
+    ),
+}
+
 #: Axes that data may have; no mask looks up more than 4.
 MAX_AXES = 16
 
@@ -58,10 +70,8 @@ def as_table(data: object, what: str) -> Table:
         if reason := not_plain_reason(tensor):
             raise OperandError(f"{what} must be a plain tensor, got {reason}")
         if tensor.is_floating_point() or tensor.is_complex():
-            raise OperandError(
-                f"{what} must hold integers or truth values, got {tensor.dtype}. Of an additive mask, 0 for visible and -inf for "
-                "hidden, take tensor == 0; of a mask of 0 and 1, tensor != 0; of ids, lengths or positions, tensor.long()"
-            )
+            instead = INSTEAD_OF_FLOATS.get(what, "take tensor.long()")
+            raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}: {instead}")
         if str(tensor.dtype) == "torch.uint64":
             raise OperandError(f"{what} must hold 64-bit integers or truth values, got torch.uint64. Convert it: .long()")
         if tensor.numel() == 0:

@@ -134,9 +134,13 @@ class Index(Node):
 
     __hash__ = Node.__hash__
 
+    def comparison(self) -> str:
+        """A mask of this expression, for messages."""
+        return f"({self.brief()} == 0)"
+
     def __bool__(self) -> NoReturn:
         raise OperandError(
-            f"{self} is an index expression, not a truth value. Compare it to get a mask, e.g. ({self} == 0), "
+            f"{self} is an index expression, not a truth value. Compare it to get a mask, e.g. {self.comparison()}, "
             "and write abs(), flexmask.minimum(), flexmask.maximum() or flexmask.where() for a choice between values."
         )
 
@@ -152,16 +156,16 @@ class Index(Node):
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
 
     def __invert__(self) -> NoReturn:
-        raise OperandError(f"~ takes a mask; {self} is an index expression. Compare it first: ~({self} == 0).")
+        raise OperandError(f"~ takes a mask; {self} is an index expression. Compare it first: ~{self.comparison()}.")
 
     def __truediv__(self, other: object) -> NoReturn:
         raise OperandError(f"/ does not give an integer. Write {self} // {other} to round down.")
 
 
-def _refuse_boolean(sign: str, left: object, right: object) -> NoReturn:
+def _refuse_boolean(sign: str, left: Index, right: object) -> NoReturn:
     raise OperandError(
-        f"{sign} combines masks, but {left!s} or {right!s} is an index expression. Comparisons bind less tightly than "
-        f"{sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
+        f"{sign} combines masks, but {left!s} or {right!s} is an index expression. Compare it, e.g. {left.comparison()}. "
+        f"Comparisons bind less tightly than {sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
     )
 
 

@@ -131,9 +131,9 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
 
 
 def _refuse(sign: str, other: object) -> NoReturn:
+    hint = f". Comparisons bind less tightly than {sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)"
     raise OperandError(
-        f"{sign} combines two masks, got {describe_non_mask(other)}. Comparisons bind less tightly than {sign}: "
-        f"put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
+        f"{sign} combines two masks, got {describe_non_mask(other)}{hint if isinstance(other, Index | int) else ''}"
     )
 
 

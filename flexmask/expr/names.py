@@ -52,7 +52,7 @@ def describe_non_mask(value: Any) -> str:
         case type():
             return f"{given}; give an object of it"
         case Index():
-            return f"{given}. Compare it to get a mask, e.g. ({value.brief()} == 0)"
+            return f"{given}. Compare it to get a mask, e.g. {value.comparison()}"
         case list() | tuple() if value and all(isinstance(item, Node) and not isinstance(item, Index) for item in value):
             return f"{given}. A mask for each head is flexmask.per_head([...]); several that hold at once are joined with &"
         case _ if is_tensor(value):

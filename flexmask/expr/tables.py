@@ -228,6 +228,11 @@ class Lookup(Index):
                 f"{len(self.indices)} indices [{', '.join(map(str, self.indices))}]"
             )
 
+    def comparison(self) -> str:
+        # Where values are not known yet, as those of a parameter, they are most likely truth values: ids are compared with ids.
+        is_truth = isinstance(self.table, Param) or self.table.boolean
+        return f"({self.brief()} == 1)" if is_truth else Index.comparison(self)
+
     def write(self, bare: bool) -> tuple[str, int]:
         indices = ", ".join(index.write(bare)[0] for index in self.indices) or "()"
         return f"{self.table.write(bare)[0]}[{indices}]", PRECEDENCE["atom"]
