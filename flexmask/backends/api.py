@@ -65,10 +65,11 @@ def attention(
         value: ``[B, H_kv, kv_len, D_v]``.
         mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a LoweredMask (from a
             :func:`flexmask.plan`), a BlockMask, or None for no mask.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores. The queries and
+            keys of this call count from 0, whatever ``q_offset`` is: for positions write ``q_idx + q_offset`` in it.
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
-        q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask.
+        q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask alone.
         dropout_p: probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
             Give 0 to evaluate.
         dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see

@@ -52,7 +52,8 @@ def block_sdpa(
 ) -> Tensor:
     """Attention of each query row to the keys in its key intervals; a fully masked row gives 0, and gradient 0.
 
-    It is one operator, so one graph of `torch.compile` serves all values of the bounds; with a callable it is eager only.
+    One graph of `torch.compile` serves all values of the bounds: without a callable it is one operator, with one it is the
+    operations of a few tiles of all keys.
 
     Args:
         query: [B, H, Q, D], floating point.
@@ -169,6 +170,9 @@ def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
 #: The key intervals and the cells of a mask.
 Visible: TypeAlias = tuple[Tensor, Cells]
 
+#: The mask of a call without one; made here, since torch.compile cannot trace how it is made.
+ALL_CELLS = Truth(True)
+
 
 def _supports(call: Call) -> str | None:
     if isinstance(call.mask, BlockMask) and not has_values(call.query) and not is_captured():
@@ -198,7 +202,7 @@ def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
     if mask is None:
         if plain:
             return "whole", None
-        mask = Truth(True)
+        mask = ALL_CELLS
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, call.key, call.q_offset, block_size=(0, 0))
     elif isinstance(mask, Mask) and is_captured():

@@ -36,6 +36,8 @@ CALL_SCORES = 2**16
 # Reading the bounds costs as much as this many scores.
 READ_SCORES = 2**19
 MAX_DENSE_SCORES = 2**23
+# The most tiles in a graph: each adds its operations to it.
+MAX_CAPTURED_TILES = 8
 # The most elements of the biases that are kept with a tiling.
 MAX_KEPT_BIASES = 2**18
 
@@ -99,7 +101,7 @@ _TILINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False) -> Tiling:
-    """The tiles that cover all visible cells. Reads the bounds on the host once.
+    """The tiles that cover all visible cells. Reads the bounds on the host once, except in a graph that is captured.
 
     Args:
         bounds: int [B', H', Q', K, 2], the disjoint key intervals of each row.
@@ -128,8 +130,8 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
         return Tiling([], bounds, kv_len, True)
     elements, key_heads = range(batch), range(n_key_heads)
     group = heads // n_key_heads
-    if not has_values(bounds):
-        return Tiling(_all_visible(elements, key_heads, group, q_len, kv_len), bounds, kv_len, True)
+    if is_captured() or not has_values(bounds):
+        return Tiling(_any_keys(bounds, elements, key_heads, group, q_len, kv_len), bounds, kv_len, not is_captured())
     scores = batch * heads * q_len * kv_len
     may_be_dense = most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
     if may_be_dense and scores <= READ_SCORES and bounds.size(3):
@@ -206,16 +208,15 @@ def _check_within(wrong: int, kv_len: int) -> None:
         raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
 
 
-def _all_visible(elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
-    """Tiles for bounds without values, for which only the shape of the output matters."""
-    if is_captured():
-        raise LoweringError(
-            "the keys that this attention computes depend on values that are not known while torch.compile or torch.export "
-            "captures the graph; give it a LoweredMask or a BlockMask as an input, or leave out the score_mod or the part of the "
-            "mask that is not separable in q and kv"
-        )
-    blocks = (range(start, min(start + BLOCK_ROWS, q_len)) for start in range(0, q_len, BLOCK_ROWS))
-    return [Tile(elements, key_heads, group, rows, ((0, kv_len),), True, block) for block, rows in enumerate(blocks)]
+def _any_keys(bounds: Tensor, elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
+    """A few tiles of all keys, for bounds whose values are not those of each run of a captured graph, or that have none.
+
+    Outside a graph only the shape of the output matters.
+    """
+    step = max(BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
+    blocks = (range(start, min(start + step, q_len)) for start in range(0, q_len, step))
+    runs = ((0, kv_len),) if bounds.size(3) else ()
+    return [Tile(elements, key_heads, group, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ def attention_weights(
         key: ``[B, H_kv, kv_len, d_head]``; ``H_kv`` divides ``H``.
         mask: a mask, its text, or a ``mask_mod``; None for no mask.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention; ``q_idx`` counts from 0.
-        q_offset: position of the first query.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention; ``q_idx`` counts from 0, as there.
+        q_offset: position of the first query, for the mask alone.
 
     Returns:
         ``float[B, H, q_len, kv_len]``, at least float32. Each row sums to 1; a fully masked row is 0.
