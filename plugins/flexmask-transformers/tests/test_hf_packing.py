@@ -116,9 +116,9 @@ class TestSeveralDescriptions:
         with pytest.raises(LoweringError, match=message):
             ours(tokens(1), **given, use_cache=use_cache)
 
-    @pytest.mark.parametrize("name", ["llama", "llama4"])
-    def test_in_a_graph(self, name: str) -> None:
-        eager, ours = one_layer(name)
+    def test_in_a_graph(self) -> None:
+        """With chunks, which start with each document."""
+        eager, ours = one_layer("llama4")
         compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
         given = {"cu_seq_lens_q": OTHERS["cu_seq_lens_q"], "use_cache": False}
         found = compiled(tokens(1), position_ids=positions(*LENGTHS), **given).logits
@@ -131,10 +131,6 @@ class TestSeveralDescriptions:
                 compiled(
                     tokens(1), position_ids=positions(12), **{**given, "cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32)}
                 )
-        if name == "llama":
-            assert_close(
-                compiled(tokens(1), position_ids=positions(12), **given).logits, ours(tokens(1), **given).logits, **CLOSE
-            )
         torch.compiler.reset()
 
 
