@@ -302,7 +302,7 @@ def test_cross_attention() -> None:
 
 def test_cross_attention_with_hidden_query_rows() -> None:
     module, english, french = module_of(18, 3), random(3, 5, 18), random(3, 7, 18)
-    out = module(french, cross_length(ENGLISH, FRENCH), context=english)
+    out = module(french, cross_length(ENGLISH, q_lengths=FRENCH), context=english)
     real = keep_mask(FRENCH, 7)
     expected = plain(module, french, keep_mask(ENGLISH, 5)[:, None, None, :], english)
     check(out[real], expected[real])
@@ -361,5 +361,5 @@ def test_queries_and_keys_give_the_masked_scores() -> None:
 
 
 def test_the_tutorials_masks_have_a_text_form() -> None:
-    for mask in (causal() & key_padding(LENGTHS), cross_length(ENGLISH, FRENCH), key_padding(keep=KEEP.tolist())):
+    for mask in (causal() & key_padding(LENGTHS), cross_length(ENGLISH, q_lengths=FRENCH), key_padding(keep=KEEP.tolist())):
         assert fm.parse(str(mask)) == mask

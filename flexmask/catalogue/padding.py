@@ -126,7 +126,7 @@ def query_padding(
 
 
 @named
-def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
+def cross_length(kv_lengths: Data, *, q_lengths: Data | None = None) -> Mask:
     """Attention between two padded sequences of different lengths, e.g. from a translation to its source.
 
     Predicate: ``kv < kv_lengths[b]``, and ``(kv < kv_lengths[b]) & (q < q_lengths[b])`` with both
@@ -146,7 +146,8 @@ def cross_length(kv_lengths: Data, q_lengths: Data | None = None) -> Mask:
         ⬚ ⬚ ⬚ ⬚
 
     Args:
-        kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``.
+        kv_lengths: real keys of each sequence, an int or ``int[B]``, between 0 and ``kv_len``. Alone it is the mask of
+            ``key_padding(kv_lengths)``.
         q_lengths: real queries of each sequence; None if padded queries attend to real keys too.
     """
     mask = kv < per_batch(kv_lengths, "cross_length: kv_lengths", kv_len, role="length")

@@ -68,7 +68,7 @@ def render(
     Examples:
       flexmask render causal
       flexmask render "causal & key_padding(lengths=[3, 5, 4])" --batch all --why
-      flexmask render "sliding_window(left=3, right=0) | (kv < 1)" --seq-len 24 --block-size 8
+      flexmask render "sliding_window(left=3, right=0) | causal & (kv < 2)" --seq-len 24 --block-size 8
       flexmask render "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]" --terms -o packed.svg
       flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.html
       flexmask render "causal & document(lengths=[9, 30, 25])" --ranks 4

@@ -46,12 +46,17 @@ SIZES = {
 }
 
 
-def sizes_from_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
+def sizes_from_torch(module: nn.MultiheadAttention, batch_first: bool) -> dict[str, Any]:
     """The arguments with which a :class:`flexmask.MultiheadFlexAttention` computes the same.
+
+    Args:
+        module: torch's module.
+        batch_first: whether the calls will give the batch first, where those of ``module`` do not.
 
     Raises:
         OperandError: not a ``torch.nn.MultiheadAttention``.
-        LoweringError: it has no counterpart: keys and values of two widths, ``add_bias_kv``, ``add_zero_attn``.
+        LoweringError: it has no counterpart: keys and values of two widths, ``add_bias_kv``, ``add_zero_attn``; or its calls give
+            the length first.
     """
     if not isinstance(module, nn.MultiheadAttention):
         raise OperandError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
@@ -59,6 +64,11 @@ def sizes_from_torch(module: nn.MultiheadAttention) -> dict[str, Any]:
         raise LoweringError(f"kdim={module.kdim} and vdim={module.vdim} differ, but keys and values come from one context here")
     if module.bias_k is not None or module.add_zero_attn:
         raise LoweringError("add_bias_kv and add_zero_attn add keys that no mask can hide; they have no counterpart here")
+    if not (module.batch_first or batch_first):
+        raise LoweringError(
+            f"the module has batch_first=False, so its calls give [length, B, {module.embed_dim}]. Here the batch is always "
+            "first: give x.transpose(0, 1) in each call, and say so by from_torch(module, batch_first=True)"
+        )
     has_bias = module.in_proj_bias is not None
     return {
         "d_in": module.embed_dim,

@@ -20,21 +20,17 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.convert import EQUIVALENTS, SIZES, sizes_from_torch, state_from_torch, to_torch
+from flexmask.nn.call_masks import AnyMask, bound_mask, module_mask
+from flexmask.nn.convert import SIZES, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
 
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-#: A mask, or what it was lowered to.
-AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
-
-#: The arguments of forward, which no parameter of a mask may be named like.
-RESERVED = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
 
 
 class MultiheadFlexAttention(nn.Module):
@@ -130,7 +126,7 @@ class MultiheadFlexAttention(nn.Module):
         self.d_head = d_out // n_heads if d_head is None else d_head
         self.d_context = d_in if d_context is None else d_context
         self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
-        self.mask = _as_mask(mask)
+        self.mask = module_mask(mask)
         self._identity = object()  # identifies the module in a KVCache
         inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
         both = 2 * self.n_kv_heads * self.d_head
@@ -169,8 +165,8 @@ class MultiheadFlexAttention(nn.Module):
             parameters: the values of the mask's parameters, e.g. ``lengths=`` for ``"key_padding(lengths)"``.
 
         Returns:
-            ``[B, q_len, d_out]``; with ``return_qk`` also the queries ``[B, n_heads, q_len, d_head]`` and the keys
-            ``[B, n_kv_heads, kv_len, d_head]``.
+            ``[B, q_len, d_out]``, a tensor and no pair as of torch's module; with ``return_qk`` also the queries
+            ``[B, n_heads, q_len, d_head]`` and the keys ``[B, n_kv_heads, kv_len, d_head]``.
 
         Raises:
             ExpressionError: an unknown or missing parameter of the mask.
@@ -181,14 +177,15 @@ class MultiheadFlexAttention(nn.Module):
         if others:
             raise OperandError(
                 f"forward takes x and a mask by position, got {len(others)} more: where torch's module is called with query, key "
-                "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere"
+                "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere. Layers "
+                "of torch, such as nn.TransformerEncoderLayer, cannot call it"
             )
         self._check(x, context, cache, positions)
         parallel = entered_parallel()
         if cache is not None or context is not None:
             refuse_in_parallel("a cache" if context is None else "cross-attention")
         is_traced = torch.compiler.is_compiling() and parallel is None
-        mask = self._bind(mask, parameters, x.device, bind=not is_traced and (parallel is not None or 0 not in x.shape))
+        mask = bound_mask(self, mask, parameters, x.device, bind=not is_traced and (parallel is not None or 0 not in x.shape))
         is_lowered = isinstance(mask, LoweredMask | BlockMask)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None and self.rope is not None:
@@ -241,7 +238,7 @@ class MultiheadFlexAttention(nn.Module):
         :func:`flexmask.plotting.mpl.plot_scores` draws them.
         """
         self._check(x, context, None, positions)
-        bound = self._bind(mask, parameters, x.device, bind=True)
+        bound = bound_mask(self, mask, parameters, x.device, bind=True)
         if isinstance(bound, LoweredMask | BlockMask):
             raise OperandError(f"attention_weights takes a Mask, its text or a mask_mod, got a {type(bound).__name__}")
         query, key, _ = self._heads(x, context, positions, keys=True)
@@ -250,22 +247,25 @@ class MultiheadFlexAttention(nn.Module):
     # ---------------------------------------------------------------- torch's module
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike | None = None, backend: str = "auto") -> Self:
+    def from_torch(
+        cls, module: nn.MultiheadAttention, *, batch_first: bool = False, mask: MaskLike | None = None, backend: str = "auto"
+    ) -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
-        Here the batch always comes first, also for a module with ``batch_first=False``: give ``x.transpose(0, 1)``. True means
-        attend: for ``key_padding_mask=hidden`` and a boolean ``attn_mask`` of that module, give this one
+        True means attend: for ``key_padding_mask=hidden`` and a boolean ``attn_mask`` of that module, give this one
         ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row gives 0 before the output projection, not NaN.
 
         Args:
             module: torch's module. With ``kdim == vdim`` other than its width, the new module is for cross-attention.
+            batch_first: must be True for a module with ``batch_first=False``, torch's default: here the batch always comes first,
+                so that its calls change to ``x.transpose(0, 1)``.
             mask: see :class:`MultiheadFlexAttention`.
             backend: see :class:`MultiheadFlexAttention`.
 
         Raises:
-            LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, or ``add_zero_attn``.
+            LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, ``add_zero_attn``, or ``batch_first=False``.
         """
-        made = cls(**sizes_from_torch(module), mask=mask, backend=backend)
+        made = cls(**sizes_from_torch(module, batch_first), mask=mask, backend=backend)
         made.load_state_dict(state_from_torch(module))
         return made.train(module.training)
 
@@ -311,24 +311,6 @@ class MultiheadFlexAttention(nn.Module):
         holds = cache is not None and cache.holds_context
         if context is None and not holds and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
-
-    def _bind(self, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool) -> AnyMask | None:
-        """The mask of a call, with its parameters bound where ``bind`` is True."""
-        mask = self.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else _as_mask(mask, device)
-        wanted = set(mask.params) if isinstance(mask, Mask) else set()
-        if not wanted and not parameters:
-            return cast("AnyMask | None", mask)
-        missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
-        if not missing and not unknown:
-            return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
-        what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
-        what = "a call without a mask" if mask is None else what
-        if unknown:
-            has = f"; it has {', '.join(sorted(wanted))}" if wanted else ""
-            hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
-            raise ExpressionError(f"forward has no argument {', '.join(unknown)}, and {what} no such parameter{has}{hints}")
-        calls = ", ".join(f"{name}=..." for name in missing)
-        raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
 
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
         """As :meth:`_project`, with queries and keys rotated by ``rope``; by default positions count from 0."""
@@ -390,15 +372,3 @@ class MultiheadFlexAttention(nn.Module):
         if self.mask is not None:
             parts.append(f"mask={self.mask.brief()!r}")
         return ", ".join(parts)
-
-
-def _as_mask(mask: object, device: torch.device | None = None) -> Mask | None:
-    if mask is None:
-        return None
-    if isinstance(mask, BlockMask):
-        raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
-    found = as_mask(mask, also="None", device=device)
-    if RESERVED & set(found.params):
-        taken = ", ".join(sorted(RESERVED & set(found.params)))
-        raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
-    return found

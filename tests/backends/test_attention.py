@@ -103,7 +103,7 @@ CASES: dict[str, Case] = {
     "padding left": Case(fm.key_padding([3, 9], side="left"), oracle.key_padding([3, 9], "left"), 9, 9),
     "no key": Case(fm.key_padding([0, 4]), oracle.key_padding([0, 4]), 5, 9),
     "query padding": Case(fm.query_padding([3, 8]), oracle.query_padding([3, 8]), 9, 9),
-    "cross": Case(fm.cross_length([3, 5], [7, 2]), oracle.cross_length([3, 5], [7, 2]), 7, 5),
+    "cross": Case(fm.cross_length([3, 5], q_lengths=[7, 2]), oracle.cross_length([3, 5], [7, 2]), 7, 5),
     "documents": Case(fm.document(PACKED), oracle.document(PACKED), 9, 9),
     "prefix": Case(fm.prefix_lm([4, 0]), oracle.prefix_lm([4, 0]), 9, 9),
     "per head": Case(fm.per_head(HEADS), oracle.per_head(SAME_HEADS), 9, 9, heads=4),

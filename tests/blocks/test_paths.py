@@ -167,7 +167,7 @@ def test_no_host_sync(name: str) -> None:
 
 def test_data_along_queries_needs_no_host_sync() -> None:
     lengths, positions = torch.tensor([9, 8], device="meta"), torch.zeros((2, 1000), dtype=torch.long, device="meta")
-    for mask in (fm.query_padding(lengths), fm.cross_length(lengths, lengths), fm.document(position_ids=positions)):
+    for mask in (fm.query_padding(lengths), fm.cross_length(lengths, q_lengths=lengths), fm.document(position_ids=positions)):
         assert mask.block_mask(1000).kv_num_blocks.device.type == "meta"
 
 

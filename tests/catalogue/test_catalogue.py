@@ -157,7 +157,7 @@ PICTURES: list[tuple[str, Mask, oracle.Predicate, int, int, str]] = [
     ("key_padding start", fm.key_padding(start=3), oracle.key_start(3), 2, 5, "...## ...##"),
     ("query_padding", fm.query_padding(1), oracle.query_padding(1), 3, 2, "## .. .."),
     ("query_padding start", fm.query_padding(start=1), oracle.query_start(1), 3, 2, ".. ## ##"),
-    ("cross_length", fm.cross_length(2, 1), oracle.cross_length(2, 1), 2, 4, "##.. ...."),
+    ("cross_length", fm.cross_length(2, q_lengths=1), oracle.cross_length(2, 1), 2, 4, "##.. ...."),
     (
         "document",
         fm.document([0, 0, 1, -1]),

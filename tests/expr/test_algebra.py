@@ -244,7 +244,7 @@ ROUND_TRIPS = {
     "window": fm.sliding_window(left=None, right=3) | fm.sliding_window(size=2) | fm.sliding_window(left=1, right=None),
     "sources": fm.document(lengths=[1, 2]) & fm.document(cu_seqlens=[0, 1, 2]) & fm.document(position_ids=[0, 1, 0]),
     "kv_ids": fm.document([0, 1], [1, 0, 1]),
-    "cross": fm.cross_length([3, 5], [2, 2]) & fm.prefix_lm(2) & fm.causal(align="lower_right", offset=-2),
+    "cross": fm.cross_length([3, 5], q_lengths=[2, 2]) & fm.prefix_lm(2) & fm.causal(align="lower_right", offset=-2),
     "choice": fm.where(fm.q < 2, fm.kv, fm.kv + 1) < 4,
     "extremes": fm.minimum(fm.q, 3) <= fm.maximum(fm.kv, abs(fm.q - fm.kv)),
     "sides": fm.key_padding(2, side="left") & fm.query_padding([1, 2], side="left"),

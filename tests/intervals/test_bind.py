@@ -26,7 +26,7 @@ from tests.support import oracle
 @pytest.mark.parametrize(
     "mask",
     [
-        fm.cross_length([6], [6]),
+        fm.cross_length([6], q_lengths=[6]),
         fm.key_padding([6]) & fm.query_padding([6]),
         fm.prefix_lm([6]) & fm.key_padding([6]),
         fm.query_padding(torch.tensor([6])) & fm.key_padding(torch.tensor([6])),

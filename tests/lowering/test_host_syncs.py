@@ -74,7 +74,7 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "cross_document(q_lengths=)": lambda n, at: fm.masks.cross_document(
         fm.causal(), q_lengths=numbers(at, 9), kv_lengths=numbers(at, 9), align="lower_right", padding=True
     ),
-    "cross_length": lambda n, at: fm.cross_length(numbers(at, 2), numbers(at, 2)),
+    "cross_length": lambda n, at: fm.cross_length(numbers(at, 2), q_lengths=numbers(at, 2)),
     "from_dense": lambda n, at: fm.from_dense(truths(at, n, n)),
     "dilated_window": lambda n, at: fm.masks.dilated_window(left=256, right=0, dilation=4),
     "document(cu_seqlens=)": lambda n, at: fm.document(cu_seqlens=numbers(at, 9), padding=True),

@@ -45,7 +45,7 @@ def torch_forward(module: nn.MultiheadAttention, x: Tensor, context: Tensor, **m
 @pytest.mark.parametrize("bias", [True, False])
 def test_self_attention(bias: bool, batch_first: bool) -> None:
     theirs, x = torch_module(bias=bias, batch_first=batch_first), random(BATCH, Q, D)
-    ours = MultiheadFlexAttention.from_torch(theirs)
+    ours = MultiheadFlexAttention.from_torch(theirs, batch_first=True)
     assert set(ours.state_dict()) == {
         f"{p}_proj.{w}" for p in ("in", "out") for w in (("weight", "bias") if bias else ("weight",))
     }
@@ -112,17 +112,22 @@ def test_the_mask_is_the_modules_own() -> None:
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "not torch's": (lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)), OperandError, "got Linear"),  # type: ignore[arg-type]
     "two widths": (
-        lambda: MultiheadFlexAttention.from_torch(torch_module(kdim=8, vdim=6)),
+        lambda: MultiheadFlexAttention.from_torch(torch_module(kdim=8, vdim=6, batch_first=True)),
         LoweringError,
         "kdim=8.*vdim=6",
     ),
+    "length first": (
+        lambda: MultiheadFlexAttention.from_torch(torch_module()),
+        LoweringError,
+        r"batch_first=False, so its calls give \[length, B, 12\].*from_torch\(module, batch_first=True\)",
+    ),
     "bias of keys": (
-        lambda: MultiheadFlexAttention.from_torch(torch_module(add_bias_kv=True)),
+        lambda: MultiheadFlexAttention.from_torch(torch_module(add_bias_kv=True, batch_first=True)),
         LoweringError,
         "add_bias_kv",
     ),
     "zero key": (
-        lambda: MultiheadFlexAttention.from_torch(torch_module(add_zero_attn=True)),
+        lambda: MultiheadFlexAttention.from_torch(torch_module(add_zero_attn=True, batch_first=True)),
         LoweringError,
         "add_zero_attn",
     ),

@@ -370,7 +370,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "query, key, value": (
         lambda: MultiheadFlexAttention(6, 8, 2)(X, X, X),
         OperandError,
-        r"got 1 more.*module\(x, context=key\)",
+        r"got 1 more.*module\(x, context=key\).*nn.TransformerEncoderLayer, cannot",
+    ),
+    "a context as the mask": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X, X),
+        OperandError,
+        r"mask is Tensor float32\[2, 5, 6\]: .*module\(x, mask, context=tensor\)",
     ),
     "one sequence": (lambda: MultiheadFlexAttention(6, 8, 2)(X[0]), LoweringError, r"\[5, 6\]; .*unsqueeze\(0\)"),
     "sparse input": (

@@ -51,7 +51,7 @@ CASES: list[tuple[str, Mask, dict[str, object], dict[tuple[str, str], list[str]]
     ("keep", fm.key_padding(keep=[True, False, True]), {}, {("kv", PAD): ["", PAD, ""]}),
     (
         "both lengths",
-        fm.cross_length([3], [2]),
+        fm.cross_length([3], q_lengths=[2]),
         {"q_len": 3, "kv_len": 5},
         {("q", PAD): ["", "", PAD], ("kv", PAD): ["", "", "", PAD, PAD]},
     ),

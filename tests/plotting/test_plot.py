@@ -131,7 +131,7 @@ GOLDEN: dict[str, tuple[Mask, dict[str, Any]]] = {
         {"q_len": 4, "kv_len": 48, "q_offset": 40, "block_size": (4, 16)},
     ),
     "packed_long": (fm.causal() & fm.document(packed(4096, 400)), {"q_len": 4096, "block_size": 128}),
-    "wide": (fm.cross_length([300, 650], [200, 320]), {"q_len": 400, "kv_len": 900, "batch": 1}),
+    "wide": (fm.cross_length([300, 650], q_lengths=[200, 320]), {"q_len": 400, "kv_len": 900, "batch": 1}),
     "estimated": (STRIDED & fm.sliding_window(left=90, right=90), {"q_len": 300, "max_pixels": (100, 100)}),
     "why": (PACKED, {"why": True, "batch": 1}),
     "why_blocks": (PACKED, {"why": True, "block_size": 8}),

@@ -26,7 +26,7 @@ LENGTHS: list[tuple[str, int, int]] = [
     ("key_padding(start=[3, 5])", 16, 16),
     ("query_padding([3, 6, 4])", 6, 6),
     ("key_padding(keep=[True, False])", 2, 2),
-    ("cross_length([3, 5, 4], [7, 6, 2])", 7, 5),
+    ("cross_length([3, 5, 4], q_lengths=[7, 6, 2])", 7, 5),
     ("prefix_lm([2, 3])", 16, 16),
     ("from_dense([[True, False, True], [True, True, True]])", 2, 3),
     ("key_padding(0)", 16, 16),

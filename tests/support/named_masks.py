@@ -195,7 +195,12 @@ WITH_DATA: dict[str, Callable[[Shape, Convert, bool], Case]] = {
     "query_padding keep": simple(lambda keep: fm.query_padding(keep=keep), oracle.query_keep, over("q_end", BOOLS)),
     "query_padding hide": simple(lambda hide: fm.query_padding(hide=hide), oracle.query_hide, over("q_end", BOOLS)),
     "cross_length": simple(fm.cross_length, oracle.cross_length, key_lengths),
-    "cross_length both": simple(fm.cross_length, oracle.cross_length, key_lengths, query_lengths),
+    "cross_length both": simple(
+        lambda kv_lengths, q_lengths: fm.cross_length(kv_lengths, q_lengths=q_lengths),
+        oracle.cross_length,
+        key_lengths,
+        query_lengths,
+    ),
     "document ids": simple(fm.document, oracle.document, over("longest", IDS)),
     "document kv_ids": simple(fm.document, oracle.document, over("q_end", IDS), over("kv_len", IDS)),
     "document lengths": document_lengths,

@@ -285,7 +285,7 @@ def everywhere(draw: st.DrawFn, shape: Shape) -> Case:
         return Case(fm.query_padding(lengths, side=side), oracle.query_padding(lengths, side))
     if kind == "cross":
         kv_lengths, q_lengths = draw(keys), draw(st.one_of(st.none(), queries))
-        return Case(fm.cross_length(kv_lengths, q_lengths), oracle.cross_length(kv_lengths, q_lengths))
+        return Case(fm.cross_length(kv_lengths, q_lengths=q_lengths), oracle.cross_length(kv_lengths, q_lengths))
     prefix = draw(keys)
     return Case(fm.prefix_lm(prefix), oracle.prefix_lm(prefix))
 

@@ -341,7 +341,7 @@ def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, S
 
 
 def test_cross_attention_keeps_to_its_mask() -> None:
-    mask = fm.cross_length([3, 9], [12, 6])
+    mask = fm.cross_length([3, 9], q_lengths=[12, 6])
     context = torch.randn(2, 9, 8)
     assert_no_leak(LAYER, mask, X, context=context)
     check_fails(

@@ -1,0 +1,68 @@
+"""The masks that a module is made with or called with: the Mask that they stand for, with the parameters of the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask._checks import kind_of
+from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.mask import Mask
+from flexmask.nn.convert import EQUIVALENTS
+from flexmask.plans.lowered import LoweredMask
+from flexmask.tracing.as_mask import as_mask
+
+if TYPE_CHECKING:
+    from flexmask.nn.multihead import MultiheadFlexAttention
+
+__all__ = ["AnyMask", "bound_mask", "module_mask"]
+
+#: A mask, or what it was lowered to.
+AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
+
+#: The arguments of forward, which no parameter of a mask may be named like.
+RESERVED = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
+
+
+def bound_mask(
+    module: MultiheadFlexAttention, mask: Any, parameters: dict[str, Any], device: torch.device, *, bind: bool
+) -> AnyMask | None:
+    """The mask of a call, with its parameters bound where ``bind`` is True.
+
+    Raises:
+        ExpressionError: an unknown or missing parameter of the mask.
+        OperandError: no mask.
+    """
+    if isinstance(mask, Tensor) and mask.is_floating_point() and mask.dim() == 3 and mask.shape[-1] == module.d_context:
+        raise OperandError(f"mask is {kind_of(mask)}: where keys and values come from it, call module(x, mask, context=tensor)")
+    mask = module.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else module_mask(mask, device)
+    wanted = set(mask.params) if isinstance(mask, Mask) else set()
+    if not wanted and not parameters:
+        return cast("AnyMask | None", mask)
+    missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
+    if not missing and not unknown:
+        return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
+    what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
+    what = "a call without a mask" if mask is None else what
+    if unknown:
+        has = f"; it has {', '.join(sorted(wanted))}" if wanted else ""
+        hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
+        raise ExpressionError(f"forward has no argument {', '.join(unknown)}, and {what} no such parameter{has}{hints}")
+    calls = ", ".join(f"{name}=..." for name in missing)
+    raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
+
+
+def module_mask(mask: object, device: torch.device | None = None) -> Mask | None:
+    """The mask that an argument of the module stands for, whose parameters are not named like arguments of forward."""
+    if mask is None:
+        return None
+    if isinstance(mask, BlockMask):
+        raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
+    found = as_mask(mask, also="None", device=device)
+    if RESERVED & set(found.params):
+        taken = ", ".join(sorted(RESERVED & set(found.params)))
+        raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
+    return found
