@@ -12,6 +12,7 @@ from flexmask.cli.output import echo, print_json
 from flexmask.cli.progress import block_progress
 
 if TYPE_CHECKING:
+    from flexmask import Mask
     from flexmask.distributed.sharding import Balance
 
 __all__ = ["shard"]
@@ -41,7 +42,7 @@ def shard(
 
     EXPR may be MODULE:NAME of a mask or mask_mod function; each is the mask of one layer, and may be repeated. Prints for each
     rank its tokens, in how many runs they lie, its work relative to the mean, and the keys that it receives and sends in
-    all layers.
+    all layers. Masks without data have no length of their own: give --seq-len.
 
     \b
     Examples:
@@ -51,6 +52,7 @@ def shard(
     """
     with block_progress("planning"):
         masks = options.masks(*expressions)
+        _require_length(masks, options)
         lowering: dict[str, Any] = {**options.lowering(*masks)}
         if lowering["q_len"] != lowering["kv_len"] or lowering["q_offset"]:
             raise UserError(
@@ -77,3 +79,11 @@ def shard(
             ],
         }
     )
+
+
+def _require_length(masks: list[Mask], options: LoweringOptions) -> None:
+    """An error where no option and no mask determines the length; the default of other commands is for pictures."""
+    from flexmask.report.lengths import implied_lengths
+
+    if options.seq_len is None and options.q_len is None and options.kv_len is None and not implied_lengths(*masks):
+        raise UserError("the masks have no data that determines the length of the sequence: give --seq-len")

@@ -95,7 +95,10 @@ class Sharding:
 
     @cached_property
     def received(self) -> Tensor:
-        """How many keys of other ranks each rank needs, over all layers, ``int64[ranks]``."""
+        """How many keys of other ranks each rank needs, over all layers, ``int64[ranks]``.
+
+        Keys and values of a forward pass are ``received * 2 * kv_heads * d_head * itemsize * batch`` bytes.
+        """
         return self._exchanged[0]
 
     @cached_property

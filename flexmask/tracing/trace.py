@@ -35,7 +35,7 @@ def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: tor
     and bitwise operators, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, floor division and remainder, casts,
     small constants, reshapes and reductions of up to 64 values, and any indexing of captured tensors. Any other operation is
     kept as an opaque call: exact, but slower, since it is not separable in q and kv. Captured tensors are not copied: they
-    compare by identity, may be longer than the mask, and are read once for their range of values.
+    compare by identity and may be longer than the mask. Their values are read by lowerings, if at all.
 
     Args:
         mask_mod: takes ``(b, h, q_idx, kv_idx)`` and returns a truth value: a function, a closure, a ``functools.partial``,

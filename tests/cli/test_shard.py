@@ -49,6 +49,7 @@ def test_sequences_and_heads_are_those_of_the_options() -> None:
     ("arguments", "message"),
     [
         (["causal"], "Missing option '--ranks'"),
+        (["causal", "--ranks", "8"], "no data that determines the length of the sequence: give --seq-len"),
         (["causal", "--ranks", "0"], "0 is not in the range x>=1"),
         (
             ["causal", "--ranks", "2", "--q-len", "3", "--kv-len", "5"],

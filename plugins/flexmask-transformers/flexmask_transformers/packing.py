@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmask.errors import LoweringError, OperandError
 from flexmask_transformers.arguments import is_readable
 
-__all__ = ["Documents", "chunk_positions", "document_ids", "packing_arguments", "restarts"]
+__all__ = ["Documents", "check_document_numbers", "chunk_positions", "document_ids", "packing_arguments", "restarts"]
 
 #: The arguments of attention that describe the documents of a row.
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -83,6 +83,31 @@ def document_ids(packing: Mapping[str, Any], batch: int, q_len: int, kv_len: int
     differ = (own & ~starts) | (starts & ~own & goes_on)
     _require_same(differ & own.any(), "position_ids", name, own)
     return documents.ids if is_readable(ids) and torch.equal(own, starts) else ids
+
+
+def check_document_numbers(attention_mask: object, position_ids: Tensor) -> None:
+    """Checks that documents which a 2-D ``attention_mask`` numbers are those of ``position_ids``; the mask alone would lose them.
+
+    Raises:
+        LoweringError: the number changes inside a row where ``position_ids`` do not restart.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.dtype == torch.bool:
+        return
+    if is_readable(attention_mask) and not (attention_mask > 1).any():
+        return
+    keep = attention_mask != 0
+    differ = _starts(attention_mask, keep)
+    if tuple(position_ids.shape) in ((1, keep.shape[1]), tuple(keep.shape)):
+        differ = differ & ~restarts(position_ids.expand(len(keep), -1), keep)
+    message = (
+        "attention_mask numbers documents that position_ids do not separate. A 2-D mask has 1 for real tokens and 0 for padding: "
+        "give attention_mask != 0, and position_ids that restart, cu_seq_lens_q or seq_idx"
+    )
+    if not is_readable(differ):
+        torch._assert_async(~differ.any(), message)
+    elif differ.any():
+        row, token = differ.nonzero()[0].tolist()
+        raise LoweringError(f"{message}; got another number at token {token} of row {row}")
 
 
 def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:

@@ -18,9 +18,10 @@ _RECORD: ContextVar[dict[int, Mask] | None] = ContextVar("flexmask_transformers.
 
 
 def masks_of(model: Any, **inputs: Any) -> dict[str, Mask]:
-    """The mask that each attention layer of a model uses for some inputs: to print, draw, compare and test.
+    """The mask that each attention layer of a model uses with flexmask for some inputs: to print, draw, compare and test.
 
     The model runs once, without gradients, in evaluation mode and with ``attn_implementation="flexmask"``; then it is as before.
+    With an implementation of its own, such as ``"sdpa"``, it may use other masks: see :func:`check_packing`.
 
     Args:
         model: a model of transformers.

@@ -23,7 +23,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
 from flexmask_transformers.arguments import check_attention_mask, check_padding
 from flexmask_transformers.packed_cache import Keys, note_keys, require_one_document
-from flexmask_transformers.packing import Documents, restarts
+from flexmask_transformers.packing import Documents, check_document_numbers, restarts
 
 __all__ = [
     "Request",
@@ -123,6 +123,8 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         has_positions = position_ids is not None
         if inputs_embeds.device.type == "meta":  # where positions have no values
             position_ids = None
+        if position_ids is not None:  # other models, such as GPT-OSS, give them to attention alone
+            check_document_numbers(attention_mask, position_ids)
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         if not rest and not options and not found[0] and found[1] is not None:  # they are for the keys of an encoder
             kv_end = found[3] if past_key_values is None else found[4] + found[6]

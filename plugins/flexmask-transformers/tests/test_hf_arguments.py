@@ -69,6 +69,8 @@ def test_masks_that_do_not_fit_in_a_graph() -> None:
     compiled: Any = torch.compile(one_layer("llama")[1], backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="a 2-D attention_mask has 1 for real tokens"):
         compiled(tokens(1), attention_mask=torch.tensor([[0.0] * 10 + [-torch.inf] * 2]))
+    with pytest.raises(RuntimeError, match="attention_mask numbers documents"):
+        compiled(tokens(1), attention_mask=torch.tensor([[1] * 7 + [2] * 5]))
     torch.compiler.reset()
 
 

@@ -44,6 +44,27 @@ def test_without_positions(name: str, option: str, use_cache: bool) -> None:
     assert_close(ours(**batch, use_cache=use_cache).logits, documents_alone(eager, tokens(1), LENGTHS), **CLOSE)
 
 
+NUMBERS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 2 + [0]])
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize(
+    "given", [{}, {"position_ids": positions(12)}, {"position_ids": positions(5, 7)}], ids=["none", "one", "two"]
+)
+def test_document_numbers_alone_are_refused(given: dict[str, Any], use_cache: bool) -> None:
+    """A 2-D mask with the number of each document, of which transformers reads only whether it is 0."""
+    token = 9 if "position_ids" in given and not given["position_ids"][0, 5] else 5
+    with pytest.raises(LoweringError, match=f"attention_mask numbers documents.*position_ids.*at token {token} of row 0"):
+        pair("llama")[1](tokens(1), attention_mask=NUMBERS, use_cache=use_cache, **given)
+
+
+def test_document_numbers_are_those_of_the_positions_or_one() -> None:
+    eager, ours = pair("llama")
+    found = ours(tokens(1), attention_mask=NUMBERS, position_ids=positions(*LENGTHS)).logits
+    assert_close(found[:, :9], documents_alone(eager, tokens(1), LENGTHS)[:, :9], **CLOSE)
+    assert_close(ours(tokens(1), attention_mask=2 * torch.ones_like(NUMBERS)).logits, eager(tokens(1)).logits, **CLOSE)
+
+
 OTHERS: dict[str, torch.Tensor] = {
     "cu_seq_lens_q": torch.tensor([0, 5, 9, 12], dtype=torch.int32),
     "cu_seq_lens_k": torch.tensor([0, 5, 9, 12], dtype=torch.int32),
