@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmask.errors import FlexmaskError, LoweringError
 
-__all__ = ["vectorized"]
+__all__ = ["reason_of", "vectorized"]
 
 
 class _ScalarIndices(TorchFunctionMode):
@@ -59,15 +59,19 @@ def vectorized(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def _failed(function: Callable[..., Any], error: Exception) -> str:
+    name = getattr(function, "__name__", "a function")
+    return f"{name}, which is an opaque call, fails for the indices of cells: {reason_of(error)}"
+
+
+def reason_of(error: Exception) -> str:
+    """Why a function of the user fails under ``torch.vmap``."""
     reason = (str(error).strip().splitlines() or [""])[0]
     if "data-dependent control flow" in reason or ".item()" in reason:
-        reason = (
-            "it needs the value of a tensor, as `if`, `and`, `or`, `not`, a chain a < b < c and .item() do; "
-            "write torch.where, &, | and ~, and (a < b) & (b < c)"
+        return (
+            "it needs the value of a tensor, as `if`, `and`, `or`, `not`, a chain a < b < c, functions of math and .item() do; "
+            "write torch.where, &, | and ~, (a < b) & (b < c), and functions of torch"
         )
-    else:
-        reason = f"{type(error).__name__}: {reason}"
-    return f"{getattr(function, '__name__', 'a function')}, which is an opaque call, fails for the indices of cells: {reason}"
+    return f"{type(error).__name__}: {reason}"
 
 
 def _sizes(value: Any, depth: int) -> list[int]:

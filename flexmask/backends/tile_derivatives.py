@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmask._checks import kind_of
 from flexmask._transforms import is_transformed
+from flexmask._vmap import reason_of
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import (
     DropoutState,
@@ -25,7 +26,7 @@ from flexmask.backends.tile_weights import (
     without_autocast,
 )
 from flexmask.backends.tiling import plan_tiles
-from flexmask.errors import OperandError
+from flexmask.errors import FlexmaskError, OperandError
 
 __all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
 
@@ -165,8 +166,18 @@ def attend_with_score_mod(
 def _over_indices(score_mod: ScoreMod) -> ScoreMod:
     """Maps a function of scalars over [b, h, q, kv] with vmap, as FlexAttention does, so that `bias[b][h]` works."""
 
+    def apply(*values: Tensor) -> object:
+        if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
+            return score_mod(*values)
+        try:
+            return score_mod(*values)
+        except (FlexmaskError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a function of the user raises
+            raise OperandError(f"score_mod fails for the indices of scores: {reason_of(error)}") from error
+
     def checked(score: Tensor, *indices: Tensor) -> Tensor:
-        found: object = score_mod(score, *indices)
+        found = apply(score, *indices)
         if not isinstance(found, Tensor) or found.dim() or found.dtype == torch.bool:
             raise OperandError(
                 f"score_mod must return a score, a tensor of shape [], got {kind_of(found)}; a condition is a mask"

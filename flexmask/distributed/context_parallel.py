@@ -320,7 +320,12 @@ class ContextParallel:
         for declared in self._declared:
             if declared.mask is wanted or (not torch.compiler.is_compiling() and declared.mask == wanted):
                 return self._unchanged(declared)
-        hint = "; under torch.compile it must be the same object" if torch.compiler.is_compiling() else ", with the same tensors"
+        if torch.compiler.is_compiling():
+            hint = "; under torch.compile it must be the same object"
+        elif any(declared.mask.structure == wanted.structure for declared in self._declared):
+            hint = "; its tensors are other objects, though the text is the same: use the declared mask"
+        else:
+            hint = ", with the same tensors"
         raise LoweringError(
             f"the mask {wanted.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has "
             f"{self._known()}{hint}"

@@ -26,6 +26,8 @@ __all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED",
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+#: What torch's flex_attention reads of its block_mask.
+BLOCK_MASK_ATTRIBUTES = ("BLOCK_SIZE", "as_tuple", "kv_indices", "kv_num_blocks", "seq_lengths")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -44,6 +46,15 @@ class Mask(MaskMethods):
     def __post_init__(self) -> None:
         MaskMethods.__post_init__(self)
         object.__setattr__(self, "structure", Structure(self))
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise OperandError("a Mask is not indexed: its cells are mask.dense(q_len, kv_len)[b, h, q, kv]")
+
+    if not TYPE_CHECKING:  # where an attribute that does not exist stays an error
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "; a BlockMask is mask.block_mask(q_len, kv_len)" if name in BLOCK_MASK_ATTRIBUTES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __and__(self, other: Mask) -> Mask:
         return _combine("&", self, other)

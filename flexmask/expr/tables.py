@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from typing import Literal as OneOf
 
-from flexmask.errors import ExpressionError, OperandError
+from flexmask._checks import is_tensor
+from flexmask.errors import ExpressionError, OperandError, TraceError
 from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import PRECEDENCE, Index, as_index
 from flexmask.expr.node import Key, Node, key_of, within_depth
@@ -204,7 +205,13 @@ class Param(Index):
         Index.__post_init__(self)
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
-        return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if any(map(is_tensor, indices)):
+            raise TraceError(
+                f"the parameter {self.name} is looked up by tensors, as in a mask_mod, which has no parameters. Write an "
+                f"expression, e.g. {self.name}[flexmask.b, flexmask.q] == {self.name}[flexmask.b, flexmask.kv]"
+            )
+        return within_depth(Lookup(self, tuple(map(as_index, indices))))
 
     def _make_params(self) -> tuple[str, ...]:
         return (self.name,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
 from flexmask.expr.methods import EQUIVALENTS_OF_PLAN
-from flexmask.intervals.bind import MAX_OFFSET
+from flexmask.intervals.bind import MAX_OFFSET, own_sizes
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.capture import GRAPHS, Setting
@@ -41,13 +42,14 @@ class Plan:
         self.mask, self.setting, self.compile = mask, setting, compile
         self._names = mask.params
 
-    def __call__(self, /, *, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
+    def __call__(self, /, *unnamed: Any, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
         """Lowers the mask with some data.
 
         On the CPU, data that contradicts itself or the lengths is an error. Elsewhere values are not read, apart from what the
         mask promises of them, such as ``document(contiguous=True)``.
 
         Args:
+            unnamed: nothing; data is given by name.
             q_offset: position of the first query, an int or an integer tensor ``[B]``.
             data: the value of each parameter of the mask: a tensor on the plan's device; numbers and lists are copied to it.
 
@@ -58,8 +60,10 @@ class Plan:
             ExpressionError: a parameter that the mask does not have, or one that is not given.
             LoweringError: data that contradicts the lengths, data on another device, or a mask that is not separable in q and kv
                 and has too many cells.
-            OperandError: data of a wrong type.
+            OperandError: data of a wrong type, or without its name.
         """
+        if unnamed:
+            raise OperandError(f"a plan takes its data by name; {self._call_text(self._names)}")
         if data.keys() != set(self._names):
             raise ExpressionError(self._wrong_names(set(data)))
         values = [_tensor(data[name], name, self.setting.device) for name in self._names]
@@ -74,7 +78,11 @@ class Plan:
 
             return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
         tensors = [*self.mask.tensors, *values]
-        return GRAPHS.get(self.mask.structure, self._names, setting, tensors).run(tensors, compiled=self.compile)
+        try:
+            graph = GRAPHS.get(self.mask.structure, self._names, setting, tensors)
+        except LoweringError as error:
+            raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
+        return graph.run(tensors, compiled=self.compile)
 
     def __repr__(self) -> str:
         given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
@@ -86,8 +94,23 @@ class Plan:
         has = f"its parameters are {', '.join(self._names)}" if self._names else "it has no parameters"
         if unknown:
             return f"the mask {self.mask.brief()} has no parameter {', '.join(unknown)}; {has}"
-        calls = ", ".join(f"{name}=..." for name in missing)
-        return f"the mask {self.mask.brief()} has parameters that are not given: call the plan with {calls}"
+        return f"the mask {self.mask.brief()} has parameters that are not given: {self._call_text(missing)}"
+
+    def _call_text(self, names: Sequence[str]) -> str:
+        if not names:
+            return f"the mask {self.mask.brief()} has no parameters, so call the plan with none"
+        return f"call the plan with {', '.join(f'{name}=...' for name in names)}"
+
+    def _explained(self, error: LoweringError, data: dict[str, Tensor]) -> LoweringError:
+        """The error of a capture; where the data has another batch than the plan, one that says so."""
+        batch = self.setting.batch
+        own = own_sizes(self.mask.bind(**data)).get("b", batch) if batch else batch
+        if own == batch:
+            return error
+        return LoweringError(
+            f"the plan is for batch={batch}, but the data is for batch={own}; a plan made without batch= takes that of its "
+            "data. Data that serves every sequence has no batch axis"
+        )
 
 
 @names_explained(EQUIVALENTS_OF_PLAN)
@@ -114,7 +137,8 @@ def plan(
 
     Args:
         mask: a mask, its text, or a ``mask_mod``. Its parameters are the data that changes: in text every free name, in Python
-            ``flexmask.param("cu")``.
+            ``flexmask.param("cu")``. A ``mask_mod`` is traced once and has no parameters: a tensor that it captures stays the one
+            of this call, in which only changes in place are seen.
         q_len: number of queries.
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.

@@ -20,8 +20,9 @@ from torch.utils._pytree import register_constant
 
 from flexmask.errors import LoweringError
 from flexmask.expr.deferred import in_graph
-from flexmask.expr.mask import Mask
+from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.node import Structure
+from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
@@ -153,7 +154,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
         if count > MAX_CELLS:
             raise LoweringError(
                 f"a part of {context.mask.brief()} is not separable in q and kv, so a plan evaluates all {count} cells; at most "
-                f"{MAX_CELLS} are possible. Call mask.block_mask() at each step instead"
+                f"{MAX_CELLS} are possible. {_remedy(context.mask)}"
             )
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
     rows = bounds.upper
@@ -163,6 +164,18 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
+
+
+def _remedy(mask: Mask) -> str:
+    """What to write for a mask that has too many cells for a plan."""
+    each_step = "all mask.block_mask() at each step instead"
+    compared = (node for node in mask.walk() if isinstance(node, Compare) and node.sign == "==")
+    if any(isinstance(node.left, Lookup) and isinstance(node.right, Lookup) for node in compared):
+        return (
+            "Where the tokens of each document are contiguous, write document(ids, contiguous=True), or give its lengths= or "
+            f"cu_seqlens=; otherwise c{each_step}"
+        )
+    return f"C{each_step}"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -629,6 +629,20 @@ def test_a_score_mod_that_returns_no_score(score_mod: Any, wanted: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("score_mod", "wanted"),
+    [
+        (lambda score, b, h, q, kv: score if q > kv else -score, "score_mod fails .* it needs the value of a tensor, as `if`"),
+        (lambda score, b, h, q, kv: math.tanh(score), "score_mod fails .* functions of math .* and functions of torch"),
+        (lambda score, b, h, q, kv: score * torch.ones(1)[h], "score_mod fails .* IndexError: index 1 is out of bounds"),
+    ],
+)
+def test_a_score_mod_that_fails(score_mod: Any, wanted: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(OperandError, match=wanted):
+        fm.attention(query, query, query, "causal", score_mod=score_mod, backend="sdpa")
+
+
+@pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ({"score_mod": 3}, "score_mod must be a function .*got int 3"),

@@ -257,7 +257,7 @@ def check_errors() -> None:
             attention(*args, **options)
 
     misused("the mask full is not declared: give it to ContextParallel", *x)
-    misused("is not declared", *x, fm.causal() & fm.document(CHANGED.clone()))
+    misused("is not declared.* its tensors are other objects", *x, fm.causal() & fm.document(CHANGED.clone()))
     lowered: Any = fm.causal().block_mask(LENGTH), fm.plan("causal", LENGTH)()
     for given in lowered:
         misused(f"a {type(given).__name__} cannot be used inside .* has a part of the tokens; give the Mask", *x, given)

@@ -4,14 +4,17 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexmask as fm
 from flexmask import Mask
+from flexmask.errors import OperandError
 from tests.support.strategies import Case, Shape, mask_cases, shaped_masks, shapes
 
 FULL, EMPTY = fm.full(), fm.empty()
@@ -325,6 +328,16 @@ def test_foreign_operand_is_refused_from_both_sides(sign: Callable[[object, obje
             sign(fm.causal(), other)
         with pytest.raises(TypeError):
             sign(other, fm.causal())
+
+
+@pytest.mark.parametrize("mask", [fm.causal(), fm.causal() & fm.sliding_window(size=3)])
+def test_a_mask_is_neither_a_tensor_nor_a_block_mask(mask: Any) -> None:
+    with pytest.raises(OperandError, match=r"a Mask is not indexed: its cells are mask.dense\(q_len, kv_len\)\[b, h, q, kv\]"):
+        mask[3, 1]
+    x = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(AttributeError, match=r"no attribute 'BLOCK_SIZE'; a BlockMask is mask.block_mask\(q_len, kv_len\)"):
+        flex_attention(x, x, x, block_mask=mask)
+    assert not hasattr(mask, "absent")
 
 
 def test_signs_on_the_right_of_a_number() -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.errors import ExpressionError, LoweringError, OperandError, TraceError
 from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.lowering.test_host_syncs import MASKS
@@ -122,6 +122,7 @@ def attend(length: int, **options: Any) -> Tensor:
     return attention(x, x, x, **{"mask": fm.plan("causal", 9)(), **options})
 
 
+IDS: Any = fm.param("ids")
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "missing": (lambda: fm.plan(TEXT, 9)(cu=documents(9)), ExpressionError, "not given: call the plan with lengths="),
     "unknown": (lambda: fm.plan("causal", 9)(ids=documents(9)), ExpressionError, "has no parameter ids; it has no parameters"),
@@ -136,6 +137,26 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "lengths is on meta, the plan on cpu",
     ),
     "cells": (lambda: fm.plan("(q * kv) % 3 == 0", 2**14)(), LoweringError, "not separable in q and kv, so a plan evaluates all"),
+    "documents": (
+        lambda: fm.plan("causal & document(ids)", 2**14)(ids=torch.zeros(2**14, dtype=torch.long)),
+        LoweringError,
+        r"so a plan evaluates all .* write document\(ids, contiguous=True\), or give its lengths= or cu_seqlens=",
+    ),
+    "no name": (
+        lambda: fm.plan("document(ids)", 9)(documents(9)),
+        OperandError,
+        "a plan takes its data by name; call the plan with ids=",
+    ),
+    "a smaller batch": (
+        lambda: fm.plan("document(ids)", 9, batch=2)(ids=torch.zeros(1, 9, dtype=torch.long)),
+        LoweringError,
+        "the plan is for batch=2, but the data is for batch=1; a plan made without batch= takes that of its data",
+    ),
+    "mask_mod": (
+        lambda: cast(Any, fm.plan)(lambda b, h, q, kv: IDS[q] == IDS[kv], 9),
+        TraceError,
+        r"parameter ids is looked up by tensors, as in a mask_mod, which has no parameters.*ids\[flexmask.b, flexmask.q\]",
+    ),
     "sizes": (
         lambda: attend(8),
         LoweringError,
