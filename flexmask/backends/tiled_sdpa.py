@@ -24,7 +24,7 @@ from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_passes import FUSED_SCORES
 from flexmask.backends.tile_weights import DropoutState, ScoreMod, has_nonfinite, precise_dtype
-from flexmask.backends.tiling import plan_tiles
+from flexmask.backends.tiling import may_be_dense, plan_tiles
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.bind import bind
@@ -91,15 +91,17 @@ def block_sdpa(
 
 def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor | None:
     """Attention in one call of ``scaled_dot_product_attention`` with all cells; None where tiles are needed or cheaper."""
-    is_fit = has_fused_kernel(query, key, value) and query.dtype == precise_dtype(query)
-    if not is_fit or is_observed(query) or is_transformed(query, key, value):
+    is_fit = has_fused_kernel(query, key, value) and query.dtype == precise_dtype(query) and query.size(1) == key.size(1)
+    is_plain = not is_observed(query) and not is_transformed(query, key, value)
+    if not (is_fit and is_plain and may_be_dense(query, key, FUSED_SCORES)):
         return None
     tiling = plan_tiles(bounds, query, key, most_scores=FUSED_SCORES, in_bands=True)
     if not tiling.is_dense:
         return None
     ((_, bias, _),) = tiling.with_biases(None, query.dtype)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    if has_nonfinite(out):
+    # A key of -inf that is masked out leaves the output as it is, but not the gradient.
+    if has_nonfinite(out) or (out.requires_grad and has_nonfinite(key)):
         return None
     if tiling.fully_masked is not None:
         out = out.masked_fill(tiling.fully_masked, 0)

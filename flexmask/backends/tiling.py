@@ -18,7 +18,7 @@ from flexmask.backends.tile_band import join_bands
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
-__all__ = ["Tiling", "plan_tiles"]
+__all__ = ["Tiling", "may_be_dense", "plan_tiles"]
 
 BLOCK_ROWS = 128
 # In bands blocks are halved down to this where that leaves out a fifth of the scores.
@@ -100,6 +100,12 @@ class Tiling:
 _TILINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def may_be_dense(query: Tensor, key: Tensor, most_scores: int | None) -> bool:
+    """Whether one tile of all rows and all keys, of at most so many scores, may be cheaper than several."""
+    scores = query.size(0) * query.size(1) * query.size(2) * key.size(2)
+    return most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
+
+
 def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False) -> Tiling:
     """The tiles that cover all visible cells. Reads the bounds on the host once, except in a graph that is captured.
 
@@ -133,8 +139,8 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
     if is_captured() or not has_values(bounds):
         return Tiling(_any_keys(bounds, elements, key_heads, group, q_len, kv_len), bounds, kv_len, not is_captured())
     scores = batch * heads * q_len * kv_len
-    may_be_dense = most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
-    if may_be_dense and scores <= READ_SCORES and bounds.size(3):
+    try_dense = may_be_dense(query, key, most_scores)
+    if try_dense and scores <= READ_SCORES and bounds.size(3):
         return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
     block_rows = _block_rows(bounds) if in_bands else BLOCK_ROWS
@@ -156,7 +162,7 @@ def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | N
     if in_bands:
         tiles = list(join_bands(tiles, kv_len, CALL_SCORES))
     fewest = min(blocks.fewest)
-    if may_be_dense and CALL_SCORES + scores <= sum(CALL_SCORES + tile.scores for tile in tiles):
+    if try_dense and CALL_SCORES + scores <= sum(CALL_SCORES + tile.scores for tile in tiles):
         return _dense(fewest, bounds, elements, key_heads, group, q_len, kv_len)
     return Tiling(tiles, bounds, kv_len, fewest > 0)
 

@@ -709,6 +709,24 @@ class TestNonfiniteValues:
         grads = torch.autograd.grad(out.square().sum(), tensors)
         assert all(grad.isfinite().all() for grad in grads)
 
+    @pytest.mark.parametrize("number", BROKEN)
+    @pytest.mark.parametrize("where", ["key", "value"])
+    def test_one_call_of_all_cells(self, where: str, number: float) -> None:
+        """A masked-out key of -inf, with the score -inf, leaves the output of torch's kernel as it is, but not its gradient."""
+        query, key, value = (torch.rand(1, 2, 16, 8) + 0.1 for _ in range(3))
+        mask = window(16, 16, 2, 0)
+        clean = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        {"key": key, "value": value}[where][:, :, 12] = number
+        tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+        rows = torch.tensor([*range(12), 15])  # which do not attend to the key
+        attend: Callable[..., Tensor] = partial(block_sdpa, bounds=intervals(mask))
+        wanted, out = (attend(*every)[:, :, rows] for every in (clean, tensors))
+        torch.testing.assert_close(out, wanted)
+        grads, of_clean = torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(wanted.sum(), clean)
+        for found, other in zip(grads, of_clean, strict=True):
+            torch.testing.assert_close(found[:, :, :10], other[:, :, :10])
+            assert found[:, :, 15].isfinite().all()
+
 
 class TestErrors:
     @pytest.mark.parametrize(
