@@ -22,7 +22,7 @@ from flexmask.expr.mask import Mask
 from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
-from flexmask.expr.tables import Literal, Param, Table, param
+from flexmask.expr.tables import Literal, Param, Table, named_table, param
 from flexmask.registry import call_error
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class _Reader:
     def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
         data = self.value(source)
         if not isinstance(data, Param | Table | Mask | Index):
-            data = table(data)
+            data = named_table(table(data), source.id if isinstance(source, ast.Name) else "")
         if not isinstance(data, Param | Table):
             self.fail(node, f"{_kind(data)} is not data that can be looked up")
         indices = self.value(index)

@@ -60,6 +60,7 @@ def document(
 
     Args:
         ids: the document of each position, ``[S]`` or ``[B, S]``; below 0 for padding, which is masked out as query and as key.
+            ``document([7, 4, 5])`` has 3 tokens, each a document of its own: lengths are ``lengths=[7, 4, 5]``.
         kv_ids: the documents of the keys if they are another sequence; by default ``ids``.
         lengths: instead of ids, the documents' lengths in tokens, ``[n]`` or ``[B, n]``. They must cover all tokens, unless
             ``padding`` is True.

@@ -16,7 +16,7 @@ from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import DocumentTable, document_ids, document_starts
-from flexmask.expr.tables import Lookup, Param, TensorTable
+from flexmask.expr.tables import Lookup, Param, TensorTable, named_table
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ class Mask(MaskMethods):
         def replaced(node: Node) -> Node | None:
             if isinstance(node, CapturedTensor):
                 return CapturedTensor(others[id(node.tensor)])
-            return TensorTable(others[id(node.tensor)], node.may_be_longer) if isinstance(node, TensorTable) else None
+            return TensorTable(others[id(node.tensor)], node.may_be_longer, node.name) if isinstance(node, TensorTable) else None
 
         return cast(Mask, self.replace(replaced))
 
@@ -165,7 +165,7 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
             data = cast(Any, values[name])
             return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}, padding=padding))
         case Lookup(Param(name), indices) if name in values:
-            return as_table(values[name], name)[cast("tuple[Index, ...]", argument(indices))]
+            return named_table(as_table(values[name], name), name)[cast("tuple[Index, ...]", argument(indices))]
         case Param(name) if name in values:
             value = values[name]
             return as_table(value, name)[()] if is_tensor(value) else as_index(value)

@@ -22,7 +22,19 @@ from flexmask.expr.node import Key, Node, key_of, within_depth
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Literal", "Lookup", "Param", "RESERVED", "Ranged", "Role", "Table", "TensorTable", "param", "write_data"]
+__all__ = [
+    "Literal",
+    "Lookup",
+    "Param",
+    "RESERVED",
+    "Ranged",
+    "Role",
+    "Table",
+    "TensorTable",
+    "named_table",
+    "param",
+    "write_data",
+]
 
 
 #: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
@@ -112,10 +124,12 @@ class TensorTable(Table):
     Args:
         tensor: the values.
         may_be_longer: whether there may be more values than positions, as in a tensor that a traced function captured.
+        name: the parameter that it is the value of, for messages.
     """
 
     tensor: Tensor
     may_be_longer: bool = False
+    name: str = ""
 
     def _make_key(self) -> Key:
         return Key(("TensorTable", id(self.tensor)))
@@ -135,7 +149,8 @@ class TensorTable(Table):
         return self.tensor
 
     def write(self, bare: bool) -> tuple[str, int]:
-        return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
+        named = f"{self.name}: " if self.name else ""
+        return f"<{named}{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
 
 
 #: See :class:`Ranged`.
@@ -230,9 +245,11 @@ class Lookup(Index):
     def __post_init__(self) -> None:
         Index.__post_init__(self)
         if isinstance(self.table, Table) and len(self.table.shape) != len(self.indices):
+            indices = ", ".join(map(str, self.indices))
+            hint = f"; of data [B, S] write [b, {indices}]" if (len(self.table.shape), len(self.indices)) == (2, 1) else ""
             raise ExpressionError(
                 f"{self.table} has {len(self.table.shape)} axes {list(self.table.shape)} but is looked up with "
-                f"{len(self.indices)} indices [{', '.join(map(str, self.indices))}]"
+                f"{len(self.indices)} indices [{indices}]{hint}"
             )
 
     def comparison(self) -> str:
@@ -250,6 +267,11 @@ def write_data(data: Table | Param, bare: bool) -> str:
     if isinstance(data, Ranged):
         return write_data(data.source, bare)
     return str(data.tolist()) if isinstance(data, Literal) else data.write(bare)[0]
+
+
+def named_table(table: Table, name: str) -> Table:
+    """A table as the value of a parameter, whose name messages show where it holds a tensor."""
+    return TensorTable(table.tensor, table.may_be_longer, name) if isinstance(table, TensorTable) else table
 
 
 def param(name: str) -> Param:

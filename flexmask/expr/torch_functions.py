@@ -43,8 +43,9 @@ def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) 
     if name in TAKE_MASKS:
         return f"torch's function {name} takes a tensor, not a mask of flexmask. Write {TAKE_MASKS[name]}"
     if name in ("getitem", "setitem") and len(args) > 1:
-        indices = ", ".join(map(_text, args[1] if isinstance(args[1], tuple) else args[1:2]))
-        return f"a tensor is not indexed with [{indices}]: wrap it as data, flexmask.table(tensor)[{indices}]"
+        given = args[1] if isinstance(args[1], tuple) else args[1:2]
+        indices = ", ".join(map(_text, given))
+        return f"a tensor is not indexed with [{indices}]: wrap it as data, flexmask.table(tensor)[{_indices(given)}]"
     try:
         written = EQUIVALENTS[name].format(*map(_text, args))
     except (KeyError, IndexError):  # unknown, or called with arguments by name
@@ -53,5 +54,13 @@ def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) 
     return f"torch's function {name} takes tensors, not masks or index expressions of flexmask. Write {written}"
 
 
+def _indices(given: tuple[Any, ...]) -> str:
+    """Indices of a table, where a first axis that a tensor keeps by a slice is that of the sequences."""
+    keeps_batch = len(given) > 1 and isinstance(given[0], slice)
+    return ", ".join(["b", *map(_text, given[1:])] if keeps_batch else map(_text, given))
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, slice) and value == slice(None):
+        return ":"
     return "tensor" if hasattr(value, "dtype") else value.brief() if hasattr(value, "brief") else str(value)

@@ -5,6 +5,7 @@ Values of tensors in another device's memory are not read, which would force a h
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -219,7 +220,9 @@ def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> d
     claims_of: dict[str, Claims] = {"b": {}, "h": {}}
     for axis, keyword in KEYWORDS:
         if given[axis] is not None:
-            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = f"{keyword}={given[axis]}"
+            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = (
+                f"the query ({keyword}={given[axis]})"
+            )
     if isinstance(offset, Tensor) and offset.numel() > 1:
         claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
     _add_claims(_parts(mask), claims_of)
@@ -246,9 +249,11 @@ def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[s
     length = needed[name]
     may_be_longer = _may_be_longer(lookup)
     if name == "kv" and (size < cast(int, length) if may_be_longer else size != length):
-        raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}")
+        raise LoweringError(
+            f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}{_lengths_hint(lookup, mask)}"
+        )
     if name == "q" and not (moved or may_be_longer) and size not in (length, needed["kv"]):
-        hint = "; give q_offset for later queries" if size > cast(int, length) else ""
+        hint = "; give q_offset for later queries" if size > cast(int, length) else _lengths_hint(lookup, mask)
         raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
@@ -258,10 +263,24 @@ def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[s
 
 def data_owner(lookup: Lookup, mask: Mask) -> str:
     """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
+    owner = _named_owner(lookup, mask)
+    return lookup.brief() if owner is None else owner.brief()
+
+
+def _named_owner(lookup: Lookup, mask: Mask) -> Named | None:
     for named in mask.walk():
         if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
-            return named.brief()
-    return lookup.brief()
+            return named
+    return None
+
+
+def _lengths_hint(lookup: Lookup, mask: Mask) -> str:
+    """For ids that may be meant as lengths of documents."""
+    owner = _named_owner(lookup, mask)
+    arguments = {} if owner is None else dict(owner.arguments)
+    if arguments.get("ids") is not lookup.table or owner is None or "lengths" not in inspect.signature(owner.define).parameters:
+        return ""
+    return "; ids have a value for each token, the lengths of documents are lengths="
 
 
 def _tensor(table: Table | Param, context: Context) -> Tensor:

@@ -143,7 +143,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a text": (lambda n: "causl", "causl is not a named mask. Did you mean causal"),
     "an argument": (lambda n: fm.key_padding(lengthz=n), "unexpected keyword argument 'lengthz'. Did you mean lengths"),  # type: ignore[call-arg]
     "a dtype": (lambda n: fm.key_padding(n.float()), "key_padding: lengths must hold integers"),
-    "a batch": (lambda n: fm.key_padding(n.expand(3, 2)[:, 0]), "two sizes of batch: 2 by batch=2 and 3 by"),
+    "a batch": (lambda n: fm.key_padding(n.expand(3, 2)[:, 0]), r"two sizes of batch: 2 by the query \(batch=2\) and 3 by"),
     "an unbound parameter": (lambda n: "key_padding(n)", "unbound parameters: give them with mask.bind"),
     "a mask_mod": (lambda n: lambda b, h, q, kv: kv < n[b], "the mask of a mask_mod cannot be made in code that torch.compile"),
     "a comparison": (lambda n: kv <= q, "a comparison of index expressions cannot be made .* write a mask as text"),
