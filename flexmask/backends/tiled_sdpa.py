@@ -164,7 +164,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cel
 
 
 def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
-    return all(axis in (1, size) for axis, size in zip(tensor.shape, sizes, strict=False))
+    # Not `axis in (1, size)`, which torch.compile does not trace for sizes that are symbols.
+    return all(axis == 1 or axis == size for axis, size in zip(tensor.shape, sizes, strict=False))
 
 
 # ---------------------------------------------------------------- the backend

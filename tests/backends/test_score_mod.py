@@ -117,3 +117,14 @@ def test_a_graph_has_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )(query)
     (graph,) = graphs
     assert sum("checkpoint" in str(node.target) for node in graph.graph.nodes) == 3
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, i, j: score * 2], ids=["plain", "score_mod"])
+def test_dynamic_lengths(score_mod: Any) -> None:
+    def attend(query: Tensor) -> Tensor:
+        return fm.attention(query, query, query, fm.sliding_window(size=7), score_mod=score_mod, backend="sdpa")
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (30, 41):
+        query = torch.randn(1, 2, length, 8)
+        torch.testing.assert_close(compiled(query), attend(query))
