@@ -1,4 +1,4 @@
-"""Values of options: a parameter with its value, and the size of a block."""
+"""Values of options: a parameter with its value, the size of a block, and the place of a cell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-__all__ = ["BlockSize", "Parameter", "read_text"]
+__all__ = ["BlockSize", "Parameter", "Place", "read_text"]
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
@@ -42,6 +42,20 @@ class BlockSize(click.ParamType):  # type: ignore[type-arg]  # as above
         if len(sizes) > 2 or min(sizes) < 1:
             self.fail(f"{value!r} is neither a positive number nor two of them, Q,KV", param, ctx)
         return sizes[0], sizes[-1]
+
+
+class Place(click.ParamType):  # type: ignore[type-arg]  # as above
+    """``Q,KV`` or ``B,H,Q,KV``: a cell."""
+
+    name = "q,kv"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if len(parts) not in (2, 4) or not all(part.isdecimal() for part in parts):
+            self.fail(f"{value!r} is neither Q,KV nor B,H,Q,KV", param, ctx)
+        return tuple(map(int, parts))
 
 
 def read_text(text: str, fail: Callable[[str], NoReturn]) -> str:

@@ -14,7 +14,7 @@ from flexmask.expr.data import table
 from flexmask.expr.index import q
 from flexmask.expr.mask import Mask, Truth
 from flexmask.plotting.caption import shortened
-from flexmask.plotting.terms import terms
+from flexmask.report.terms import terms
 
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding

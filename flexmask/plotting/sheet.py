@@ -14,7 +14,7 @@ from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.labels import ContentOptions, PictureOptions, picture_lengths
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.selection import select
-from flexmask.plotting.terms import terms
+from flexmask.report.terms import terms
 from flexmask.tracing.as_mask import as_mask
 
 if TYPE_CHECKING:

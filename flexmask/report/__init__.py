@@ -5,7 +5,7 @@ Takes masks and lengths; gives `Stats` (cells, blocks, bytes), `Explanation` (me
 """
 
 from flexmask.report.compare import Difference
-from flexmask.report.explain import Explanation
+from flexmask.report.explain import CellReason, Explanation
 from flexmask.report.stats import Stats
 
-__all__ = ["Difference", "Explanation", "Stats"]
+__all__ = ["CellReason", "Difference", "Explanation", "Stats"]

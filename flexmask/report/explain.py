@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flexmask._checks import checked_int
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
+from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
+from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import interval_count
+from flexmask.report.compare import Cell
 from flexmask.report.stats import Stats, stats
+from flexmask.report.terms import terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["Explanation", "Leaf", "explain", "memory_text"]
+__all__ = ["CellReason", "Explanation", "Leaf", "explain", "memory_text"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,26 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class CellReason:
+    """Why one cell of a mask is visible or hidden.
+
+    Attributes:
+        cell: its place.
+        shown_by: the terms of the mask that show the cell.
+        hidden_by: the terms that hide it; empty where it is visible. All terms together, joined by ``&``, are the mask.
+    """
+
+    cell: Cell
+    shown_by: tuple[str, ...]
+    hidden_by: tuple[str, ...]
+
+    @property
+    def visible(self) -> bool:
+        """Whether the cell is visible."""
+        return not self.hidden_by
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The result of :func:`explain`; ``str()`` gives it as text.
 
@@ -53,6 +79,7 @@ class Explanation:
         row_bytes: memory of the rows, in bytes.
         dense_bytes: memory of the dense mask, in bytes.
         stats: the statistics of its cells and blocks.
+        cell: why the cell that was asked for is visible or hidden; None where none was.
     """
 
     mask: str
@@ -66,6 +93,7 @@ class Explanation:
     row_bytes: int
     dense_bytes: int
     stats: Stats
+    cell: CellReason | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """The explanation as pairs of a label, which may be empty, and a text."""
@@ -93,6 +121,7 @@ class Explanation:
             ("visible", f"{stats.visible_fraction:.2%} of {stats.cells:,} cells; {hidden}"),
             ("memory", memory),
             ("attention", _cost_text(stats.cost)),
+            *(_cell_lines(self.cell) if self.cell is not None else []),
         ]
 
     def __str__(self) -> str:
@@ -110,6 +139,7 @@ def explain(
     q_offset: int | Tensor = 0,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
+    cell: Sequence[int] | None = None,
 ) -> Explanation:
     """Explains the conditions of a mask, its lowerings, and their cost.
 
@@ -122,9 +152,12 @@ def explain(
         q_offset: position of the first query.
         device: where the mask is lowered.
         block_size: tokens in a block, or the pair (queries, keys).
+        cell: ``(q, kv)`` or ``(b, h, q, kv)``, a cell of which to say which terms of the mask hide it; ``q`` counts from 0
+            whatever the offset.
 
     Raises:
-        LoweringError: the mask cannot be lowered at these lengths.
+        OperandError: a cell that is not two or four integers.
+        LoweringError: the mask cannot be lowered at these lengths, or has no such cell.
     """
     mask = as_mask(mask, device=device)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
@@ -145,7 +178,32 @@ def explain(
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
         stats=stats(context, block_size, bounds),
+        cell=None if cell is None else _reason(mask, context, cell, heads),
     )
+
+
+def _reason(mask: Mask, context: Context, cell: Sequence[int], heads: int | None) -> CellReason:
+    """Which terms of a mask show a cell, and which hide it."""
+    if not isinstance(cell, Sequence) or len(cell) not in (2, 4):
+        raise OperandError(f"cell must be (q, kv) or (b, h, q, kv), got {cell!r}")
+    sizes = (context.full_batch, max(context.heads, heads or 1), context.q_len, context.kv_len)
+    place = Cell(*((0, 0, *cell) if len(cell) == 2 else cell))
+    for axis, position, size in zip(place._fields, place, sizes, strict=True):
+        checked_int(position, f"cell: {axis}", 0, size - 1, LoweringError)
+    b, h = min(place.b, context.batch - 1), min(place.h, context.heads - 1)  # one stands for all that are the same
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for term in terms(mask, h):
+        evaluate = cell_evaluator(replace(context, mask=term.expand()))
+        found[bool(evaluate(place.q, place.q + 1, place.kv, place.kv + 1)[b, h])].append(str(term))
+    return CellReason(place, tuple(found[True]), tuple(found[False]))
+
+
+def _cell_lines(reason: CellReason) -> list[tuple[str, str]]:
+    return [
+        ("cell", f"{reason.cell} is {'visible' if reason.visible else 'hidden'}"),
+        *(("", f"hidden by {term}") for term in reason.hidden_by),
+        *(("", f"shown by {term}") for term in reason.shown_by),
+    ]
 
 
 def _conditions(mask: Mask) -> list[Mask]:

@@ -16,7 +16,7 @@ from flexmask import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.raster import rasterize
-from flexmask.plotting.terms import terms
+from flexmask.report.terms import terms
 
 Q, KV = 9, 11
 LEAVES = [

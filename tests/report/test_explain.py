@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 import flexmask as fm
 from flexmask.cli import main
-from flexmask.errors import LoweringError
+from flexmask.errors import LoweringError, OperandError
 from tests.support import oracle
 from tests.support.cli import PLAIN
 
@@ -184,6 +184,62 @@ def test_help_shows_examples() -> None:
     assert result.exit_code == 0
     assert "flexmask explain" in result.output
     assert "MODULE" in result.output
+
+
+@pytest.mark.parametrize(("mask", "exact"), MASKS.values(), ids=MASKS.keys())
+def test_a_cell_is_hidden_by_the_terms_that_hide_it(mask: fm.Mask, exact: bool) -> None:
+    cells = mask.dense(LENGTH)
+    for cell in [(0, 0), (3, 7), (12, 4), (19, 19)]:
+        for one in {0, cells.shape[0] - 1}:
+            for head in {0, cells.shape[1] - 1}:
+                reason = fm.explain(mask, LENGTH, cell=(one, head, *cell)).cell
+                assert reason is not None
+                assert reason.visible == bool(cells[(one, head, *cell)])
+                for texts, shows in ((reason.shown_by, True), (reason.hidden_by, False)):
+                    for text in texts:
+                        term = fm.parse(text).dense(LENGTH, batch=cells.shape[0], heads=cells.shape[1])
+                        assert bool(term.expand_as(cells)[(one, head, *cell)]) is shows
+
+
+def test_a_cell_has_all_terms_that_hide_it() -> None:
+    mask = fm.causal() & fm.sliding_window(left=4, right=4) & fm.document(lengths=[5, 15])
+    text = str(fm.explain(mask, LENGTH, cell=(2, 9)))
+    wanted = """
+cell        b=0, h=0, q=2, kv=9 is hidden
+            hidden by causal
+            hidden by sliding_window(left=4, right=4)
+            hidden by document(lengths=[5, 15])"""
+    assert text.endswith(wanted), text
+    shifted = fm.explain("causal", 1, 512, q_offset=300, cell=(0, 300))
+    assert str(shifted).endswith("kv=300 is visible\n            shown by causal")
+    assert (
+        fm.explain("causal", 4, batch=3, heads=2, cell=(2, 1, 0, 0)).cell
+        == fm.explain("causal", 4, batch=3, heads=2, cell=[2, 1, 0, 0]).cell
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind", "message"),
+    [
+        ((20, 0), LoweringError, "cell: q.*20"),
+        ((0, 0, 0, 20), LoweringError, "cell: kv"),
+        ((0, 1, 0, 0), LoweringError, "cell: h"),
+        ((0, -1), LoweringError, "cell: kv.*-1"),
+        ((0.0, 1), OperandError, "cell: q"),
+        (3, OperandError, r"\(q, kv\) or \(b, h, q, kv\), got 3"),
+        ((1, 2, 3), OperandError, r"got \(1, 2, 3\)"),
+    ],
+)
+def test_cells_that_are_none(cell: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fm.explain(fm.causal(), LENGTH, cell=cell)
+
+
+def test_the_command_explains_a_cell() -> None:
+    arguments = ("causal & document(lengths=[3, 5])", "--cell", "5,1")
+    assert "hidden by document(lengths=[3, 5])" in run(*arguments).stdout
+    assert '"hidden_by"' in run(*arguments, "--json").stdout
+    assert run("causal", "--cell", "5").exit_code == 2
 
 
 def test_explanation_is_a_value() -> None:
