@@ -182,7 +182,7 @@ def dropped_documents(
     if position_ids.device.type == "meta":
         return None
     positions = position_ids.expand(batch, -1)
-    starts = restarts(positions, keep)
+    starts = restarts(positions, _keep_of_queries(keep, q_len, q_offset))
     is_packed = bool(starts.any())
     if cache is not None and is_first:
         note_keys(cache).several = is_packed
@@ -246,15 +246,20 @@ def _packed_in_graph(found: Any, cache: Any, position_ids: Tensor | None, batch:
     if early_exit or documents is not None or position_ids is None or q_len == 1 or position_ids.dim() != 2:
         return found
     if (cache is not None and not (isinstance(q_offset, int) and q_offset == 0)) or q_len != kv_len:
-        positions = position_ids.expand(batch, -1)
-        if attention_mask is not None:  # of the queries
-            places = (torch.arange(q_len, device=positions.device) + q_offset).clamp(max=attention_mask.shape[1] - 1)
-            attention_mask = attention_mask[:, places]
+        keep = _keep_of_queries(attention_mask, q_len, q_offset)
         torch._assert_async(
-            ~restarts(positions, attention_mask).any(),
+            ~restarts(position_ids.expand(batch, -1), keep).any(),
             "position_ids restart inside a row, where the cache is not empty or has free places: in code that torch.compile "
             "traces, their documents are not known. Pack rows without a cache, or give each document a row",
         )
         return found
     documents = restarts(position_ids.expand(batch, -1), attention_mask).cumsum(-1)
     return False, attention_mask, documents, q_len, kv_len, q_offset, kv_offset
+
+
+def _keep_of_queries(keep: Tensor | None, q_len: int, q_offset: int | Tensor) -> Tensor | None:
+    """The part of a 2-D mask ``bool[B, tokens]`` of the tokens so far that belongs to the queries, ``bool[B, q_len]``."""
+    if keep is None:
+        return None
+    places = torch.arange(q_len, device=keep.device) + q_offset
+    return keep[:, places.clamp(max=keep.shape[1] - 1)]

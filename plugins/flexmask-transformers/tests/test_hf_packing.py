@@ -8,7 +8,7 @@ import pytest
 import torch
 from flexmask_transformers import masks_of, use_mask
 from flexmask_transformers.attention import attention_forward
-from hf_models import one_layer, pair, tokens
+from hf_models import one_layer, padding, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
 from torch.testing import assert_close
@@ -251,6 +251,20 @@ class TestCaches:
         found = ours(tokens(1, 1, seed=5), past_key_values=cache).logits
         whole = torch.cat([tokens(1), tokens(1, 1, seed=5)], 1)
         assert_close(found, eager(whole).logits[:, -1:], **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_in_two_parts_with_padding(side: str) -> None:
+    """The positions of padding tokens, which start again, begin no document in the second part either."""
+    eager, ours = one_layer("llama")
+    keep, cache = padding(side), DynamicCache(config=ours.config)
+    places = (keep.cumsum(-1) - 1).clamp(min=0).masked_fill(keep == 0, 1)
+    parts = [
+        ours(tokens()[:, part], attention_mask=keep[:, : part.stop], position_ids=places[:, part], past_key_values=cache).logits
+        for part in (slice(0, 6), slice(6, 12))
+    ]
+    wanted = eager(tokens(), attention_mask=keep, position_ids=places).logits
+    assert_close(torch.cat(parts, 1)[keep.bool()], wanted[keep.bool()], **CLOSE)
 
 
 def test_tokens_after_one_document() -> None:
