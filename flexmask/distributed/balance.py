@@ -172,9 +172,8 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
     turn = unchanged = compared = 0
     while pairs and unchanged < ranks and compared < COMPARED and (every or int(load.max()) > limit):
         by_load, place = load.argsort(descending=True, stable=True), torch.arange(ranks)
-        partner = (
-            ranks - 1 - turn - place
-        ) % ranks  # in turn 0 the most loaded has the least loaded; in all turns all pairs meet
+        # In turn 0 the most loaded has the least loaded; in all turns all pairs meet.
+        partner = (ranks - 1 - turn - place) % ranks
         place = place[place < partner][:pairs]
         if not every:
             place = place[load[by_load[place]] > limit]
