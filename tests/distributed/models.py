@@ -341,14 +341,14 @@ def check_rank_with_an_error() -> None:
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if dist.get_rank() == last:
-            raise KeyError("of this rank")
+            raise MemoryError("of this rank")
         return score
 
     def forward() -> None:
         for _ in range(2):
             attention(*x, "causal", score_mod=score_mod)
 
-    expected: Any = KeyError if dist.get_rank() == last else RuntimeError
+    expected: Any = MemoryError if dist.get_rank() == last else RuntimeError
     with pytest.raises(expected, match=r"of this rank|[Tt]im|closed|reset"), cp:
         forward()
     assert not ENTERED
