@@ -308,8 +308,15 @@ class MultiheadFlexAttention(nn.Module):
             if not fits or positions.shape not in ((x.shape[1],), (x.shape[0], x.shape[1])):
                 wanted = f"int[{x.shape[1]}] or int[{x.shape[0]}, {x.shape[1]}]"
                 raise LoweringError(f"positions must be {wanted}, got {kind_of(positions)}")
-        holds = cache is not None and cache.holds_context
-        if context is None and not holds and self.d_context != self.d_in:
+        held = cache.key if cache is not None and cache.holds_context else None
+        if held is not None:
+            given, kept = [x.shape[0], held.shape[2] if context is None else context.shape[1]], [held.shape[0], held.shape[2]]
+            if given != kept:
+                raise LoweringError(
+                    f"the cache holds the keys of a context [B, kv_len] = {kept}, and the call has {given}: the first call with "
+                    "a cache computes the keys, and all others read them. Call cache.reset() for another context"
+                )
+        if context is None and held is None and self.d_context != self.d_in:
             raise LoweringError(f"the module is made for cross-attention: give context=, [B, length, {self.d_context}]")
 
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:

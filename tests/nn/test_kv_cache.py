@@ -245,6 +245,18 @@ def test_no_mask_attends_to_the_tokens_so_far() -> None:
     check_close(module(x[:, 4:6], cache=ragged)[1], module(x[1:, [0, 1, 4, 5]])[0, 2:])
 
 
+@pytest.mark.parametrize("other", [(2, 5), (1, 7)])
+def test_another_context_needs_a_reset(other: tuple[int, int]) -> None:
+    module, cache = MultiheadFlexAttention(6, 8, 4, d_context=10).double(), KVCache()
+    x, context = inputs(3), torch.randn(2, 7, 10, dtype=torch.float64)
+    module(x, context=context, cache=cache)
+    again = x[: other[0]], torch.randn(*other, 10, dtype=torch.float64)
+    with pytest.raises(LoweringError, match=r"holds the keys of a context \[B, kv_len\] = \[2, 7\].*reset\(\)"):
+        module(again[0], context=again[1], cache=cache)
+    cache.reset()
+    check_close(module(again[0], context=again[1], cache=cache), module(again[0], context=again[1]))
+
+
 @pytest.mark.parametrize("rope", [None, turn])
 @pytest.mark.parametrize("d_context", [6, 10])
 def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
