@@ -129,8 +129,8 @@ for step in range(steps):
 # Decoding with a cache
 # ---------------------
 # A :class:`~flexmask.KVCache` keeps the keys and values of earlier tokens, so that each call computes one token.
-# Cross-attention has a cache too: it computes the keys of the source once, in the first call. The mask of the decoder is
-# ``causal()`` of the whole target.
+# Cross-attention has a cache too: it computes the keys of the source once, in the first call. For another source make new caches,
+# as ``reverse`` does, or call ``reset()`` on both. The mask of the decoder is ``causal()`` of the whole target.
 
 
 @torch.no_grad()

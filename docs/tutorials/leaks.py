@@ -27,6 +27,10 @@ assert_no_leak(MultiheadFlexAttention(16, 16, 2), mask, torch.randn(1, 8, 16))
 mask.plot(8)
 
 # %%
+# The check compares the model with the mask that you give. If the model has the same wrong mask, the check passes. So write the
+# mask of the check in another way than the model's, for example as lengths where the model has ids. Look at it once, in the
+# picture above or in the terminal with ``mask.show(8)``.
+#
 # Any function can be checked, also one that has nothing to do with flexmask. This one forgot the documents:
 
 

@@ -54,8 +54,8 @@ for length in (4096, 16384, 65536):
 # Decoding
 # --------
 # Without a cache, each new token would compute the keys and values of all earlier tokens again. A :class:`~flexmask.KVCache`
-# keeps them. Each call gives the new tokens, one or several, and the mask of the *whole* sequence. The rows are those of the
-# whole sequence:
+# keeps them. Each call gives the new tokens only, one or several, and the mask of the *whole* sequence. The outputs equal those
+# of one call on the whole sequence:
 
 layer = MultiheadFlexAttention(16, 16, 2).eval()
 x = torch.randn(1, 12, 16)
@@ -70,6 +70,9 @@ print("tokens in the cache:", cache.length)
 print("greatest difference:", (torch.cat([prompt, *steps], dim=1) - whole).abs().max().item())
 
 # %%
+# For another prompt call ``cache.reset()``, or make a new cache. Otherwise its tokens are appended to those of the first prompt.
+# The cache of cross-attention keeps the keys of its first context; call ``reset()`` for another context.
+#
 # In a picture: the rows of the prompt, then one row for each step.
 
 mask.plot(12, q_offset=0, title="the whole sequence")

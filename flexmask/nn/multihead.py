@@ -55,8 +55,9 @@ class MultiheadFlexAttention(nn.Module):
         d_context: width of the context where it differs from ``d_in``; the module is then for cross-attention.
         out_bias: whether the output projection has a bias.
         dropout: probability that an attention weight is dropped in training mode.
-        mask: a mask, its text, or a ``mask_mod``, for calls of :meth:`forward` without one. It moves with the module, and is not
-            in its state.
+        mask: a mask, its text, or a ``mask_mod``, for calls of :meth:`forward` without one. A mask in the call replaces it: with
+            ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the module, and is not in its
+            state.
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
@@ -153,7 +154,7 @@ class MultiheadFlexAttention(nn.Module):
         Args:
             x: ``[B, q_len, d_in]``.
             mask: a mask, its text, a ``mask_mod`` (which is traced at each call), what a :func:`flexmask.plan` gives, or a
-                BlockMask. None for the module's own mask, or no mask where it has none.
+                BlockMask. It replaces the module's own mask. None for the module's own mask, or no mask where it has none.
             others: must be empty. ``key`` and ``value`` of torch's module are ``context`` here.
             context: ``[B, kv_len, d_context]``, the source of keys and values in cross-attention. Not needed where ``cache``
                 holds its keys.
@@ -251,6 +252,8 @@ class MultiheadFlexAttention(nn.Module):
         cls, module: nn.MultiheadAttention, *, batch_first: bool = False, mask: MaskLike | None = None, backend: str = "auto"
     ) -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
+
+        All weights of the new module are trainable. Make an optimizer after this call, from the new weights.
 
         True means attend: for ``key_padding_mask=hidden`` and a boolean ``attn_mask`` of that module, give this one
         ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row gives 0 before the output projection, not NaN.
