@@ -71,7 +71,8 @@ print("greatest difference:", (torch.cat([prompt, *steps], dim=1) - whole).abs()
 
 # %%
 # For another prompt call ``cache.reset()``, or make a new cache. Otherwise its tokens are appended to those of the first prompt.
-# The cache of cross-attention keeps the keys of its first context; call ``reset()`` for another context.
+# The cache of cross-attention keeps the keys of its first context: call ``reset()`` for another. Without it a context of the same
+# shape is not read, and one of another batch or length is an error.
 #
 # In a picture: the rows of the prompt, then one row for each step.
 

@@ -46,8 +46,9 @@ class KVCache:
     Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
     where layers share their weights, needs one cache per application, which is not checked.
 
-    In cross-attention the first call computes the keys of the context, and all others read them, also where they give another
-    context: call :meth:`reset` for that. They need no capacity. Another prompt in self-attention needs :meth:`reset` too.
+    In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity. Call
+    :meth:`reset` for another context: one of another batch or length is an error, one of the same shape is not read. Another
+    prompt in self-attention needs :meth:`reset` too.
 
     Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
     serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
