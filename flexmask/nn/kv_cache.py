@@ -54,6 +54,9 @@ class KVCache:
     serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
     share a LoweredMask: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error.
 
+    A BlockMask, or the LoweredMask of a plan, that is made without ``q_offset`` has the rows from position 0 on, whatever the
+    cache holds. This is not checked.
+
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
     Args:

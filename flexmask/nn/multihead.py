@@ -159,7 +159,8 @@ class MultiheadFlexAttention(nn.Module):
             context: ``[B, kv_len, d_context]``, the source of keys and values in cross-attention. Not needed where ``cache``
                 holds its keys.
             cache: the tokens before ``x``, to which those of ``x`` are appended: see :class:`flexmask.KVCache`. The mask is that
-                of the whole sequence. A BlockMask is built with ``q_offset``, for the ``capacity`` of the cache or its tokens.
+                of the whole sequence. A BlockMask or a LoweredMask is made with ``q_offset``, for the ``capacity`` of the cache
+                or its tokens. Without ``q_offset`` it has the rows from position 0 on, which is not checked.
             positions: positions of the tokens of ``x`` for ``rope``, ``int[q_len]`` or ``int[B, q_len]``, e.g. where they restart
                 in each document. By default they count from the start of the sequence. Those of a context always do.
             return_qk: whether to return the queries and keys as well, after ``rope``.

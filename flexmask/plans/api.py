@@ -133,7 +133,8 @@ def plan(
             ...
             out = flexmask.attention(query, key, value, lowered)  # in each layer
 
-    Its calls take ``q_offset`` as well: see :meth:`Plan.__call__`.
+    Its calls take ``q_offset`` as well: see :meth:`Plan.__call__`. Without it the rows are those from position 0 on. A
+    :class:`flexmask.KVCache` does not check this.
 
     Args:
         mask: a mask, its text, or a ``mask_mod``. Its parameters are the data that changes: in text every free name, in Python
