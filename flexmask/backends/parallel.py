@@ -77,7 +77,7 @@ def leave_parallel(parallel: Parallel) -> None:
     del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(parallel)]
     if not torch.compiler.is_compiling():
         for span in reversed(_SPANS):
-            if span.parallel is weakref.ref(parallel) and span.stop == math.inf:
+            if span.parallel() is parallel and span.stop == math.inf:
                 span.stop = torch._C._autograd._get_sequence_nr()
                 break
 
@@ -98,7 +98,7 @@ def _is_repeated_elsewhere() -> bool:
         return False
     number, entered = node._sequence_nr(), entered_parallel()
     inside = [span.parallel for span in _SPANS if span.first <= number < span.stop]
-    return bool(inside) and (entered is None or inside[-1] is not weakref.ref(entered))
+    return bool(inside) and (entered is None or inside[-1]() is not entered)
 
 
 _is_repeated_elsewhere._dynamo_marked_constant = True  # type: ignore[attr-defined] # compiled code knows it when it is traced

@@ -47,8 +47,7 @@ class KVCache:
     where layers share their weights, needs one cache per application, which is not checked.
 
     In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity. Call
-    :meth:`reset` for another context: one of another batch or length is an error, one of the same shape is not read. Another
-    prompt in self-attention needs :meth:`reset` too.
+    :meth:`reset` before another context or prompt: a context of another batch or length is an error, others are not read.
 
     Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
     serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
@@ -260,8 +259,7 @@ class KVCache:
 
         Args:
             path: the accepted nodes from a root down, ``int[n]`` or ``int[B, n]``. Node 0 is the first token after the prefix.
-                Sequences that accept fewer nodes end with ``-1``; an empty path accepts none. Reading a tensor
-                forces a host sync.
+                Where fewer are accepted it ends with ``-1``, or is empty. Reading a tensor forces a host sync.
             prefix: tokens before the tree, an int or ``int[B]``.
 
         Raises:
@@ -286,9 +284,7 @@ class KVCache:
         counts = [sum(node >= 0 for node in one) for one in paths]
         for one, count, begin, end in zip(paths, counts, begins, held, strict=True):
             if any(low >= high for low, high in pairwise(one[:count])) or min(one[:count], default=0) < 0:
-                raise LoweringError(
-                    f"accept: a path has its nodes in increasing order, and then -1 where it is shorter; got {one}"
-                )
+                raise LoweringError(f"accept: a path has nodes in increasing order, and then -1 where it is shorter; got {one}")
             if begin < 0 or max(one, default=-1) >= end - begin:
                 raise LoweringError(f"accept: path {one} after prefix={begin} is not within the {end} tokens of the cache")
         lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
