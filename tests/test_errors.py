@@ -103,6 +103,46 @@ DATA: list[Row] = [
     ("negative document lengths", lambda: fm.document(lengths=[3, -1]), "document ... lengths ... -1"),
     ("lengths with two axes", lambda: fm.key_padding([[1], [2]]), r"key_padding ... lengths ... \[2, 1\]"),
     ("ids with three axes", lambda: fm.document([[[0]]]), r"document ... ids ... \[1, 1, 1\]"),
+    (
+        "lengths with three axes",
+        lambda: fm.document(lengths=[[[3]]]),
+        r"axes \[documents\] or \[batch, documents\] ... \[1, 1, 1\]",
+    ),
+    ("offsets with three axes", lambda: fm.document(cu_seqlens=[[[0, 3]]]), r"\[documents \+ 1\] or \[batch, documents \+ 1\]"),
+    (
+        "a list of tensors as ids",
+        lambda: fm.document([torch.tensor([0, 1]), torch.tensor([1, 1])]),
+        r"ids ... a list with Tensor int64\[2\]: take torch.stack\(list\)$",
+    ),
+    (
+        "a list of tensors of two lengths",
+        lambda: fm.document(lengths=[torch.tensor([3, 1]), torch.tensor([4])]),
+        r"lengths ... torch.stack\(list\), after padding all of them to one length$",
+    ),
+    (
+        "a list of tensors as keep",
+        lambda: fm.key_padding(keep=[torch.tensor([True, False])]),
+        r"keep ... bool\[2\]: take torch.stack\(",
+    ),
+    ("a list of tensors to bind", lambda: fm.parse("document(ids)").bind(ids=[torch.tensor([0, 1])]), r"torch.stack\(list\)"),
+    ("a list of arrays", lambda: fm.document([np.array([0, 1]), np.array([1, 1])]), r"ids ... take numpy.stack\(list\)$"),
+    (
+        "keep of Transformers",
+        lambda: fm.key_padding(keep=torch.ones(2, 1, 1, 6, dtype=torch.bool)),
+        r"keep ... \[S\] or \[B, S\], got shape \[2, 1, 1, 6\]: take tensor\[:, 0, 0\]$",
+    ),
+    ("keep with three axes", lambda: fm.query_padding(keep=torch.ones(2, 1, 6, dtype=torch.long)), r"take tensor\[:, 0\]$"),
+    (
+        "keep with a value for each cell",
+        lambda: fm.key_padding(hide=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
+        r"hide ... give from_dense\(tensor\)$",
+    ),
+    (
+        "offsets as lengths",
+        lambda: fm.document(lengths=[0, 4, 7, 12]).dense(12),
+        "lengths cover 23 tokens, but there are 12 positions. They begin with 0 and rise: did you mean cu_seqlens=",
+    ),
+    ("too many lengths", lambda: fm.document(lengths=[4, 7, 12]).dense(12), "there are 12 positions$"),
     ("ids without axes", lambda: fm.document(3), "document ... ids"),
     (
         "ragged ids",

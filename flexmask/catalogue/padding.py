@@ -13,6 +13,8 @@ from flexmask.expr.tables import Param
 from flexmask.registry import named
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flexmask.expr.data import Data
 
 __all__ = ["cross_length", "key_padding", "query_padding"]
@@ -173,6 +175,17 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
     meaning = "a real token" if what == "keep" else "padding"
     values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", meaning)
     if not isinstance(values, Param) and len(values.shape) not in (1, 2):
-        raise ExpressionError(f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}")
+        raise ExpressionError(
+            f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}{_squeeze_hint(values.shape)}"
+        )
     looked_up = along(values, position)
     return looked_up != 0 if what == "keep" else looked_up == 0
+
+
+def _squeeze_hint(shape: Sequence[int | None]) -> str:
+    """What to write for a mask that broadcasts over heads and queries, as ``bool[B, 1, 1, S]``, or has cells."""
+    if len(shape) < 3:
+        return ""
+    if all(size == 1 for size in shape[1:-1]):
+        return f": take tensor[:{', 0' * (len(shape) - 2)}]"
+    return ": where it has a value for each query and key, give from_dense(tensor)"

@@ -189,7 +189,7 @@ def sink_window(sinks: Index | int, *, left: Index | int | _Unset | None = _UNSE
     Source: StreamingLLM, https://arxiv.org/abs/2309.17453
     """
     first = kv < int_or_index(sinks, "sink_window: sinks")
-    return (kv <= q) & (_window("sink_window", left, _UNSET if size is not None else None, size) | first)
+    return (kv <= q) & (_window("sink_window", left, _UNSET if size is not None else None, size, sides=("left",)) | first)
 
 
 @named
@@ -223,21 +223,29 @@ def global_window(is_global: Data, *, left: Index | int | None, right: Index | i
     return queries | keys | _window("global_window", left, right, None)
 
 
-def _window(name: str, left: Index | int | _Unset | None, right: Index | int | _Unset | None, size: Index | int | None) -> Mask:
-    """The window with these distances or this size, after checking them."""
+def _window(
+    name: str,
+    left: Index | int | _Unset | None,
+    right: Index | int | _Unset | None,
+    size: Index | int | None,
+    sides: tuple[str, ...] = ("left", "right"),
+) -> Mask:
+    """The window with these distances or this size, after checking them. ``sides``: the distances that the mask takes."""
     size = number(size, f"{name}: size", 1)
     left, right = (number(distance, f"{name}: {side}") for side, distance in (("left", left), ("right", right)))
     if size is not None:
         if left is not _UNSET or right is not _UNSET:
-            raise ExpressionError(f"{name}: give either size or left and right, got size={size} with the others")
+            raise ExpressionError(f"{name}: give either size or {' and '.join(sides)}, got size={size} with the others")
         if not isinstance(size, Index):
             checked_int(size, f"{name}: size, which counts the query's own key,")
         left, right = size - 1, 0
     if isinstance(left, _Unset) or isinstance(right, _Unset):
-        raise ExpressionError(
-            f"{name}: one number could mean two windows. Give both left= and right= (tokens next to the query's own; "
-            "right=0 for causal, None for no limit), or size= (keys including the query's own, up to it)"
+        distances = (
+            "left= (tokens to the left of the query's own; None for no limit)"
+            if sides == ("left",)
+            else "both left= and right= (tokens next to the query's own; right=0 for causal, None for no limit)"
         )
+        raise ExpressionError(f"{name}: give {distances}, or size= (keys including the query's own, up to it)")
     for side, distance in (("left", left), ("right", right)):
         if isinstance(distance, bool) or not isinstance(distance, int | Index | None):
             raise OperandError(f"{name}: {side} must be a number of tokens or None, got {distance!r}")

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from flexmask._checks import is_tensor, not_plain_reason
+from flexmask._checks import is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import Constant, Index, Symbol, b
@@ -92,9 +92,16 @@ def as_table(data: object, what: str) -> Table:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several numbers is no integer either
         pass
     strange = next((value for value in values if not isinstance(value, int)), values[0])
-    raise OperandError(
-        f"{what} must hold either 64-bit integers or truth values throughout, got {type(strange).__name__} {strange!r}"
-    )
+    raise OperandError(f"{what} must hold either 64-bit integers or truth values throughout, got {_list_item(strange, values)}")
+
+
+def _list_item(item: object, values: list[Any]) -> str:
+    """What stands in a list in place of a number, for a message; of tensors and arrays, how to make one of them."""
+    if not hasattr(item, "shape"):
+        return f"{type(item).__name__} {item!r}"
+    stack = "torch.stack(list)" if is_tensor(item) else "numpy.stack(list)"
+    is_even = len({tuple(getattr(value, "shape", ())) for value in values}) == 1
+    return f"a list with {kind_of(item)}: take {stack}" + ("" if is_even else ", after padding all of them to one length")
 
 
 def _from_numpy(given: Any, what: str) -> Literal:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts"]
 
+#: What the values of a source are for, by its name.
+AXES = {"ids": "positions", "lengths": "documents", "cu_seqlens": "documents + 1", "position_ids": "positions"}
 #: The sources that give the number of positions that the documents cover.
 COVERING = {"lengths", "cu_seqlens"}
 
@@ -49,12 +51,13 @@ class DocumentTable(Table):
         return call, PRECEDENCE["atom"]
 
 
-def _sequence_table(data: object, what: str) -> Table | Param:
+def _sequence_table(data: object, owner: str, name: str) -> Table | Param:
+    what, axis = f"{owner}: {name}", AXES[name]
     if isinstance(data, Param):
         return data
     values = as_table(data, what)
     if len(values.shape) not in {1, 2}:
-        raise ExpressionError(f"{what} must have the axes [positions] or [batch, positions], got shape {list(values.shape)}")
+        raise ExpressionError(f"{what} must have the axes [{axis}] or [batch, {axis}], got shape {list(values.shape)}")
     if values.boolean:
         raise OperandError(f"{what} must hold integers, got truth values")
     return values
@@ -93,7 +96,7 @@ def document_ids(
     ((name, data),) = sources.items()
     if padding and name not in COVERING:
         raise ExpressionError(f"document: padding= goes with lengths or cu_seqlens, got {name}; an id below 0 is padding")
-    values = _sequence_table(data, f"document: {name}")
+    values = _sequence_table(data, "document", name)
     if name == "ids":
         return values
     if isinstance(values, Table):
@@ -103,4 +106,4 @@ def document_ids(
 
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
-    return DocumentTable("starts", _sequence_table(ids, "document_starts: ids"))
+    return DocumentTable("starts", _sequence_table(ids, "document_starts", "ids"))

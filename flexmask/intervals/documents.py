@@ -53,7 +53,7 @@ def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
     """
     if rule == "lengths":
         ends = source.long().cumsum(-1)
-        _check_total(ends, positions, "lengths")
+        _check_total(ends, positions, "lengths", source)
         _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
     else:
         _sync.require(
@@ -120,12 +120,14 @@ def _ids(edges: Tensor, positions: int) -> Tensor:
     return ids.flatten().repeat_interleave(edges.diff().flatten(), output_size=size).view(*edges.shape[:-1], positions)
 
 
-def _check_total(ends: Tensor, positions: int, name: str) -> None:
+def _check_total(ends: Tensor, positions: int, name: str, lengths: Tensor | None = None) -> None:
     _sync.require(
         lambda: (ends <= positions).all(), ends.device, f"document: {name} cover more tokens than the {positions} positions"
     )
     if not _sync.needs_sync(ends) and int(ends.max()) > positions:
-        raise LoweringError(f"document: {name} cover {int(ends.max())} tokens, but there are {positions} positions")
+        is_offsets = lengths is not None and bool((lengths[..., 0] == 0).all() & (lengths.diff() >= 0).all())
+        hint = ". They begin with 0 and rise: did you mean cu_seqlens=?" if is_offsets else ""
+        raise LoweringError(f"document: {name} cover {int(ends.max())} tokens, but there are {positions} positions{hint}")
 
 
 def _check_runs(ids: Tensor, changes: Tensor) -> None:
