@@ -6,8 +6,7 @@ expressions along one axis, and otherwise computed from the ranges of the operan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from itertools import product
 from typing import Any, TypeAlias, cast
 
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 
 from flexmask.blocks.layout import BlockLayout, Entries
-from flexmask.expr.index import FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, h
+from flexmask.expr.index import FOLD_COMPARE, Arithmetic, Constant, Index
 from flexmask.expr.linear import Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup
-from flexmask.intervals.closures import ARITHMETIC
 from flexmask.intervals.evaluation import Evaluation, sides
-from flexmask.intervals.extent import INT64
+from flexmask.intervals.extent import INT64, Extent, combined_extent, fits
 from flexmask.intervals.solve import Span, separate
 
 __all__ = ["AxisRanges", "BlockRanges", "axis_name"]
@@ -32,8 +30,6 @@ Decision: TypeAlias = tuple[Tensor, Tensor]
 #: The least and the greatest value in each block.
 ValueRange: TypeAlias = tuple[Any, Any]
 
-#: Values beyond this may wrap; then the range is unknown.
-SAFE = 2**62
 #: Values that an index may take in a block for all of them to be looked up.
 MAX_LOOKUPS = 4
 
@@ -173,43 +169,26 @@ class BlockRanges:
         if not _is_mixed(index):
             return self._gather_range(self.axes.index_range(index), axis_name(index))
         match index:
-            case Sum(terms, constant):
-                return self._sum_range(terms, constant) if self.axes.values["q"].fits_int64(index) else None
-            case Absolute(operand):
-                ends = self.index_range(operand)
-                return ends and (torch.maximum(ends[0], -ends[1]).clamp(min=0), torch.maximum(-ends[0], ends[1]))
-            case Choice(_, then, otherwise):
-                return self._pair_range(then, otherwise, lambda x, y: (torch.minimum(x[0], y[0]), torch.maximum(x[1], y[1])))
-            case Arithmetic("%", left, Constant(value)) if value > 0:
-                ends = self.index_range(left)
-                return ends and _remainder_range(ends, value)
-            case Arithmetic("//", left, Constant(value)) if value > 0:
-                ends = self.index_range(left)
-                return ends and (ends[0] // value, ends[1] // value)
-            case Arithmetic("+" | "-" | "*" | "minimum" | "maximum" as sign, left, right):
-                return self._pair_range(left, right, partial(_monotone_range, sign))
             case Lookup(table, indices):
                 return self._lookup_range(self.context.tables[table.key], list(map(self.index_range, indices)))
-        return None
-
-    def _pair_range(
-        self, left: Index, right: Index, combine: Callable[[ValueRange, ValueRange], ValueRange | None]
-    ) -> ValueRange | None:
-        x, y = self.index_range(left), self.index_range(right)
-        return None if x is None or y is None else combine(x, y)
-
-    def _sum_range(self, terms: tuple[tuple[Index, int], ...], constant: int) -> ValueRange | None:
-        least: Any = constant
-        greatest: Any = constant
-        for term, factor in terms:
-            ends = self.index_range(term)
-            if ends is None:
+            case Arithmetic("//" | "%", _, right) if not (isinstance(right, Constant) and right.value > 0):
                 return None
-            if abs(factor) > INT64[1]:
-                continue  # of a term that is 0, since the sum fits 64 bits
-            low, high = ends if factor > 0 else ends[::-1]
-            least, greatest = least + low * factor, greatest + high * factor
-        return least, greatest
+            case Sum() if not self.axes.values["q"].fits_int64(index):
+                return None
+            case Sum(terms, constant):  # a factor beyond 64 bits is that of a term that is 0, since the sum fits them
+                index = Sum(tuple(term for term in terms if abs(term[1]) <= INT64[1]), constant)
+            case _ if (whole := combined_extent(index, self._whole_extent)) is None or not fits(whole):
+                return None
+        ends = combined_extent(index, self._operand_range)
+        return ends and tuple(torch.as_tensor(end).expand_as(self.b) for end in ends)
+
+    def _operand_range(self, index: Index) -> ValueRange | None:
+        return (index.value, index.value) if isinstance(index, Constant) else self.index_range(index)
+
+    def _whole_extent(self, index: Index) -> Extent | None:
+        """The extent of an operand in all of the blocks."""
+        ends = self._operand_range(index)
+        return ends and (int(torch.as_tensor(ends[0]).min()), int(torch.as_tensor(ends[1]).max()))
 
     def _lookup_range(self, data: Tensor, indices: list[ValueRange | None]) -> ValueRange | None:
         """The range of values that are looked up at indices of which each takes few values in a block."""
@@ -239,20 +218,4 @@ def _is_mixed(index: Index) -> bool:
 
 
 def _heads_as_conditions(node: Node) -> Node | None:
-    if not isinstance(node, PerHead):
-        return None
-    return Or.make(tuple(And.make((h == head, mask.replace(_heads_as_conditions))) for head, mask in enumerate(node.masks)))
-
-
-def _remainder_range(ends: ValueRange, divisor: int) -> ValueRange:
-    same_quotient = ends[0] // divisor == ends[1] // divisor
-    return torch.where(same_quotient, ends[0] % divisor, 0), torch.where(same_quotient, ends[1] % divisor, divisor - 1)
-
-
-def _monotone_range(sign: str, x: ValueRange, y: ValueRange) -> ValueRange | None:
-    """The range of an operation that is monotone in either side, or None where it might leave 64 bits."""
-    operation = ARITHMETIC[sign]
-    if any(float(operation(left.double(), right.double()).abs().max()) > SAFE for left, right in product(x, y)):
-        return None
-    corners = [operation(left, right) for left, right in product(x, y)]
-    return reduce(torch.minimum, corners), reduce(torch.maximum, corners)
+    return node.by_head().replace(_heads_as_conditions) if isinstance(node, PerHead) else None

@@ -10,7 +10,7 @@ from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, wrap
+from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
@@ -346,6 +346,10 @@ class PerHead(Mask):
 
     def _make_symbols(self) -> frozenset[str]:
         return frozenset({"h"}).union(*(mask.symbols for mask in self.masks))
+
+    def by_head(self) -> Mask:
+        """The same mask as ``(h == 0) & masks[0] | (h == 1) & masks[1] | ...``."""
+        return Or.make(tuple(And.make((h == head, mask)) for head, mask in enumerate(self.masks)))
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"per_head([{', '.join(mask.write(bare)[0] for mask in self.masks)}])", PRECEDENCE["atom"]

@@ -25,10 +25,10 @@ from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.bind import bind
-from flexmask.intervals.closures import greater, lesser
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
+from flexmask.intervals.operations import greater, lesser
 from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, true_hull

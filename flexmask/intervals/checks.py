@@ -15,8 +15,8 @@ from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Ranged, Table, TensorTable
 from flexmask.intervals import laws
-from flexmask.intervals.closures import closure_of
 from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.evaluation import Evaluation
 from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits, value_range
 
 __all__ = ["AXES", "Computed", "check_ranges", "end_of_index", "is_computed"]
@@ -154,9 +154,4 @@ def end_of_index(index: Index, context: Context) -> int | Tensor | None:
 
 
 def _evaluated(index: Index, context: Context) -> Tensor:
-    axis = "kv" if "kv" in index.symbols else "q"
-    position = context.index(axis).view(1, 1, -1)
-    values = closure_of(context.with_lengths(index), context)(
-        context.index("b").view(-1, 1, 1), context.index("h").view(1, -1, 1), position, position
-    )
-    return torch.as_tensor(values)
+    return Evaluation(context, "kv" if "kv" in index.symbols else "q").tensor(index)

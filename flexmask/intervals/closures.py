@@ -7,7 +7,6 @@ broadcast. Kernels count positions in 32 bits; an operation whose operands or re
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,17 +14,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._vmap import vectorized
-from flexmask.errors import LoweringError
-from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol
-from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.mask import And, Compare, Mask, Or, Truth, Xor
 from flexmask.expr.node import Key
-from flexmask.expr.opaque import CapturedTensor, Opaque
+from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
 from flexmask.intervals.extent import Read, extent, fits
+from flexmask.intervals.operations import JOINED, operation, table_lookup
 
-__all__ = ["ARITHMETIC", "COMPARISON", "Closure", "Column", "closure_of", "greater", "lesser", "mask_closure", "opaque_call"]
+__all__ = ["Closure", "Column", "closure_of", "mask_closure"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -55,26 +53,6 @@ class Widened(Index):
 Closure: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 #: A function, and the places of its operands: 0 to 3 are the four arguments, then come the results of the steps.
 Step: TypeAlias = tuple[Callable[..., Any], tuple[int, ...]]
-
-
-def lesser(x: Any, y: Any) -> Any:
-    """The smaller of two tensors or integers."""
-    if isinstance(y, int):
-        return min(x, y) if isinstance(x, int) else x.clamp(max=y)
-    return y.clamp(max=x) if isinstance(x, int) else torch.minimum(x, y)
-
-
-def greater(x: Any, y: Any) -> Any:
-    """The larger of two tensors or integers."""
-    if isinstance(y, int):
-        return max(x, y) if isinstance(x, int) else x.clamp(min=y)
-    return y.clamp(min=x) if isinstance(x, int) else torch.maximum(x, y)
-
-
-#: As :data:`flexmask.expr.index.FOLD`, for tensors and integers alike.
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {**FOLD, "minimum": lesser, "maximum": greater}
-COMPARISON: dict[str, Callable[[Any, Any], Any]] = {**FOLD_COMPARE}
-JOINED: dict[type, Callable[[Any, Any], Any]] = {And: operator.and_, Or: operator.or_, Xor: operator.xor}
 
 
 def mask_closure(context: Context) -> Closure:
@@ -140,9 +118,6 @@ class _Program:
                     done += [operand, (joined, JOINED[type(node)], (key, operand.key))]
                     key = joined
                 return done
-            case PerHead(masks):
-                each = Or.make(tuple(And.make((Symbol("h") == head, mask)) for head, mask in enumerate(masks)))
-                return [each, (node.key, _same, (each.key,))]
         compute, parts = self.step(node)
         keys = tuple(part if isinstance(part, str) else part.key for part in parts)
         return [*(part for part in parts if not isinstance(part, str)), (node.key, compute, keys)]
@@ -161,30 +136,23 @@ class _Program:
                 return _query(context.q_offset)
             case Widened(operand):
                 return lambda values: values.to(torch.int64), [operand]
-            case Arithmetic(sign, left, right):
-                return ARITHMETIC[sign], self.operands([left, right], node)
-            case Absolute(operand):
-                return abs, self.operands([operand], node)
-            case Choice(condition, then, otherwise):
-                return torch.where, [condition, *self.operands([then, otherwise])]
-            case Lookup(table, indices):
-                return _lookup(context.tables[table.key], len(indices)), list(indices)
-            case Opaque():
-                call, varying = opaque_call(node, context)
-                return lambda *values: vectorized(call, *values), list(varying)
             case Column():
                 return _column(node), ["b", "h", node.axis]
             case Truth(value):
                 return (_ones if value else _zeros), ["b"]
             case Compare("!=", Lookup(table, indices), Constant(0)) if context.tables[table.key].dtype == torch.bool:
-                return _gathered(context.tables[table.key], len(indices)), list(indices)
-            case Compare(sign, left, right):
-                return COMPARISON[sign], self.operands([left, right])
-            case Not(operand):
-                return operator.invert, [operand]
-        raise LoweringError(f"no expression form for {type(node).__name__} {node}")
+                return table_lookup(context.tables[table.key], len(indices)), list(indices)
+        compute, operands = operation(node, context)
+        match node:
+            case Arithmetic() | Absolute():
+                return compute, self.widened(operands, node)
+            case Choice():
+                return compute, [operands[0], *self.widened(operands[1:])]
+            case Compare():
+                return compute, self.widened(operands)
+        return compute, list(operands)
 
-    def operands(self, operands: list[Index], *result: Index) -> list[Index]:
+    def widened(self, operands: list[Any], *result: Index) -> list[Any]:
         """The operands of an operation, in 64 bits where one of them or the result may need more than 32."""
         if all(fits(extent(index, self.context, Read.NOTHING), 32) for index in (*operands, *result)):
             return operands
@@ -218,53 +186,3 @@ def _column(node: Column) -> Callable[..., Any]:
         return lambda b, h, position: line[position]
     b_step, h_step = int(values.shape[0] > 1), int(values.shape[1] > 1)
     return lambda b, h, position: values[b * b_step, h * h_step, position]
-
-
-def _lookup(data: Tensor, axes: int) -> Callable[..., Any]:
-    found = _gathered(data, axes)
-    if data.dtype == torch.bool:  # truth values count as 0 and 1
-        return lambda *at: found(*at).to(torch.int64)
-    return found
-
-
-def _gathered(data: Tensor, axes: int) -> Callable[..., Any]:
-    if not axes:
-        return lambda: data
-    return (lambda at: data[at]) if axes == 1 else lambda *at: data[at]
-
-
-def opaque_call(node: Opaque, context: Context) -> tuple[Callable[..., Any], list[Index | Mask]]:
-    """The call of a node, with the calls below it, as a function of what varies below these, and this."""
-    varying: dict[Any, Index | Mask] = {}
-    steps: list[tuple[Callable[..., Any], tuple[str, ...], list[tuple[bool, Any]]]] = []
-    places: dict[Any, int] = {}  # of each call in the steps
-
-    def argument(value: Any) -> tuple[bool, Any]:
-        """A value as it is, or where to find it: from 0 up in the steps, below 0 in what varies."""
-        if isinstance(value, CapturedTensor):
-            return False, context.tables[value.key]
-        if isinstance(value, Opaque):
-            return True, step(value)
-        if isinstance(value, Index | Mask):
-            varying.setdefault(value.key, value)
-            return True, ~list(varying).index(value.key)
-        return False, value
-
-    def step(call: Opaque) -> int:
-        if call.key not in places:
-            steps.append((call.function, call.keywords, list(map(argument, call.arguments))))
-            places[call.key] = len(steps) - 1
-        return places[call.key]
-
-    step(node)
-
-    def called(*values: Any) -> Any:
-        found: list[Any] = []
-        for function, named, arguments in steps:
-            given = [(found[value] if value >= 0 else values[~value]) if is_found else value for is_found, value in arguments]
-            first = len(given) - len(named)
-            found.append(function(*given[:first], **dict(zip(named, given[first:], strict=True))))
-        return found[-1]
-
-    called.__name__ = getattr(node.function, "__name__", type(node.function).__name__)
-    return called, list(varying.values())

@@ -3,9 +3,9 @@
 Expressions that a user wrote do not overflow, which :mod:`flexmask.intervals.checks` has checked. Sums from solving a comparison
 may be greater than 64 bits, so they are evaluated exactly, or not at all.
 
-Expressions have a second evaluator, :mod:`flexmask.intervals.closures`, for single cells: a function of ``b``, ``h``, ``q`` and
-``kv`` that kernels compile, in which every operation is one of torch. An :class:`Evaluation` knows all positions and the extents
-of what it adds up, so that it slices tables instead of looking up each value, and chooses operations by the extents.
+An :class:`Evaluation` knows all positions and the extents of what it adds up, so that it slices tables instead of looking up each
+value, and chooses how to add by the extents. Single cells are computed by :mod:`flexmask.intervals.closures`, with the same
+operations (:mod:`flexmask.intervals.operations`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,19 @@ import torch
 from torch import Tensor
 
 from flexmask._transforms import is_captured
-from flexmask._vmap import vectorized
-from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.expr.index import FOLD_COMPARE, Constant, Index, Symbol
 from flexmask.expr.linear import Linear, Quotient, Sum
-from flexmask.expr.mask import Compare, Mask
+from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws
-from flexmask.intervals.closures import (
-    ARITHMETIC,
-    COMPARISON,
-    Closure,
-    Column,
-    closure_of,
-    opaque_call,
-)
+from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
 from flexmask.intervals.documents import document_numbers
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
+from flexmask.intervals.operations import operation
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
 
@@ -81,23 +74,14 @@ class Evaluation:
                 return torch.where(number < self.context.edges[table.key].shape[-1] - 2, number, -1)
             case Lookup(table, indices) if _are_symbols(indices):
                 return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
-            case Arithmetic(sign, left, right):
-                return ARITHMETIC[sign](self.values(left), self.values(right))
-            case Absolute(operand):
-                return abs(self.values(operand))
             case Sum(constant=constant):
                 return _added(self._parts(Linear.of(node)), constant)
             case Quotient(dividend, divisor):
                 return self.values(dividend) // divisor
-            case Compare(sign, left, right):
-                return COMPARISON[sign](self.values(left), self.values(right))
-            case Opaque():
-                call, varying = opaque_call(node, self.context)
-                return vectorized(call, *map(self.values, varying))
-        closure = closure_of(node, self.context)
-        position = self.context.index(self.axis).view(1, 1, -1)
-        b, h = self.context.index("b").view(-1, 1, 1), self.context.index("h").view(1, -1, 1)
-        return closure(b, h, position, position)
+            case Truth(value):
+                return torch.full((1, 1, 1), value, device=self.context.device)
+        compute, operands = operation(node, self.context)
+        return compute(*map(self.values, operands))
 
     def document_number(self, table: Table | Param) -> Tensor:
         """The number of the document of each query, ``int64[B, 1, q_len]``, by the edges of a table; the greatest for padding."""
@@ -119,7 +103,7 @@ class Evaluation:
         if not isinstance(resolved, Compare):
             return self.tensor(resolved)
         found = sides(resolved, self, self)
-        return None if found is None else self.shaped(COMPARISON[resolved.sign](*found))
+        return None if found is None else self.shaped(FOLD_COMPARE[resolved.sign](*found))
 
     def exact(self, index: Index) -> Any:
         """The values of an expression, or None where 64 bits do not hold what is added up on the way to them."""

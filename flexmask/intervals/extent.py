@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from typing import Any, TypeAlias, cast
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask.expr.index import FOLD, Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.operations import ARITHMETIC, greater, lesser
 
 __all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits", "value_range"]
 
@@ -48,7 +49,7 @@ def value_range(
     *,
     is_clamped: bool = True,
 ) -> Extent | None:
-    """The extent of an expression from those of its leaves. Value ranges per block are in :mod:`flexmask.blocks.ranges`.
+    """The extent of an expression from those of its leaves.
 
     Args:
         index: the expression.
@@ -93,38 +94,56 @@ def _leaf_extent(context: Context, read: Read, leaf: Index) -> Extent | None:
     return None
 
 
-def combined_extent(index: Index, below: Callable[[Index], Extent | None]) -> Extent | None:
-    """The extent of an expression from those of its operands, or None where one is unknown."""
+def combined_extent(index: Index, below: Callable[[Index], Any]) -> Any:
+    """The least and the greatest value of an expression from those of its operands, or None where one is unknown.
+
+    They are Python integers, which are exact, or tensors with one value for each block, whose results must fit 64 bits; a divisor
+    is the same in all blocks.
+    """
     match index:
         case Constant(value):
             return value, value
         case Absolute(operand):
             inner = below(operand)
-            return inner and (max(0, inner[0], -inner[1]), max(-inner[0], inner[1]))
+            return inner and (greater(greater(inner[0], -inner[1]), 0), greater(-inner[0], inner[1]))
         case Choice(_, then, otherwise):
-            pair = below(then), below(otherwise)
-            return None if pair[0] is None or pair[1] is None else (min(pair[0][0], pair[1][0]), max(pair[0][1], pair[1][1]))
+            x, y = below(then), below(otherwise)
+            return None if x is None or y is None else (lesser(x[0], y[0]), greater(x[1], y[1]))
         case Arithmetic(sign, left, right):
             return _combined(sign, below(left), below(right))
         case Sum(terms, constant):
-            ends = [sorted(factor * end for end in below(term) or INT64) for term, factor in terms]
-            return constant + sum(low for low, _ in ends), constant + sum(high for _, high in ends)
+            pairs = [(below(term), factor) for term, factor in terms]
+            if any(ends is None for ends, _ in pairs):
+                return None
+            least = constant + sum(ends[factor < 0] * factor for ends, factor in pairs)
+            return least, constant + sum(ends[factor > 0] * factor for ends, factor in pairs)
         case Quotient(dividend, divisor):
             inner = below(dividend)
             return inner and (inner[0] // divisor, inner[1] // divisor)
     return None
 
 
-def _combined(sign: str, left: Extent | None, right: Extent | None) -> Extent | None:
+def _combined(sign: str, left: Any, right: Any) -> Any:
     if left is None or right is None:
         return None
     if sign in {"//", "%"} and right[0] <= 0 <= right[1]:
         return None  # reported as a division by zero
+    if sign == "%" and right[0] == right[1]:
+        return _remainders(left[0], left[1], right[0])
     if sign == "%":  # the result has the sign of the divisor and is nearer to 0
         inside = left[0] >= 0 and left[1] < right[0]
         return left if inside else (min(0, right[0] + 1), max(0, right[1] - 1))
-    corners = [FOLD[sign](x, y) for x, y in product(left, right)]  # each of these is monotone in either side
-    return min(corners), max(corners)
+    corners = [ARITHMETIC[sign](x, y) for x, y in product(left, right)]  # each of these is monotone in either side
+    return reduce(lesser, corners), reduce(greater, corners)
+
+
+def _remainders(low: Any, high: Any, divisor: int) -> Any:
+    """The extent of the remainders of ``low .. high``: all of a divisor, where the quotients of the ends differ."""
+    whole = low // divisor != high // divisor
+    ends = min(0, divisor + 1), max(0, divisor - 1)
+    if isinstance(whole, Tensor):
+        return torch.where(whole, ends[0], low % divisor), torch.where(whole, ends[1], high % divisor)
+    return ends if whole else (low % divisor, high % divisor)
 
 
 def _symbol_extent(name: str, context: Context) -> Extent:
