@@ -26,7 +26,7 @@ from flexmask.backends.tile_passes import FUSED_SCORES
 from flexmask.backends.tile_weights import DropoutState, ScoreMod, has_nonfinite, precise_dtype
 from flexmask.backends.tiling import may_be_dense, plan_tiles
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
@@ -172,9 +172,6 @@ def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
 
 #: The key intervals and the cells of a mask.
 Visible: TypeAlias = tuple[Tensor, Cells]
-
-#: The mask of a call without one; made here, since torch.compile cannot trace how it is made.
-ALL_CELLS = Truth(True)
 
 
 def _supports(call: Call) -> str | None:

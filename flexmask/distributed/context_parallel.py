@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -21,41 +20,22 @@ from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
+from flexmask.distributed.declared import Declared, find_declared, known
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
 from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
-from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["ContextParallel", "Strategy"]
 
 #: What the ranks exchange: see :class:`ContextParallel`.
 Strategy: TypeAlias = Literal["keys", "heads"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Declared:
-    """A mask as this rank computes it.
-
-    Attributes:
-        mask: the mask of the whole sequence.
-        versions: how often each of its tensors was changed.
-        sizes: the sequences and the query heads that a call must have; None where the mask is the same for all.
-        lowered: the mask of the rank; None where it has no queries or no keys.
-        keys: the exchange of keys; None where heads are exchanged.
-    """
-
-    mask: Mask
-    versions: list[int]
-    sizes: tuple[int | None, int | None]
-    lowered: LoweredMask | None
-    keys: TokenExchange | None
 
 
 class ContextParallel:
@@ -85,8 +65,8 @@ class ContextParallel:
     Args:
         mesh: a one-dimensional DeviceMesh, such as ``mesh["cp"]``, or a process group; None for the group of all processes.
         masks: the mask of all layers; a list, one for each layer; or a dict from masks to the number of layers that have them.
-            Every mask of a call inside ``with`` must be one of them, with the same tensors; under ``torch.compile`` the same
-            object. None is no mask.
+            Every mask of a call inside ``with`` must be one of them, with the same tensors; under ``torch.compile`` the
+            same object or text. None is no mask.
         seq_len: tokens of the sequence; any number.
         balance: how the tokens are distributed: see :func:`shard_sequence`.
         strategy: ``"keys"`` sends each rank the keys and values that its queries attend to. ``"heads"`` gives each rank the whole
@@ -172,7 +152,7 @@ class ContextParallel:
                     lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
             symbols = context.mask.symbols
             fixed = context.full_batch if batch or "b" in symbols else None, context.heads if "h" in symbols else None
-            self._declared.append(_Declared(mask, _versions(mask), fixed, lowered, keys))
+            self._declared.append(Declared(mask, fixed, lowered, keys))
         self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
 
     # ---------------------------------------------------------------- tokens
@@ -254,7 +234,7 @@ class ContextParallel:
                 between ranks.
         """
         if mask is None and len(self._declared) > 1:
-            raise LoweringError(f"block_mask needs one of the masks that were given: {self._known()}")
+            raise LoweringError(f"block_mask needs one of the masks that were given: {known(self._declared)}")
         wanted = self._declared[0].mask if mask is None else as_mask(mask, device=self.device)
         return gathered_block_mask(self.sharding, self._find(wanted).mask, self.rank, device=self.device, **self._sizes)
 
@@ -262,7 +242,7 @@ class ContextParallel:
 
     def __enter__(self) -> Self:
         for declared in self._declared:  # compiled code has constants of its own
-            self._unchanged(declared)
+            declared.check_unchanged()
         enter_parallel(self)
         return self
 
@@ -283,7 +263,7 @@ class ContextParallel:
             return self._attend_to_keys(call, declared, declared.keys, run)
         return self._attend_by_heads(call, declared, run)
 
-    def _attend_to_keys(self, call: Call, declared: _Declared, exchange: TokenExchange, run: Run) -> Tensor:
+    def _attend_to_keys(self, call: Call, declared: Declared, exchange: TokenExchange, run: Run) -> Tensor:
         tokens = torch.cat((call.key, call.value), -1).permute(2, 0, 1, 3)
         needed = exchange(tokens).permute(1, 2, 0, 3)
         key, value = needed.split((call.key.shape[3], call.value.shape[3]), -1)
@@ -291,7 +271,7 @@ class ContextParallel:
         places = heads, self.positions, exchange.needed
         return run(self._local(call, declared, call.query, key, value, places))
 
-    def _attend_by_heads(self, call: Call, declared: _Declared, run: Run) -> Tensor:
+    def _attend_by_heads(self, call: Call, declared: Declared, run: Run) -> Tensor:
         query, key, value = self._heads.gather(call.query, call.key, call.value)
         heads = _part_of(call.query.shape[1], self.rank, self.world_size)
         whole = torch.arange(self.seq_len, device=self.device)
@@ -299,7 +279,7 @@ class ContextParallel:
         return self._heads.scatter(run(self._local(call, declared, query, key, value, places)))
 
     def _local(
-        self, call: Call, declared: _Declared, query: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor, Tensor]
+        self, call: Call, declared: Declared, query: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor, Tensor]
     ) -> Call:
         """The call that this process computes."""
         if declared.lowered is not None:
@@ -315,33 +295,13 @@ class ContextParallel:
         seed: Tensor = collectives.wait_tensor(collectives.broadcast(drawn, 0, self.group))
         return seed
 
-    def _find(self, mask: object) -> _Declared:
-        wanted = mask if isinstance(mask, Mask) else Truth(True)  # None; lowered masks are errors before
-        for declared in self._declared:
-            if declared.mask is wanted or (not torch.compiler.is_compiling() and declared.mask == wanted):
-                return self._unchanged(declared)
-        if torch.compiler.is_compiling():
-            hint = "; under torch.compile it must be the same object"
-        elif any(declared.mask.structure == wanted.structure for declared in self._declared):
-            hint = "; its tensors are other objects, though the text is the same: use the declared mask"
-        else:
-            hint = ", with the same tensors"
-        raise LoweringError(
-            f"the mask {wanted.brief()} is not declared: give it to ContextParallel(mesh, masks, seq_len), which has "
-            f"{self._known()}{hint}"
-        )
+    def _find(self, mask: object) -> Declared:
+        wanted = mask if isinstance(mask, Mask) else ALL_CELLS  # None; lowered masks are errors before
+        found = find_declared(self._declared, wanted)
+        found.check_unchanged()
+        return found
 
-    def _known(self) -> str:
-        return ", ".join(declared.mask.brief() for declared in self._declared)
-
-    def _unchanged(self, declared: _Declared) -> _Declared:
-        if not torch.compiler.is_compiling() and _versions(declared.mask) != declared.versions:
-            raise LoweringError(
-                f"the data of {declared.mask.brief()} was changed after ContextParallel was made; make it again for other data"
-            )
-        return declared
-
-    def _check(self, call: Call, declared: _Declared) -> None:
+    def _check(self, call: Call, declared: Declared) -> None:
         (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
         for name, wanted, given in zip(("batch", "heads"), declared.sizes, (batch, heads), strict=True):
             if wanted not in (None, given):
@@ -364,7 +324,7 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         return (
-            f"ContextParallel([{self._known()}], seq_len={self.seq_len}, balance={self.sharding.balance!r}, "
+            f"ContextParallel([{known(self._declared)}], seq_len={self.seq_len}, balance={self.sharding.balance!r}, "
             f"strategy={self.strategy!r}, rank {self.rank} of {self.world_size}, {len(self.positions)} tokens, {self.device})"
         )
 
@@ -381,7 +341,3 @@ def _part_of(heads: int, rank: int, ranks: int) -> range:
     """The heads of a rank."""
     each = heads // ranks
     return range(rank * each, (rank + 1) * each)
-
-
-def _versions(mask: Mask) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in mask.tensors]

@@ -19,7 +19,7 @@ from flexmask._checks import checked_int, nearest
 from flexmask.distributed.balance import balanced, contiguous, head_tail, imbalance, sums
 from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind, own_sizes
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.block_mask import block_sizes
@@ -239,7 +239,7 @@ def layers_of(masks: object, device: torch.device | None = None) -> list[tuple[M
 
 
 def _as_mask(mask: Any, device: torch.device | None) -> Mask:
-    return Truth(True) if mask is None else as_mask(mask, "masks", also="a list or a dict of them", device=device)
+    return ALL_CELLS if mask is None else as_mask(mask, "masks", also="a list or a dict of them", device=device)
 
 
 def distinct(layers: Sequence[tuple[Mask, int]]) -> dict[Mask, int]:

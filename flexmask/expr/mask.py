@@ -21,7 +21,7 @@ from flexmask.expr.tables import Lookup, Param, TensorTable, named_table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor"]
+__all__ = ["ALL_CELLS", "And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor"]
 
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -180,6 +180,10 @@ class Truth(Mask):
 
     def write(self, bare: bool) -> tuple[str, int]:
         return ("full" if self.value else "empty") + ("" if bare else "()"), PRECEDENCE["atom"]
+
+
+#: No mask; made here, since torch.compile cannot trace how it is made.
+ALL_CELLS = Truth(True)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -7,7 +7,8 @@ from typing import TypeAlias
 import torch
 
 from flexmask.errors import OperandError
-from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferral import is_traced, refuse_traced
+from flexmask.expr.deferred import DeferredMask
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.lowering.mask_mod import MaskMod
@@ -38,7 +39,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
         OperandError: the argument is none of these.
     """
     if isinstance(mask, Mask):
-        return mask
+        return mask.made() if isinstance(mask, DeferredMask) and not is_traced() else mask  # after a graph break
     if isinstance(mask, str):
         return cached_mask(mask, None if device is None else torch.device(device))
     if callable(mask) and not isinstance(mask, type):

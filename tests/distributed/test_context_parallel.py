@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +134,33 @@ def test_one_rank(alone: dist.ProcessGroup) -> None:
         query, key, value = x
         torch.testing.assert_close(attention(*x), scaled_dot_product_attention(query, key, value))
     assert not ENTERED
+
+
+@pytest.mark.parametrize(
+    ("declared", "given"), [(None, None), ("full", None), ("kv <= q", " q >= kv"), (fm.causal(), "causal()")]
+)
+def test_compiled_calls_give_masks_by_text_or_not_at_all(alone: dist.ProcessGroup, declared: Any, given: str | None) -> None:
+    cp, x = ContextParallel(alone, declared, 9), [torch.randn(1, 2, 9, 4) for _ in range(3)]
+    compiled = torch.compile(lambda *x: attention(*x, given), backend="eager", fullgraph=True)
+    with cp:
+        torch.testing.assert_close(compiled(*x), attention(*x, given))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(*x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masks_made_before_a_graph_break(alone: dist.ProcessGroup, inside: bool) -> None:
+    x, eager = [torch.randn(1, 2, 9, 4) for _ in range(3)], torch.compiler.disable(attention)
+    compiled = torch.compile(lambda *x: eager(*x, fm.parse("kv <= q")), backend="eager")
+    with ContextParallel(alone, "q >= kv", 9) if inside else nullcontext():
+        torch.testing.assert_close(compiled(*x), attention(*x, "kv <= q"))
+
+
+def test_masks_that_compiled_calls_cannot_find(alone: dist.ProcessGroup) -> None:
+    cp, x = ContextParallel(alone, fm.causal() & fm.document(torch.zeros(9, dtype=torch.int64)), 9), [torch.randn(1, 2, 9, 4)] * 3
+    compiled = torch.compile(lambda *x: attention(*x, "causal"), backend="eager", fullgraph=True)
+    with cp, pytest.raises(Exception, match=r"the mask causal is not declared.*pass the declared mask itself, or write its text"):
+        compiled(*x)
 
 
 def test_masks_in_use_are_left_after_an_error(alone: dist.ProcessGroup) -> None:
