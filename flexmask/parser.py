@@ -259,6 +259,8 @@ class _Reader:
         value = self.value(node)
         if isinstance(value, Index | Mask) or type(value) is int:
             return value
+        if isinstance(value, bool):
+            self.fail(node, f"{value} cannot be an operand; write {int(value)}, e.g. flag[b, kv] == {int(value)}")
         self.fail(node, f"{_kind(value)} cannot be an operand; data is looked up by index: table([...])[b, q]")
 
     def chain(self, node: ast.BinOp) -> Any:

@@ -137,15 +137,18 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
     """
     name, parameters = function.__name__, inspect.signature(function).parameters
     by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
-    unnamed = args[sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()) :]
+    by_place = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    unnamed = args[len(by_place) :]
     if 0 < len(unnamed) <= len(by_name):
-        given = [f"{key}={reprlib.repr(value)}" for key, value in zip(by_name, unnamed, strict=False)]
-        if len(given) == 1:
+        if len(unnamed) == 1 < len(by_name):
             written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
-        else:
-            written = f"{name}({', '.join([*given, *(f'{key}={reprlib.repr(value)}' for key, value in kwargs.items())])})"
+        else:  # with all names, as the first argument may be meant for one of the others
+            places = zip([*by_place, *by_name], args, strict=False)
+            given = [f"{key}={reprlib.repr(value)}" for key, value in (*places, *kwargs.items())]
+            written = f"{name}({', '.join(given)})"
+        first = f"the arguments by position are {', '.join(by_place)}; " if by_place else ""
         verb = "is" if len(by_name) == 1 else "are"
-        return f"{name}: {', '.join(by_name)} {verb} given by name only: write {written}"
+        return f"{name}: {first}{', '.join(by_name)} {verb} given by name only: write {written}"
     wrong = next((word for word in kwargs if word not in parameters), "")
     hint = nearest(wrong, parameters) if wrong else ""
     return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"

@@ -37,6 +37,7 @@ __all__ = [
     "kv_len",
     "maximum",
     "minimum",
+    "parentheses_hint",
     "q",
     "q_len",
     "wrap",
@@ -162,10 +163,15 @@ class Index(Node):
         raise OperandError(f"/ does not give an integer. Write {self} // {other} to round down.")
 
 
+def parentheses_hint(sign: str) -> str:
+    """For messages: comparisons next to ``&``, ``|`` or ``^`` need parentheses."""
+    return f"comparisons bind less tightly than {sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)"
+
+
 def _refuse_boolean(sign: str, left: Index, right: object) -> NoReturn:
     raise OperandError(
-        f"{sign} combines masks, but {left!s} or {right!s} is an index expression. Compare it, e.g. {left.comparison()}. "
-        f"Comparisons bind less tightly than {sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)."
+        f"{parentheses_hint(sign)}. Here {sign} combines masks, but {left!s} or {right!s} is an index expression. Compare it, "
+        f"e.g. {left.comparison()}."
     )
 
 
@@ -178,7 +184,7 @@ def as_index(value: object) -> Index:
     if isinstance(value, Index):
         return value
     if isinstance(value, bool):
-        raise OperandError(f"an index is an integer, not the truth value {value}")
+        raise OperandError(f"an index is an integer, not the truth value {value}: write {int(value)}")
     try:
         return _constant(operator.index(cast(Any, value)))
     except TypeError:
@@ -206,6 +212,8 @@ def _compare(sign: str, left: object, right: object) -> Mask:
         raise OperandError(
             f"{left!s} {sign} {right!s} compares an index with a mask. Write comparisons in parentheses and join them with &."
         )
+    if isinstance(right, bool):
+        raise OperandError(f"an index expression is compared with an integer: write {left!s} {sign} {int(right)}, not {right}")
     return within_depth(Compare.make(sign, as_index(left), as_index(right)))
 
 

@@ -10,7 +10,7 @@ from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, wrap
+from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
@@ -55,6 +55,16 @@ class Mask(MaskMethods):
         def __getattr__(self, name: str) -> NoReturn:
             hint = "; a BlockMask is mask.block_mask(q_len, kv_len)" if name in BLOCK_MASK_ATTRIBUTES else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Index):
+            raise OperandError(
+                f"== binds less tightly than & and |: put each comparison in parentheses, e.g. {self.brief()} & (x == "
+                f"{other.brief()}). Here the mask {self.brief()} is compared with an index expression"
+            )
+        return MaskMethods.__eq__(self, other)
+
+    __hash__ = MaskMethods.__hash__
 
     def __and__(self, other: Mask) -> Mask:
         return _combine("&", self, other)
@@ -142,10 +152,8 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
 
 
 def _refuse(sign: str, other: object) -> NoReturn:
-    hint = f". Comparisons bind less tightly than {sign}: put each in parentheses, e.g. (kv <= q) {sign} (q - kv < 8)"
-    raise OperandError(
-        f"{sign} combines two masks, got {describe_non_mask(other)}{hint if isinstance(other, Index | int) else ''}"
-    )
+    hint = f"{parentheses_hint(sign)}. Here " if isinstance(other, Index | int) else ""
+    raise OperandError(f"{hint}{sign} combines two masks, got {describe_non_mask(other)}")
 
 
 def _bound(node: Node, values: dict[str, object]) -> Node | None:

@@ -356,7 +356,7 @@ def _check_range(ranged: Ranged, context: Context) -> None:
     if least < ranged.low:
         raise LoweringError(f"{_least_wanted(ranged)}, got {least}")
     if limit is not None and most > limit:
-        raise LoweringError(f"{_most_wanted(ranged, limit)}, got {most}")
+        raise LoweringError(f"{_most_wanted(ranged, limit)}, got {most}{_square_hint(ranged, context)}")
     if may_be_keep and extent == (0, 1):
         raise LoweringError(_no_keep_wanted(ranged, values))
 
@@ -376,6 +376,13 @@ def _least_wanted(ranged: Ranged) -> str:
 
 def _most_wanted(ranged: Ranged, limit: int) -> str:
     return f"{ranged.what} must be at most {limit if isinstance(ranged.high, Constant) else f'{ranged.high} = {limit}'}"
+
+
+def _square_hint(ranged: Ranged, context: Context) -> str:
+    """The hint where a number of keys is too great for a kv_len that may be q_len as none was given."""
+    if context.q_len != context.kv_len or ranged.high is None or ranged.high.symbols != {"kv_len"}:
+        return ""
+    return "; kv_len is q_len unless it is given: where there are more keys than queries, give kv_len=, or context= in a module"
 
 
 def _no_keep_wanted(ranged: Ranged, values: Tensor) -> str:
