@@ -24,16 +24,28 @@ from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["ChosenBackend", "attention", "check_options", "choose_backend"]
+__all__ = ["ChosenBackend", "PADDING_MASKS", "attend", "attention", "check_options", "checked_call", "choose_backend"]
 
 #: The remedy for tensors with the axes in another order.
 SWAPPED_AXES_HINT = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
+#: The remedies for tensors with fewer axes, by their number.
+FEWER_AXES_HINTS = {
+    2: "; of one sequence and one head, [length, D], take tensor[None, None]",
+    3: "; of [B, length, H * D] take tensor.unflatten(-1, (H, D)).transpose(1, 2), of [length, H, D] "
+    "tensor.transpose(0, 1).unsqueeze(0), of [H, length, D] tensor.unsqueeze(0)",
+}
 
 for _backend in (TILED_SDPA, FLEX):
     register_backend(_backend)
 
+#: For the padding masks of other libraries, what to write.
+PADDING_MASKS = {
+    "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
+    "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
+}
 #: For arguments of torch's functions, what to write.
 EQUIVALENTS = {
+    **PADDING_MASKS,
     "attn_mask": "give it as mask=, a boolean one of scaled_dot_product_attention as flexmask.from_dense(attn_mask)",
     "block_mask": "give it as mask=",
     "is_causal": "write mask='causal'",
@@ -104,15 +116,26 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    call = checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    return attend(call, backend, names_axes=True)
+
+
+def attend(call: Call, backend: str, *, names_axes: bool = False) -> Tensor:
+    """The output of a call on a backend, inside a ContextParallel that of its rank.
+
+    Args:
+        call: the call.
+        backend: see :func:`attention`.
+        names_axes: whether an error says that the mask fits tensors with the axes in another order, where it does.
+    """
     check_repeated()
     parallel = entered_parallel()
-    run = partial(_run, backend=backend)
+    run = partial(_run, backend=backend, names_axes=names_axes)
     return run(call) if parallel is None else parallel.attend(call, run)
 
 
-def _run(call: Call, backend: str) -> Tensor:
-    """The output of a call on a backend."""
+def _run(call: Call, backend: str, *, names_axes: bool) -> Tensor:
+    """The output of a call on a backend, on one rank."""
     query, key, value = call.query, call.key, call.value
     if 0 in query.shape or 0 in value.shape:
         return _empty_output(query, key, value)
@@ -122,7 +145,7 @@ def _run(call: Call, backend: str) -> Tensor:
     try:
         return chosen.run(call)
     except LoweringError as error:
-        if isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
+        if names_axes and isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
             raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
         raise
 
@@ -183,7 +206,7 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    call = _checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    call = checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     chosen = select(call)
     kind = next((kind.__name__ for kind in chosen.preferred_for if isinstance(call.mask, kind)), None)
     first = f"on {query.device.type}" if kind is None else f"for a {kind}"
@@ -212,7 +235,7 @@ def _check_tensors(**tensors: Any) -> None:
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
 
 
-def _checked_call(
+def checked_call(
     query: Any,
     key: Any,
     value: Any,
@@ -243,8 +266,7 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     _check_tensors(query=query, key=key, value=value)
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        hint = "; of [B, length, H * D] take tensor.unflatten(-1, (H, D)).transpose(1, 2)" if query.dim() == 3 else ""
-        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}{hint}")
+        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}{FEWER_AXES_HINTS.get(query.dim(), '')}")
     if len({tensor.dtype for tensor in (query, key, value)}) > 1 or not query.is_floating_point():
         raise OperandError(
             f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._checks import kind_of
+from flexmask._checks import kind_of, nearest
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS
@@ -46,13 +46,29 @@ def bound_mask(
     if not missing and not unknown:
         return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
     what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
-    what = "a call without a mask" if mask is None else what
     if unknown:
-        has = f"; it has {', '.join(sorted(wanted))}" if wanted else ""
-        hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
-        raise ExpressionError(f"forward has no argument {', '.join(unknown)}, and {what} no such parameter{has}{hints}")
+        raise ExpressionError(_unknown_names(unknown, wanted, None if mask is None else what))
     calls = ", ".join(f"{name}=..." for name in missing)
     raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
+
+
+def _unknown_names(unknown: list[str], wanted: set[str], mask: str | None) -> str:
+    """The message for arguments by name that neither forward nor the mask has.
+
+    Args:
+        unknown: these names.
+        wanted: the parameters of the mask.
+        mask: the mask, as a part of a sentence; None where the call has none.
+    """
+    if mask is None:
+        has = 'no mask has a parameter of that name; data goes with its mask, as in module(x, "key_padding(n)", n=n)'
+    elif wanted:
+        has = f"the parameters of {mask} are {', '.join(sorted(wanted))}"
+    else:
+        has = f"{mask} has no parameters"
+    near = nearest(unknown[0], wanted | RESERVED - {"self"})
+    hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
+    return f"forward has no argument {', '.join(unknown)}, and {has}" + (hints or (f".{near}" if near else ""))
 
 
 def module_mask(mask: object, device: torch.device | None = None) -> Mask | None:

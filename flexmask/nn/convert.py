@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flexmask.backends.api import PADDING_MASKS
 from flexmask.errors import LoweringError, OperandError
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ EQUIVALENTS = {
     "attn_mask": "here it is mask=: of torch.nn.MultiheadAttention's, whose True is for hidden, ~flexmask.from_dense(attn_mask); "
     "of scaled_dot_product_attention's, whose True is for visible, flexmask.from_dense(attn_mask); of an additive one, "
     "flexmask.from_dense(attn_mask == 0)",
-    "key_padding_mask": "its True is for padding: mask=flexmask.key_padding(hide=key_padding_mask), joined with other masks by &",
-    "attention_mask": "its 1 is for a real token: mask=flexmask.key_padding(keep=attention_mask), joined with other masks by &",
+    **PADDING_MASKS,
     "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
     "average_attn_weights": "take module.attention_weights(x, mask).mean(1)",
     "output_attentions": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",

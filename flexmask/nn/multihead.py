@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, names_explained, not_plain_reason
-from flexmask.backends.api import attention, check_options
+from flexmask.backends.api import attend, check_options, checked_call
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
@@ -207,7 +207,7 @@ class MultiheadFlexAttention(nn.Module):
             start = cache.start
             if is_traced:  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])
-        heads = attention(
+        call = checked_call(
             query,
             key,
             value,
@@ -217,8 +217,9 @@ class MultiheadFlexAttention(nn.Module):
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if is_lowered or is_traced else offset,
             dropout_p=self.dropout if self.training else 0.0,
-            backend=self.backend,
+            dropout_seed=None,
         )
+        heads = attend(call, self.backend)
         if cache is not None and not is_traced:  # a call that fails must not change the cache
             cache.advance(x.shape[1])
         out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))

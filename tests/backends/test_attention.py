@@ -457,6 +457,11 @@ REFUSED: dict[str, Row] = {
     "text that is no mask": (attend("casual"), FlexmaskError, "causal"),
     "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
     "attn_mask": (attend(attn_mask=fm.causal()), OperandError, "attention has no argument attn_mask: give it as mask="),
+    "key_padding_mask": (
+        attend(key_padding_mask=torch.zeros(2, 5).bool()),
+        OperandError,
+        r"no argument key_padding_mask: its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
+    ),
     "is_causal": (attend(is_causal=True), OperandError, "is_causal: write mask='causal'"),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
     "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),
@@ -607,6 +612,12 @@ def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
         assert "transpose" not in str(caught.value)
     with pytest.raises(LoweringError, match=r"takes \[B, H, length, D\]; .*unflatten\(-1, \(H, D\)\).transpose\(1, 2\)"):
         fm.attention(torch.randn(2, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8))
+    with pytest.raises(
+        LoweringError, match=r"of \[length, H, D\] tensor.transpose\(0, 1\).unsqueeze\(0\), of \[H, length, D\] tensor"
+    ):
+        fm.attention(torch.randn(9, 4, 8), torch.randn(9, 4, 8), torch.randn(9, 4, 8))
+    with pytest.raises(LoweringError, match=r"\[length, D\], take tensor\[None, None\]"):
+        fm.attention(torch.randn(9, 8), torch.randn(9, 8), torch.randn(9, 8))
     # 5 nodes after 9 tokens: with 2 queries from position 3 the 5 parents would be enough.
     keys = torch.randn(1, 2, 14, 8)
     with pytest.raises(LoweringError) as caught:

@@ -333,14 +333,23 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "BlockMask of its own": (make(mask=fm.causal().block_mask(5)), OperandError, "BlockMask; give it to forward"),
     "taken name": (make(mask="document(ids=context)"), ExpressionError, "parameter context.*rename"),
     "missing": (call(PADDED), ExpressionError, r"key_padding\(lengths=lengths\).*not given.*lengths=\.\.\."),
-    "misspelt": (call(PADDED, lenghts=[5, 3]), ExpressionError, "lenghts.*no such parameter; it has lengths"),
-    "unknown": (call("causal", ids=[0] * 5), ExpressionError, "no argument ids, and the mask causal no such parameter$"),
-    "no mask": (call(lengths=[5, 3]), ExpressionError, "no argument lengths, and a call without a mask"),
+    "misspelt": (
+        call(PADDED, lenghts=[5, 3]),
+        ExpressionError,
+        r"no argument lenghts, and the parameters of the mask .* are lengths\. Did you mean lengths\?$",
+    ),
+    "unknown": (call("causal", ids=[0] * 5), ExpressionError, "no argument ids, and the mask causal has no parameters$"),
+    "no mask": (
+        call(lengths=[5, 3]),
+        ExpressionError,
+        r'no argument lengths, and no mask has a parameter of that name; .* as in module\(x, "key_padding\(n\)", n=n\)$',
+    ),
     "of the mask that is not used": (
         call(PADDED, "causal", lengths=[5, 3]),
         ExpressionError,
-        "no argument lengths, and the mask causal no such parameter$",
+        "no argument lengths, and the mask causal has no parameters$",
     ),
+    "misspelt argument": (call("causal", contex=X), ExpressionError, r"no argument contex, .*\. Did you mean context\?$"),
     "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), ExpressionError, "ids.*BlockMask"),
     "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), LoweringError, "batch.*2.*3"),
     "missing in text": (call(None, "document(ids)"), ExpressionError, r"ids=\.\.\."),
@@ -348,7 +357,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "is_causal": (
         call(is_causal=True),
         ExpressionError,
-        "is_causal.*no such parameter.*is_causal: write mask='causal'",
+        "no argument is_causal.*is_causal: write mask='causal'",
     ),
     "attn_mask": (
         call(attn_mask=torch.ones(5, 5).bool()),
@@ -398,6 +407,13 @@ def test_errors(name: str) -> None:
     with pytest.raises(kind) as caught:
         attempt()
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_no_error_is_about_axes_that_the_module_makes() -> None:
+    layer = fm.MultiheadFlexAttention(6, 8, 4)  # as many heads as the data has values
+    with pytest.raises(LoweringError, match=r"has 4 values along q, but q_len is 5") as caught:
+        layer(X, fm.document([0] * 4))
+    assert "transpose" not in str(caught.value)
 
 
 def test_rope_in_float32_under_autocast() -> None:

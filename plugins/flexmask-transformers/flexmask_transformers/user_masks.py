@@ -57,7 +57,8 @@ def use_mask(
 
     Raises:
         OperandError: the model has another ``attn_implementation``, or the mask is none.
-        ExpressionError: another value of ``combine``, or another layer type; no layer of the model used the mask.
+        ExpressionError: another value of ``combine``, or another layer type; an unknown or missing parameter of the masks; no
+            layer of the model used the mask.
     """
     if combine not in ("and", "replace"):
         raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
@@ -131,7 +132,7 @@ def _select_type(masks: Any, layer_type: str) -> Mask | None:
 
 def _bound(mask: MaskLike | Mapping[str, MaskLike], data: Mapping[str, Any]) -> Mask | dict[str, Mask]:
     if not isinstance(mask, Mapping):
-        return as_mask(mask).bind(**data)
+        return _without_parameters(as_mask(mask).bind(**data))
     for name in mask:
         if name not in LAYER_TYPES:
             raise ExpressionError(f"a layer type of masks is one of {', '.join(LAYER_TYPES)}; got {name!r}")
@@ -139,4 +140,13 @@ def _bound(mask: MaskLike | Mapping[str, MaskLike], data: Mapping[str, Any]) -> 
     unknown = set(data).difference(*(own.params for own in masks.values()))
     if unknown:
         raise ExpressionError(f"no mask of the dict has a parameter {', '.join(sorted(unknown))}")
-    return {name: own.bind(**{key: data[key] for key in own.params if key in data}) for name, own in masks.items()}
+    bound = {name: own.bind(**{key: data[key] for key in own.params if key in data}) for name, own in masks.items()}
+    return {name: _without_parameters(own) for name, own in bound.items()}
+
+
+def _without_parameters(mask: Mask) -> Mask:
+    """The mask, where all its parameters have got their data."""
+    if mask.params:
+        calls = ", ".join(f"{name}=..." for name in mask.params)
+        raise ExpressionError(f"the mask {mask.brief()} has parameters that are not given: write use_mask(model, mask, {calls})")
+    return mask

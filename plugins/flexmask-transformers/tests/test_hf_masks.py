@@ -170,6 +170,14 @@ class TestUseMask:
             pass
         with pytest.raises(ExpressionError, match="no parameter idz"), flexmask_transformers.use_mask(ours, "causal", idz=1):
             pass
+        for mask in ("document(ids)", {"full_attention": "document(ids)"}):
+            with (
+                pytest.raises(
+                    ExpressionError, match=r"document\(ids=ids\) .* not given: write use_mask\(model, mask, ids=\.\.\.\)"
+                ),
+                flexmask_transformers.use_mask(ours, mask),
+            ):
+                ours(tokens())
         with (
             pytest.raises(ExpressionError, match="has a parameter idz"),
             flexmask_transformers.use_mask(ours, {"full_attention": "causal"}, idz=1),
