@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.backends.cache import shared
-from flexmask.errors import LoweringError
+from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
@@ -118,11 +118,34 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
     cell = shared(mask, ("window", window, tokens.kv_end, tokens.q_len, tokens.batch, heads), q_offset, compare).first_self
     if cell is not None:
         query = cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset)
+        remedy = _wider_window(mask, tokens, heads, cell.kv, query - cell.kv)
         raise LoweringError(
             f"{mask.brief()} lets the query at position {query} attend to the key at position {cell.kv}, which "
-            f"KVCache(window={window}) has dropped: give window={query - cell.kv + 1} or more, KVCache(capacity) for all keys, "
-            f"or a mask without keys so far back, e.g. mask & sliding_window(size={window})"
+            f"KVCache(window={window}) has dropped: {remedy}KVCache(capacity) for all keys, or a mask without keys so far back, "
+            f"e.g. mask & sliding_window(size={window})"
         )
+
+
+def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance: int) -> str:
+    """The window that a mask needs, for a message.
+
+    Args:
+        mask: the mask of the whole sequence.
+        tokens: as of `check_window`.
+        heads: as of `check_window`.
+        key: the position of a key to which a query of the call attends.
+        distance: from that key to the query.
+    """
+    most = _lookback(mask).most
+    if most < MAX_LENGTH:
+        return f"give window={most + 1}, "
+    try:
+        far = mask.dense(1, key + 1, batch=tokens.batch, heads=heads, q_offset=key + MAX_LENGTH // 2)
+    except FlexmaskError:  # such as data that ends before
+        return f"give window={distance + 1} or more, "
+    if not far[..., key].any():
+        return f"give window={distance + 1} or more, "
+    return "no window is enough, since queries at any distance attend to that key. Give "
 
 
 class _Lookback(NamedTuple):

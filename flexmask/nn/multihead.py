@@ -20,7 +20,7 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.call_masks import AnyMask, bound_mask, module_mask
+from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask
 from flexmask.nn.convert import SIZES, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
 from flexmask.plans.capture import lower_in_graph
@@ -203,7 +203,10 @@ class MultiheadFlexAttention(nn.Module):
                 call_mask = lower_in_graph(mask, query, key, parameters=parameters)
         else:
             key, value = self._cached(cache, new, mask, is_context=context is not None)
-            call_mask = mask if is_lowered else cache.call_mask(cast("Mask | None", mask), query, key, parameters)
+            if isinstance(mask, LoweredMask | BlockMask):
+                check_cached_keys(mask, query, key, cache)
+            else:
+                call_mask = cache.call_mask(mask, query, key, parameters)
             start = cache.start
             if is_traced:  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])

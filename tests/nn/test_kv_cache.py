@@ -506,32 +506,47 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "causal in a window": (
         grown_to("causal", [3, 1], KVCache(window=3)),
         LoweringError,
-        r"causal lets.* position 3 attend to the key at position 0.*KVCache\(window=3\).*window=4.*sliding_window\(size=3\)",
+        r"causal lets.* position 3 attend to the key at position 0.*KVCache\(window=3\).*no window is.*sliding_window\(size=3\)",
     ),
     "everything in a window": (
         grown_to(None, [3, 1], KVCache(window=3)),
         LoweringError,
-        r"full lets.*window=4 or more",
+        r"full lets.*dropped: no window is enough.*that key\. Give KVCache\(capacity\) for all keys",
     ),
     "sinks in a window": (
         grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
         LoweringError,
-        "position 3 attend to the key at position 0",
+        "position 3 attend to the key at position 0.*no window is enough, since queries at any distance attend to that key",
     ),
     "a longer window": (
-        grown_to("sliding_window(size=5)", [4, 1], KVCache(window=4)),
+        grown_to("sliding_window(size=6)", [4, 1], KVCache(window=4)),
         LoweringError,
-        "window=5 or more",
+        r"position 4 attend to the key at position 0.*dropped: give window=6, KVCache\(capacity\)",
+    ),
+    "sinks and padding in a window": (
+        grown_to("sink_window(1, size=3) & key_padding(start=n)", [3, 1], KVCache(window=3), n=torch.tensor([0, 1])),
+        LoweringError,
+        "position 3 attend to the key at position 0.*no window is enough",
     ),
     "a longer document": (
         grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
         LoweringError,
-        "query at position 4 attend to the key at position 1.*window=4",
+        "query at position 4 attend to the key at position 1.*dropped: give window=4 or more",
     ),
     "diagonals beyond a window": (
         grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
         LoweringError,
-        "position 4 attend to the key at position 0.*window=5",
+        "position 4 attend to the key at position 0.*no window is enough",
+    ),
+    "a plan for another length": (
+        lambda: call(filled(4, KVCache(10)), inputs(1), mask=fm.plan("causal", 1, 8)(q_offset=4))(),
+        LoweringError,
+        r"LoweredMask is for kv_len=8, but the call attends to 5 keys.*5, or once for its capacity: flexmask.plan\(mask, 1, 10\)",
+    ),
+    "a BlockMask for another length": (
+        lambda: call(filled(4, KVCache(window=4)), inputs(1), mask=fm.causal().block_mask(1, 8, q_offset=4))(),
+        LoweringError,
+        r"BlockMask is for kv_len=8, but the call attends to 4 keys, those in the cache after it. Make the mask for kv_len=4$",
     ),
     "documents that end": (
         grown_to("causal & document(lengths=[[2, 3], [3, 1]])", [3, 1, 1], KVCache(8)),
@@ -721,7 +736,7 @@ def test_a_call_that_fails_for_the_window_leaves_the_cache_as_it_was() -> None:
         expected = dense_forward(case, module, x)
         module(x[:, :9], cache=cache)
         for _ in range(2):
-            with pytest.raises(LoweringError, match=r"position 0.*window=10"):
+            with pytest.raises(LoweringError, match=r"position 0.*no window is enough"):
                 module(x[:, 9:11], "causal", cache=cache)
         check_close(module(x[:, 9:], cache=cache), expected[:, 9:])
 
