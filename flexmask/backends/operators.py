@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from flexmask._sync import needs_sync
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
 from flexmask.backends.fused_kernel import has_fused_kernel
 from flexmask.backends.tile import Cells
@@ -91,7 +92,7 @@ def _block_sdpa(
     rows: Tensor | None,
     keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return forward(query, key, value, bounds, cells, scale, DropoutState.make(dropout_p, rows, keys))
+    return forward(query, key, value, _own(bounds), cells, scale, DropoutState.make(dropout_p, rows, keys))
 
 
 @torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
@@ -110,7 +111,12 @@ def _block_sdpa_backward(
     keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     drop = DropoutState.make(dropout_p, rows, keys)
-    return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, drop)
+    return backward(grad, query, key, value, out, logsumexp, _own(bounds), cells, scale, drop)
+
+
+def _own(bounds: Tensor) -> Tensor:
+    """The bounds in memory to which a graph writes nothing else later, where `shared_tiling` compares no values."""
+    return bounds.clone() if needs_sync(bounds) else bounds
 
 
 @_block_sdpa.register_fake

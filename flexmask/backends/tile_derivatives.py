@@ -25,7 +25,7 @@ from flexmask.backends.tile_weights import (
     precise_dtype,
     without_autocast,
 )
-from flexmask.backends.tiling import plan_tiles
+from flexmask.backends.tiling_cache import shared_tiling
 from flexmask.errors import FlexmaskError, OperandError
 
 __all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
@@ -63,7 +63,7 @@ def _tile_tangents(
     precise = precise_dtype(tensors[0])
     query, key, value, query_tangent, key_tangent, value_tangent = (tensor.to(precise) for tensor in (*tensors, *tangents))
     query, query_tangent = query * scale, query_tangent * scale
-    for tile in plan_tiles(bounds, query, key).tiles:
+    for tile in shared_tiling(bounds, query, key).tiles:
         q, q_tangent = tile.fold(query), tile.fold(query_tangent)
         k, v, k_tangent, v_tangent = (tile.gather_keys(tensor) for tensor in (key, value, key_tangent, value_tangent))
         weights = compute_weights(tile, q, k, tile.visible(bounds, cells))
@@ -140,7 +140,7 @@ def attend_with_score_mod(
     drop: DropoutState | None,
 ) -> Tensor:
     """The output with a score_mod, [B, H, Q, Dv], in operations that torch differentiates."""
-    tiles = plan_tiles(bounds, query, key).tiles
+    tiles = shared_tiling(bounds, query, key).tiles
     if not tiles:
         anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
         return query.new_zeros(*query.shape[:3], value.size(3)) + anchor

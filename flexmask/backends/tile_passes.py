@@ -22,7 +22,7 @@ from flexmask.backends.tile_weights import (
     precise_dtype,
     without_autocast,
 )
-from flexmask.backends.tiling import plan_tiles
+from flexmask.backends.tiling_cache import shared_tiling
 
 __all__ = ["backward", "empty_logsumexp", "empty_output", "forward"]
 
@@ -53,7 +53,7 @@ def forward(
     """The output, [B, H, Q, Dv], and the logsumexp of the scores for `backward`: see `empty_logsumexp`."""
     is_fused = drop is None and has_fused_kernel(query, key, value)
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
-    tiling = plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
+    tiling = shared_tiling(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
     nonfinite = False
     with without_autocast(query):
@@ -82,7 +82,7 @@ def _recompute_nonfinite(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells, scale: float, drop: DropoutState | None
 ) -> None:
     """Computes the tiles with NaN or inf again, so that these reach only the rows that attend to them."""
-    for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
+    for tile in shared_tiling(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
         if has_nonfinite(out[tile.slices]):
             q, k, v = (part.to(precise_dtype(query)) for part in tile.parts(query, key, value))
             part = attend(tile, q * scale, k, v, tile.visible(bounds, cells), None, drop, isolate_nonfinite=True)
@@ -119,7 +119,7 @@ def backward(
     """The gradients of query, key and value, computed in float32 at least."""
     is_fused = len(logsumexp) > 0 and has_fused_kernel(query, key, value)
     most_scores = FUSED_SCORES if is_fused else _unfused_scores(query)
-    tiling = plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
+    tiling = shared_tiling(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     if tiling.fully_masked is not None:
         grad = grad.masked_fill(tiling.fully_masked, 0)
     dtype, precise = query.dtype, precise_dtype(query)
@@ -143,7 +143,7 @@ def backward(
             tile.add_to_keys(grad_value, grads[2])
         if nonfinite:
             grad_query, grad_key, grad_value = (tensor.zero_() for tensor in (grad_query, grad_key, grad_value))
-            for tile in plan_tiles(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
+            for tile in shared_tiling(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
                 q, k, v = tile.parts(query, key, value)
                 grads = _isolating_gradients(tile, (q * scale, k, v), tile.fold(grad), tile.visible(bounds, cells), drop)
                 tile.write(grad_query, grads[0] * scale)

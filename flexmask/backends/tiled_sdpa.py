@@ -24,7 +24,8 @@ from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_passes import FUSED_SCORES
 from flexmask.backends.tile_weights import DropoutState, ScoreMod, has_nonfinite, precise_dtype
-from flexmask.backends.tiling import may_be_dense, plan_tiles
+from flexmask.backends.tiling import may_be_dense
+from flexmask.backends.tiling_cache import shared_tiling
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
@@ -95,7 +96,7 @@ def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale
     is_plain = not is_observed(query) and not is_transformed(query, key, value)
     if not (is_fit and is_plain and may_be_dense(query, key, FUSED_SCORES)):
         return None
-    tiling = plan_tiles(bounds, query, key, most_scores=FUSED_SCORES, in_bands=True)
+    tiling = shared_tiling(bounds, query, key, most_scores=FUSED_SCORES, in_bands=True)
     if not tiling.is_dense:
         return None
     ((_, bias, _),) = tiling.with_biases(None, query.dtype)

@@ -10,9 +10,8 @@ from itertools import accumulate, chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flexmask._transforms import has_values, is_captured, is_observed, is_wrapped
+from flexmask._transforms import has_values, is_captured
 from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.backends.tile_band import join_bands
 from flexmask.errors import LoweringError
@@ -39,7 +38,7 @@ MAX_DENSE_SCORES = 2**23
 # The most tiles in a graph: each adds its operations to it.
 MAX_CAPTURED_TILES = 8
 # The most elements of the biases that are kept with a tiling.
-MAX_KEPT_BIASES = 2**18
+MAX_KEPT_BIASES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +59,11 @@ class Tiling:
     all_rows_attend: bool
     is_dense: bool = False
     _biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The elements of the bounds and of the biases that are kept."""
+        return self.bounds.numel() + self._biases_size()
 
     @cached_property
     def fully_masked(self) -> Tensor | None:
@@ -84,20 +88,19 @@ class Tiling:
         key = tile.mask_id, dtype
         if key not in self._biases:
             bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
-            if bias is None or bias.numel() + sum(kept.numel() for kept in self._biases.values()) > MAX_KEPT_BIASES:
+            if bias is None or bias.numel() + self._biases_size() > MAX_KEPT_BIASES:
                 return bias
             self._biases[key] = bias
         return self._biases[key]
+
+    def _biases_size(self) -> int:
+        return sum(bias.numel() for bias in self._biases.values())
 
     @cached_property
     def _unmasked_bounds(self) -> Tensor:
         if self.fully_masked is None:
             return self.bounds
         return torch.where(self.fully_masked[..., None], self.bounds.new_tensor([0, self.kv_len]), self.bounds)
-
-
-#: The tilings of bounds that still exist: the passes of all layers that share a lowered mask use one.
-_TILINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def may_be_dense(query: Tensor, key: Tensor, most_scores: int | None) -> bool:
@@ -120,17 +123,6 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if is_observed(bounds) or is_wrapped(bounds) or bounds.is_inference():
-        return _plan_tiles(bounds, query, key, most_scores, in_bands)
-    setting = *query.shape[:3], *key.shape[1:3], most_scores, in_bands, bounds._version
-    found = _TILINGS.setdefault(bounds, {})
-    if setting not in found:  # the tiling must not keep the bounds alive, but their memory
-        found[setting] = _plan_tiles(bounds.detach(), query, key, most_scores, in_bands)
-    tiling: Tiling = found[setting]
-    return tiling
-
-
-def _plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, most_scores: int | None, in_bands: bool) -> Tiling:
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
     if 0 in (batch, heads, q_len):
         return Tiling([], bounds, kv_len, True)

@@ -1,9 +1,7 @@
 """`block_sdpa`, which the backend `sdpa` runs, against dense masked attention in float64."""
 
 import contextlib
-import gc
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.backends import tiling as tile_plan
+from flexmask.backends import tiling_cache
 from flexmask.backends.dropout import hashes_of
 from flexmask.backends.tile import Tile
 from flexmask.backends.tiled_sdpa import block_sdpa, fused_sdpa
 from flexmask.backends.tiling import plan_tiles
+from flexmask.backends.tiling_cache import shared_tiling
 from flexmask.errors import LoweringError, OperandError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -516,21 +516,46 @@ class TestCost:
         assert len(tiles) <= calls
         assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()
 
-    def test_tiling_is_made_once_while_the_bounds_exist(self) -> None:
+    def test_tiling_is_made_once_for_equal_bounds(self) -> None:
+        """The layers in a graph have several tensors of the same bounds."""
         query, bounds = torch.empty(1, 2, 300, 1), intervals(causal(300, 300))
-        first = plan_tiles(bounds, query, query, most_scores=2**26)
-        assert plan_tiles(bounds, query, query, most_scores=2**26) is first
-        assert plan_tiles(bounds, query[:, :1], query[:, :1], most_scores=2**26) is not first
-        made = weakref.ref(first)
-        del bounds, first
-        gc.collect()
-        assert made() is None
+        first = shared_tiling(bounds, query, query, most_scores=2**26)
+        assert shared_tiling(bounds.clone(), query, query, most_scores=2**26) is first
+        assert shared_tiling(bounds, query[:, :1], query[:, :1], most_scores=2**26) is not first
+        assert shared_tiling(bounds.long(), query, query, most_scores=2**26) is not first
+        assert shared_tiling(intervals(window(300, 300, 9, 0)), query, query, most_scores=2**26) is not first
+        assert shared_tiling(bounds, query, query, most_scores=2**26) is first
+
+    def test_latest_tilings_are_kept_up_to_a_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each of these has 600 elements."""
+        monkeypatch.setattr(tiling_cache, "MAX_KEPT", 1300)
+        query = torch.empty(1, 2, 300, 1)
+        first, second, third = (intervals(window(300, 300, left, 0)) for left in (1, 2, 3))
+        kept = [shared_tiling(bounds, query, query) for bounds in (first, second)]
+        assert shared_tiling(first, query, query) is kept[0]
+        shared_tiling(third, query, query)
+        assert shared_tiling(first, query, query) is kept[0]
+        assert shared_tiling(second, query, query) is not kept[1]
 
     def test_bounds_that_change_in_place(self) -> None:
         bounds = intervals(causal(50, 50))
         for mask in (causal(50, 50), window(50, 50, 6, 0)):
             bounds.copy_(intervals(mask))
             check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask)
+
+    def test_bounds_that_a_graph_overwrites(self) -> None:
+        """The kernels of Inductor write to memory, of which torch's version counter knows nothing."""
+        bounds = intervals(causal(50, 50))
+        for mask in (causal(50, 50), window(50, 50, 6, 0)):
+            bounds.numpy()[...] = intervals(mask).numpy()
+            check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask)
+
+    def test_training_after_inference_mode(self) -> None:
+        mask, tensors = causal(50, 50), inputs(torch.float32, heads=2)
+        bounds = intervals(mask)
+        with torch.inference_mode():
+            block_sdpa(*tensors, bounds)
+        check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), tensors, mask)
 
     def test_backward_saves_what_is_linear(self) -> None:
         tensors = inputs(q_len=300, kv_len=300)

@@ -1,0 +1,61 @@
+"""The tilings that were used last: the layers of a model, and the passes of each, share one."""
+
+from __future__ import annotations
+
+from itertools import accumulate, compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask import _sync
+from flexmask._transforms import is_observed, outside_transforms
+from flexmask.backends.tiling import Tiling, plan_tiles
+
+__all__ = ["shared_tiling"]
+
+# The most elements of all kept tilings; the last used one is kept whatever its size.
+MAX_KEPT = 2**23
+
+
+class _Kept(NamedTuple):
+    """A tiling for the calls that follow.
+
+    Attributes:
+        setting: what it depends on besides the values of the bounds.
+        version: of the bounds, see `_sync.data_version`. On the CPU it is a copy: the layers in a graph have several tensors of
+            the same bounds, and a graph writes other bounds to their memory where torch's version counter does not see it.
+        tiling: the tiling.
+    """
+
+    setting: tuple[object, ...]
+    version: Any
+    tiling: Tiling
+
+
+#: The last used first.
+_KEPT: tuple[_Kept, ...] = ()
+
+
+def shared_tiling(
+    bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False
+) -> Tiling:
+    """The tiles of `plan_tiles`, made once for equal bounds; where comparing values forces a host sync, once for their memory."""
+    global _KEPT
+    if is_observed(bounds) or not _sync.has_data_version(bounds):
+        return plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=in_bands)
+    shapes = *query.shape[:3], *key.shape[1:3], *bounds.shape
+    setting = *shapes, bounds.device, most_scores, in_bands, torch.is_inference_mode_enabled()
+    with outside_transforms():
+        for found in _KEPT:
+            if found.setting == setting and _sync.is_unchanged(bounds, found.version):
+                break
+        else:
+            version = _sync.data_version(bounds)
+            own = version if isinstance(version, Tensor) else bounds.detach()  # which keeps the memory, but not the tensor
+            found = _Kept(setting, version, plan_tiles(own, query, key, most_scores=most_scores, in_bands=in_bands))
+    if not _KEPT or found is not _KEPT[0]:
+        others = [other for other in _KEPT if other is not found]
+        ends = accumulate(other.tiling.size for other in (found, *others))
+        _KEPT = found, *compress(others, [end <= MAX_KEPT for end in ends][1:])
+    return found.tiling
