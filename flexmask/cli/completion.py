@@ -16,7 +16,7 @@ from flexmask.expr.names import NAMES, signature_of
 if TYPE_CHECKING:
     import click
 
-__all__ = ["complete_expression", "complete_name"]
+__all__ = ["complete_expression", "complete_name", "known_names"]
 
 #: The name at the end of an expression, and the text before it. A name does not follow a dot, a digit or a quote.
 LAST = re.compile(r"(?:(.*)(?<![\w.'\":]))?([A-Za-z_]\w*)", re.DOTALL)
@@ -24,7 +24,7 @@ LAST = re.compile(r"(?:(.*)(?<![\w.'\":]))?([A-Za-z_]\w*)", re.DOTALL)
 
 def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The named masks that start with ``incomplete``."""
-    return [CompletionItem(name, help=signature_of(NAMES[name])) for name in _names() if name.startswith(incomplete)]
+    return [CompletionItem(name, help=signature_of(NAMES[name])) for name in known_names() if name.startswith(incomplete)]
 
 
 def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -39,7 +39,7 @@ def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: 
     return [CompletionItem(before + item.value, help=item.help) for item in complete_name(ctx, param, begun)]
 
 
-def _names() -> list[str]:
+def known_names() -> list[str]:
     """The registered names, without warnings about plugins."""
     with warnings.catch_warnings(), to_stderr():
         warnings.simplefilter("ignore")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import flexmask
+from flexmask.cli.completion import known_names
 from flexmask.cli.exits import ProgramExit, exit_code
 from flexmask.cli.messages import UserError
 from flexmask.cli.output import echo
 from flexmask.errors import PluginWarning
+from flexmask.expr.names import NAMES
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -45,8 +50,14 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with warnings.catch_warnings(), _current_folder():
             warnings.showwarning = _in_a_line(warnings.showwarning)
+            given = list(ctx.args)
             with _kept_from_click():
-                return super().invoke(ctx)
+                try:
+                    return super().invoke(ctx)
+                except click.NoSuchOption as error:
+                    if hint := _argument_hint(error.option_name, given):
+                        raise click.UsageError(f"{error.message} {hint}", error.ctx) from error
+                    raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugin_commands()})
@@ -103,6 +114,19 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def _argument_hint(option: str, given: list[str]) -> str:
+    """How a mask takes an argument that was given as an option; nothing where no mask of the command has it."""
+    argument = option.lstrip("-").replace("-", "_")
+    words = [word for text in given for word in re.findall(r"[^\W\d]\w*", text)]
+    known = known_names()
+    name = next((word for word in words if word in known and argument in signature(NAMES[word]).parameters), None)
+    if name is None:
+        return ""
+    after = (value for text, value in pairwise([*given, "..."]) if text == option)
+    value = next((text.partition("=")[2] for text in given if text.startswith(f"{option}=")), None) or next(after)
+    return f'It is an argument of the mask {name}: write "{name}({argument}={value})".'
 
 
 def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:

@@ -42,7 +42,8 @@ def shard(
 
     EXPR may be MODULE:NAME of a mask or mask_mod function; each is the mask of one layer, and may be repeated. Prints for each
     rank its tokens, in how many runs they lie, its work relative to the mean, and the keys that it receives and sends in
-    all layers. Masks without data have no length of their own: give --seq-len.
+    all layers. A key and its value are 2 * kv_heads * d_head * itemsize * batch bytes. Masks without data have no length of
+    their own: give --seq-len.
 
     \b
     Examples:

@@ -28,7 +28,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.extent import Extent
 
-__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "data_owner", "own_sizes"]
+__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "data_owner", "lengths_hint", "own_sizes"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
@@ -250,10 +250,10 @@ def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[s
     may_be_longer = _may_be_longer(lookup)
     if name == "kv" and (size < cast(int, length) if may_be_longer else size != length):
         raise LoweringError(
-            f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}{_lengths_hint(lookup, mask)}"
+            f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}{lengths_hint(lookup, mask)}"
         )
     if name == "q" and not (moved or may_be_longer) and size not in (length, needed["kv"]):
-        hint = "; give q_offset for later queries" if size > cast(int, length) else _lengths_hint(lookup, mask)
+        hint = "; give q_offset for later queries" if size > cast(int, length) else lengths_hint(lookup, mask)
         raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
     if name == "q" and length is not None and size < length:
         raise LoweringError(
@@ -274,7 +274,7 @@ def _named_owner(lookup: Lookup, mask: Mask) -> Named | None:
     return None
 
 
-def _lengths_hint(lookup: Lookup, mask: Mask) -> str:
+def lengths_hint(lookup: Lookup, mask: Mask) -> str:
     """For ids that may be meant as lengths of documents."""
     owner = _named_owner(lookup, mask)
     arguments = {} if owner is None else dict(owner.arguments)

@@ -13,7 +13,8 @@ from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
-from flexmask.intervals.bind import bind
+from flexmask.expr.tables import Lookup
+from flexmask.intervals.bind import bind, lengths_hint
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.solve import Span, is_separable, separate
@@ -189,7 +190,10 @@ def _reason(mask: Mask, context: Context, cell: Sequence[int], heads: int | None
     sizes = (context.full_batch, max(context.heads, heads or 1), context.q_len, context.kv_len)
     place = Cell(*((0, 0, *cell) if len(cell) == 2 else cell))
     for axis, position, size in zip(place._fields, place, sizes, strict=True):
-        checked_int(position, f"cell: {axis}", 0, size - 1, LoweringError)
+        if checked_int(position, f"cell: {axis}", 0, kind=LoweringError) >= size:
+            hints = (lengths_hint(node, mask) for node in mask.expand().walk() if isinstance(node, Lookup))
+            hint = next(filter(None, hints), "") if axis in ("q", "kv") else ""
+            raise LoweringError(f"cell: {axis} must be at most {size - 1}, got {position}{hint}")
     b, h = min(place.b, context.batch - 1), min(place.h, context.heads - 1)  # one stands for all that are the same
     found: dict[bool, list[str]] = {True: [], False: []}
     for term in terms(mask, h):

@@ -164,6 +164,18 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["explain", "causal", "--block-size", "big"], "'big' is neither"),
     (["explain"], "Missing argument 'EXPR'"),
     (["explain", "causal", "--color"], "No such option"),
+    (
+        ["render", "causal & sliding_window", "--size", "4"],
+        'No such option ... It is an argument of the mask sliding_window: write "sliding_window(size=4)".',
+    ),
+    (["explain", "chunked", "--size=8"], 'write "chunked(size=8)"'),
+    (["stats", "sliding_window", "--seq-len", "8", "--left"], 'write "sliding_window(left=...)"'),
+    (["render", "causal", "--size", "4"], "No such option ... Did you mean"),
+    (
+        ["explain", "document([80, 300, 132])", "--cell", "100,2"],
+        "cell: q must be at most 2, got 100; ids have a value for each token, the lengths of documents are lengths=",
+    ),
+    (["explain", "document(lengths=[3, 5])", "--cell", "2,8"], "cell: kv must be at most 7, got 8\n"),
     (["render", "key_padding([3, 5, 4])", "--batch", "3"], "batch 3 is out of range: the sequences are 0 to 2"),
     (["render", "causal", "--batch", "1"], "batch 1 is out of range"),
     (["render", "causal", "--batch", "-1"], "-1"),
