@@ -7,8 +7,9 @@ import inspect
 import math
 import numbers
 import operator
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "call_error",
     "check_function",
     "checked_int",
     "checked_number",
     "closest",
     "is_tensor",
+    "is_traced",
     "kind_of",
     "names_explained",
     "nearest",
     "not_plain_reason",
+    "signature_of",
 ]
 
 P = ParamSpec("P")
@@ -120,11 +124,53 @@ def check_function(value: Any, what: str, form: str) -> None:
         pass  # functions written in C tell no signature
 
 
-def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: an argument by a name that other libraries have raises an OperandError with the one to write.
+def signature_of(function: Callable[..., Any]) -> str:
+    """The parameters of a function with their defaults, in parentheses, without annotations and ``self``."""
+    given = inspect.signature(function).parameters.values()
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in given if p.name != "self"]
+    return str(inspect.Signature(parameters))
+
+
+def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The message for arguments that do not fit a function: the reason, and how to write the call.
 
     Args:
-        equivalents: for names that the function does not have, what to write.
+        function: the function.
+        error: the error that binding the arguments raised.
+        args: the arguments given by position.
+        kwargs: the arguments given by name.
+    """
+    name, parameters = _name_of(function), inspect.signature(function).parameters
+    by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
+    by_place = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if by_place[:1] == ["self"]:
+        by_place, args = by_place[1:], args[1:]
+    unnamed = args[len(by_place) :]
+    if 0 < len(unnamed) <= len(by_name):
+        if len(unnamed) == 1 < len(by_name):
+            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
+        else:  # with all names, as the first argument may be meant for one of the others
+            places = zip([*by_place, *by_name], args, strict=False)
+            given = [f"{key}={reprlib.repr(value)}" for key, value in (*places, *kwargs.items())]
+            written = f"{name}({', '.join(given)})"
+        first = f"the arguments by position are {', '.join(by_place)}; " if by_place else ""
+        verb = "is" if len(by_name) == 1 else "are"
+        return f"{name}: {first}{', '.join(by_name)} {verb} given by name only: write {written}"
+    wrong = next((word for word in kwargs if word not in parameters), "")
+    hint = nearest(wrong, parameters) if wrong else ""
+    return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name by which a function is called: of ``__init__`` that of its class."""
+    return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+
+def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: a call with arguments that it does not have, or without those that it needs, is an OperandError.
+
+    Args:
+        equivalents: for names that other libraries have for arguments, what to write.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -132,12 +178,34 @@ def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]]
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name in equivalents:
-                    raise OperandError(f"{function.__name__.strip('_')} has no argument {name}: {equivalents[name]}")
-            return function(*args, **kwargs)
+                    raise OperandError(f"{_name_of(function)} has no argument {name}: {equivalents[name]}")
+            if is_traced():  # a graph cannot break within a try block on every version of torch
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if not isinstance(error, FlexmaskError) and (reason := _misfit(function, args, kwargs)):
+                    raise OperandError(reason) from None
+                raise
 
         return checked
 
     return decorate
+
+
+def _misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The reason why a function does not take arguments; nothing where it takes them."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return call_error(function, error, args, kwargs)
+    return ""
+
+
+def is_traced() -> bool:
+    """Whether ``torch.compile`` traces the code that calls this; without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
 
 def is_tensor(data: object) -> bool:

@@ -10,20 +10,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from flexmask import registry
-from flexmask._checks import nearest
+from flexmask._checks import call_error, is_traced, nearest, signature_of
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.expr.choice import where
 from flexmask.expr.data import table
 from flexmask.expr.deferral import FUNCTIONS as DEFERRABLE
-from flexmask.expr.deferral import is_traced
 from flexmask.expr.deferred import deferred
 from flexmask.expr.index import Index, Symbol, maximum, minimum
 from flexmask.expr.mask import Mask
-from flexmask.expr.names import signature_of
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
 from flexmask.expr.tables import Literal, Param, Table, named_table, param
-from flexmask.registry import call_error
 
 if TYPE_CHECKING:
     import torch

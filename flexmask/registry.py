@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask._checks import is_tensor, kind_of, nearest
+from flexmask._checks import call_error, is_tensor, kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
-from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.names import NAMES
 from flexmask.expr.node import within_depth
 from flexmask.expr.tables import RESERVED, Table
 
@@ -124,34 +123,6 @@ def withdraw(names: Iterable[str]) -> None:
     for name in list(names):
         NAMES.pop(name, None)
         RESERVED.discard(name)
-
-
-def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The message for arguments that do not fit a function: the reason, and how to write the call.
-
-    Args:
-        function: the function.
-        error: the error that binding the arguments raised.
-        args: the arguments given by position.
-        kwargs: the arguments given by name.
-    """
-    name, parameters = function.__name__, inspect.signature(function).parameters
-    by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
-    by_place = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    unnamed = args[len(by_place) :]
-    if 0 < len(unnamed) <= len(by_name):
-        if len(unnamed) == 1 < len(by_name):
-            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
-        else:  # with all names, as the first argument may be meant for one of the others
-            places = zip([*by_place, *by_name], args, strict=False)
-            given = [f"{key}={reprlib.repr(value)}" for key, value in (*places, *kwargs.items())]
-            written = f"{name}({', '.join(given)})"
-        first = f"the arguments by position are {', '.join(by_place)}; " if by_place else ""
-        verb = "is" if len(by_name) == 1 else "are"
-        return f"{name}: {first}{', '.join(by_name)} {verb} given by name only: write {written}"
-    wrong = next((word for word in kwargs if word not in parameters), "")
-    hint = nearest(wrong, parameters) if wrong else ""
-    return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
 
 
 def find(name: str) -> Callable[..., Mask] | None:

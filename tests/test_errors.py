@@ -262,6 +262,30 @@ LOWERING: list[Row] = [
         lambda: fm.causal().block_mask(Q_LEN=8, KV_LEN=8),
         "block_mask ... no argument Q_LEN: write q_len=",
     ),
+    (
+        "no length",
+        lambda: fm.causal().dense(),
+        r"^dense: missing a required argument: 'q_len'\. Its signature is dense\(q_len, kv_len=None",
+    ),
+    (
+        "explain without a length",
+        lambda: fm.explain(fm.causal()),
+        r"^explain: missing .* 'q_len'\. Its signature is explain\(mask, q_len",
+    ),
+    ("misspelt argument of a method", lambda: fm.causal().stats(8, blocksize=4), r"'blocksize'. Did you mean block_size\?"),
+    (
+        "a size by position",
+        lambda: fm.causal().rows(8, 8, 2, 4),
+        r"given by name only: write rows\(q_len=8, kv_len=8, batch=2, heads=4\)",
+    ),
+    ("misspelt argument of a picture", lambda: fm.causal().show(8, token=[]), r"'token'. Did you mean tokens\?"),
+    ("no value", lambda: fm.attention(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)), "attention: missing .* 'value'"),
+    ("no heads", lambda: fm.MultiheadFlexAttention(8, 8), "^MultiheadFlexAttention: missing .* 'n_heads'"),
+    (
+        "heads by another name",
+        lambda: fm.MultiheadFlexAttention(8, 8, num_heads=2),
+        "^MultiheadFlexAttention has no argument num_h",
+    ),
     ("batch as B", lambda: fm.causal().dense(8, B=2), "dense has no argument B: write batch="),
     ("lengths that may be a keep mask", lambda: fm.key_padding([1, 1, 0]).dense(3), "lengths ... 3 positions ... keep="),
     (

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from click.shell_completion import CompletionItem
 
 from flexmask import registry
+from flexmask._checks import signature_of
 from flexmask.cli.output import to_stderr
 from flexmask.errors import FlexmaskError
-from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.names import NAMES
 
 if TYPE_CHECKING:
     import click

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from flexmask import registry
-from flexmask._checks import nearest
+from flexmask._checks import nearest, signature_of
 from flexmask.cli.completion import complete_name
 from flexmask.cli.inputs import json_option
 from flexmask.cli.messages import UserError
 from flexmask.cli.output import Cell, Row, echo, heading, print_json, print_table, to_stderr
-from flexmask.expr.names import NAMES, signature_of
+from flexmask.expr.names import NAMES
 
 __all__ = ["list_masks"]
 

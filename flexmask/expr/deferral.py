@@ -6,26 +6,20 @@ The compiler cannot follow how an expression is made. In traced code a function 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
+from flexmask._checks import is_traced
 from flexmask.errors import LoweringError
 
-__all__ = ["FUNCTIONS", "deferrable", "is_traced", "refuse_traced"]
+__all__ = ["FUNCTIONS", "deferrable", "refuse_traced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: The functions that may be deferred, by their names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-
-
-def is_traced() -> bool:
-    """Whether ``torch.compile`` traces the code that calls this; without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
 
 def refuse_traced(what: str) -> None:

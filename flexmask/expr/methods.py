@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flexmask.report.stats import Stats
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["EQUIVALENTS_OF_PLAN", "MaskMethods"]
+__all__ = ["EQUIVALENTS", "EQUIVALENTS_OF_PLAN", "MaskMethods"]
 
 #: For arguments of torch's create_block_mask, what to write.
 EQUIVALENTS = {
@@ -113,6 +113,7 @@ class MaskMethods(MaskPictures):
 
         return bias(self._context(q_len, kv_len, batch, heads, q_offset, device), dtype)
 
+    @names_explained(EQUIVALENTS)
     def mask_mod(
         self,
         q_len: int,
@@ -214,6 +215,7 @@ class MaskMethods(MaskPictures):
 
         return stats(self._context(q_len, kv_len, batch, heads, q_offset, device), block_size)
 
+    @names_explained(EQUIVALENTS)
     def equals(
         self,
         other: MaskLike,
@@ -231,6 +233,7 @@ class MaskMethods(MaskPictures):
         """
         return not self.difference(other, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device)
 
+    @names_explained(EQUIVALENTS)
     def difference(
         self,
         other: MaskLike,

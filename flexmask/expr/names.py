@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flexmask._checks import is_tensor, kind_of
+from flexmask._checks import is_tensor, kind_of, signature_of
 from flexmask.errors import FlexmaskError
 from flexmask.expr.index import Index
 from flexmask.expr.node import Node
@@ -18,16 +18,10 @@ if TYPE_CHECKING:
 
     from flexmask.expr.mask import Mask
 
-__all__ = ["NAMES", "call_hint", "describe_non_mask", "signature_of", "write_arguments"]
+__all__ = ["NAMES", "call_hint", "describe_non_mask", "write_arguments"]
 
 #: Named masks by name. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
-
-
-def signature_of(function: Callable[..., Any]) -> str:
-    """The parameters of a function with their defaults, in parentheses, without annotations."""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
-    return str(inspect.Signature(parameters))
 
 
 def call_hint(value: object) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from flexmask._checks import names_explained
 from flexmask.expr.node import Node
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = ["MaskPictures"]
 class MaskPictures(Node):
     """Pictures of a mask: queries down, keys across, long masks downsampled. :meth:`plot` describes the arguments of all."""
 
+    @names_explained({})
     def plot(
         self,
         q_len: int | None = None,
@@ -102,6 +104,7 @@ class MaskPictures(Node):
         )
         return draw(shown, ax=ax, title=title)
 
+    @names_explained({})
     def plot_panels(
         self,
         q_len: int | None = None,
@@ -158,6 +161,7 @@ class MaskPictures(Node):
         )
         return draw_sheet(sheet, title=title)
 
+    @names_explained({})
     def plot_terms(
         self,
         q_len: int | None = None,
@@ -203,6 +207,7 @@ class MaskPictures(Node):
         )
         return draw_sheet(sheet, title=title)
 
+    @names_explained({})
     def show(
         self,
         q_len: int | None = None,
@@ -235,6 +240,7 @@ class MaskPictures(Node):
         options |= {"why": why, "against": against, "shards": shards, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
         show(cast("Mask", self), q_len, kv_len, console=console, **options)
 
+    @names_explained({})
     def html(
         self,
         q_len: int | None = None,
@@ -277,6 +283,7 @@ class MaskPictures(Node):
             options["max_blocks"] = max_blocks
         return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
 
+    @names_explained({})
     def save_picture(
         self,
         path: str | Path,

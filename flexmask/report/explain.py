@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexmask._checks import checked_int
+from flexmask._checks import checked_int, names_explained
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
+from flexmask.expr.methods import EQUIVALENTS
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind, lengths_hint
 from flexmask.intervals.bounds import RowBounds, analyze
@@ -130,6 +131,7 @@ class Explanation:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in self.lines())
 
 
+@names_explained(EQUIVALENTS)
 def explain(
     mask: MaskLike,
     q_len: int,

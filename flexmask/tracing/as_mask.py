@@ -6,8 +6,9 @@ from typing import TypeAlias
 
 import torch
 
+from flexmask._checks import is_traced
 from flexmask.errors import OperandError
-from flexmask.expr.deferral import is_traced, refuse_traced
+from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.deferred import DeferredMask
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
