@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
+from flexmask.backends import repeats
 from flexmask.backends.backend import Call
 from flexmask.errors import LoweringError
 
@@ -47,19 +43,6 @@ class Parallel(Protocol):
 ENTERED: list[Parallel] = []
 
 
-@dataclass
-class _Span:
-    """The numbers of the autograd nodes that were made inside one entry, from ``first`` up to ``stop``."""
-
-    parallel: weakref.ref[Parallel]
-    first: int
-    stop: float = math.inf
-
-
-#: The last entries: autograd may repeat layers of any whose graph is still there.
-_SPANS: deque[_Span] = deque(maxlen=1024)
-
-
 def entered_parallel() -> Parallel | None:
     """The innermost that was entered, or None."""
     return ENTERED[-1] if ENTERED else None
@@ -67,41 +50,29 @@ def entered_parallel() -> Parallel | None:
 
 def enter_parallel(parallel: Parallel) -> None:
     """Enters one; it may be entered again inside."""
+    repeats.entered(parallel)
     ENTERED.append(parallel)
-    if not torch.compiler.is_compiling():
-        _SPANS.append(_Span(weakref.ref(parallel), torch._C._autograd._get_sequence_nr()))
 
 
 def leave_parallel(parallel: Parallel) -> None:
     """Takes back the innermost entry of one."""
     del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(parallel)]
-    if not torch.compiler.is_compiling():
-        for span in reversed(_SPANS):
-            if span.parallel() is parallel and span.stop == math.inf:
-                span.stop = torch._C._autograd._get_sequence_nr()
-                break
+    repeats.left(parallel)
 
 
 def check_repeated() -> None:
-    """Raises a LoweringError where autograd repeats a call outside of what it was inside of."""
-    if _is_repeated_elsewhere():
+    """Raises a LoweringError where autograd repeats a call outside of what it was inside of, or inside of what it was outside."""
+    if not repeats.IS_ELSEWHERE:
+        return
+    if ENTERED:
         raise LoweringError(
-            "backward repeats attention of a checkpointed layer, whose tokens are those of this rank, outside "
-            "`with ContextParallel(...)`; call backward() inside it"
+            "backward repeats attention of a checkpointed layer inside a `with ContextParallel(...)` in which it did not run; "
+            "call backward() where the forward pass ran"
         )
-
-
-def _is_repeated_elsewhere() -> bool:
-    """A checkpointed layer is repeated by a node that was made with it, whose number tells where that was."""
-    node: Any = torch._C._current_autograd_node()
-    if node is None:
-        return False
-    number, entered = node._sequence_nr(), entered_parallel()
-    inside = [span.parallel for span in _SPANS if span.first <= number < span.stop]
-    return bool(inside) and (entered is None or inside[-1]() is not entered)
-
-
-_is_repeated_elsewhere._dynamo_marked_constant = True  # type: ignore[attr-defined] # compiled code knows it when it is traced
+    raise LoweringError(
+        "backward repeats attention of a checkpointed layer, whose tokens are those of this rank, outside "
+        "`with ContextParallel(...)`; call backward() inside it"
+    )
 
 
 def refuse_in_parallel(what: str, instead: str = "") -> None:

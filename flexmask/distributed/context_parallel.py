@@ -56,8 +56,9 @@ class ContextParallel:
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
     ranks.
 
-    Where layers are checkpointed, call ``backward()`` inside ``with`` as well; outside it is an error. ``torch.compile`` compiles
-    again for a ContextParallel with other sizes: the tokens of this rank, or those that it sends and receives.
+    Where layers are checkpointed, call ``backward()`` inside ``with`` as well: it is an error where it repeats a layer outside,
+    or inside a ContextParallel in which the layer did not run. ``torch.compile`` compiles again for a ContextParallel with other
+    sizes: the tokens of this rank, or those that it sends and receives.
 
     Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
     fails, the others raise the process group's error after its time-out.
