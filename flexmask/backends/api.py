@@ -99,6 +99,9 @@ def attention(
     NaN and inf in keys or values reach the rows that attend to them. On ``sdpa`` on the CPU they reach no other row, forward and
     in the gradient, except where the mask is ``causal`` alone, which is one call of torch's kernel. In that call, on ``sdpa`` on
     other devices and on ``flex`` they may reach other rows of the same block of queries, since a weight of 0 times NaN is NaN.
+    For the same reason NaN and inf in a query, or in the gradient of its row of the output, may reach the gradients of keys and
+    values that the row does not attend to, as in ``scaled_dot_product_attention``. In a fully masked row the gradient of the
+    output counts as 0, but NaN in the query still reaches the gradients of keys.
 
     In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
     :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.

@@ -734,6 +734,19 @@ class TestNonfiniteValues:
         grads = torch.autograd.grad(out.square().sum(), tensors)
         assert all(grad.isfinite().all() for grad in grads)
 
+    @pytest.mark.parametrize("length", [16, 300])
+    def test_gradients_of_fully_masked_rows_count_as_0(self, length: int) -> None:
+        mask = causal(length, length)
+        mask[..., -3:, :] = False
+        tensors = inputs(torch.float32, q_len=length, kv_len=length, key_heads=4)
+        out = block_sdpa(*tensors, intervals(mask))
+        weight = torch.randn_like(out)
+        weight[:, :, -3:] = 0
+        wanted = torch.autograd.grad(out, tensors, weight, retain_graph=True)
+        weight[:, :, -3:] = math.nan
+        for found, other in zip(torch.autograd.grad(out, tensors, weight), wanted, strict=True):
+            torch.testing.assert_close(found, other)
+
     @pytest.mark.parametrize("number", BROKEN)
     @pytest.mark.parametrize("where", ["key", "value"])
     def test_one_call_of_all_cells(self, where: str, number: float) -> None:
