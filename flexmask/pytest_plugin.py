@@ -5,11 +5,13 @@ It is loaded wherever flexmask is installed, and imports torch only when a fixtu
     def test_my_mask(assert_equivalent):
         assert_equivalent(my_mask(), 128, reference=my_mask_mod)
 
-    def test_my_model(assert_no_leak):
-        assert_no_leak(Model().eval(), my_mask(), torch.randn(2, 32, 64), layers=4)
+    def test_my_model(assert_no_leak, flexmask_device):
+        model = Model().eval().to(flexmask_device)
+        assert_no_leak(lambda tokens: model(tokens, lengths), my_mask(lengths), tokens, layers=4)
 
-    def test_my_numbers(assert_batch_invariant):
-        assert_batch_invariant(Model().eval(), torch.randn(700, 64), [300, 150, 250])
+    def test_my_numbers(assert_batch_invariant, flexmask_device):
+        model = Model().eval().to(flexmask_device)
+        assert_batch_invariant(lambda x, mask: model(x, mask), torch.randn(700, 64), [300, 150, 250])
 
 ``assert_equivalent``, ``assert_no_leak`` and ``assert_batch_invariant`` are those of :mod:`flexmask.testing` on the device
 ``flexmask_device``. That is the CPU unless ``--flexmask-device`` says another; given several times, tests that use one of the

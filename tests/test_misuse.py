@@ -123,9 +123,9 @@ def module(**options: Any) -> Any:
     return f.MultiheadFlexAttention(**options)(X)
 
 
-def layer() -> Any:
+def layer(**options: Any) -> Any:
     torch.manual_seed(3)
-    return fm.MultiheadFlexAttention(WIDTH, WIDTH, 4).eval()
+    return fm.MultiheadFlexAttention(WIDTH, WIDTH, 4, **options).eval()
 
 
 def cached(name: str, **options: Any) -> None:
@@ -225,7 +225,7 @@ FUNCTIONS: dict[str, Function] = {
     "assert_no_leak": (
         t.assert_no_leak,
         {
-            "function": layer(),
+            "function": layer(mask="causal"),
             "mask": fm.causal(),
             "x": X,
             "context": None,

@@ -25,11 +25,17 @@ def test_wrong(assert_equivalent):
     assert_equivalent(MASK, 6, reference=fm.causal())
 
 def test_obeys(assert_no_leak):
-    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2), MASK, torch.randn(2, 6, 8))
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2, mask=MASK), MASK, torch.randn(2, 6, 8))
 
 def test_leaks(assert_no_leak):
     layer = fm.MultiheadFlexAttention(8, 8, 2)
     assert_no_leak(lambda x: layer(x, fm.causal()), MASK, torch.randn(2, 6, 8))
+
+def test_mask_left_out(assert_no_leak):
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2), MASK, torch.randn(2, 6, 8))
+
+def test_mask_needed(assert_no_leak):
+    assert_no_leak(lambda x, mask: x, MASK, torch.randn(2, 6, 8))
 
 def test_subset(assert_subset):
     assert_subset("sliding_window(size=4)", "causal", 32)
@@ -53,10 +59,12 @@ def test_it_is_registered() -> None:
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess("-p", "no:randomly")
-    result.assert_outcomes(passed=4, failed=4)
+    result.assert_outcomes(passed=4, failed=6)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
     result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
-    result.stdout.no_fnmatch_line("*flexmask/testing/equivalence.py*")  # the traceback ends in the user's own line
+    result.stdout.fnmatch_lines(["*function(x, mask=mask)*"])
+    for module in ("equivalence", "leaks", "influence"):
+        result.stdout.no_fnmatch_line(f"*flexmask/testing/{module}.py*")  # the traceback ends in the user's own line
 
 
 def test_the_device_is_asked_for(pytester: pytest.Pytester) -> None:

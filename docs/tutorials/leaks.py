@@ -23,10 +23,14 @@ torch.manual_seed(0)
 # gradient of each output with 0. A layer that is right passes silently:
 
 mask = causal() & document(lengths=[5, 3])
-assert_no_leak(MultiheadFlexAttention(16, 16, 2), mask, torch.randn(1, 8, 16))
+layer = MultiheadFlexAttention(16, 16, 2)
+assert_no_leak(lambda x: layer(x, mask), mask, torch.randn(1, 8, 16))
 mask.plot(8)
 
 # %%
+# The function is called with the input alone, and the check gives it no mask. So the lambda makes the call that your code makes:
+# where that call forgets the mask, the check finds it.
+#
 # The check compares the model with the mask that you give. If the model has the same wrong mask, the check passes. So write the
 # mask of the check in another way than the model's, for example as lengths where the model has ids. Look at it once, in the
 # picture above or in the terminal with ``mask.show(8)``.
@@ -68,8 +72,8 @@ report(lambda x: torch_layer(x, x, x, key_padding_mask=~real)[0], key_padding(ke
 # %%
 # A whole model
 # -------------
-# Most leaks are not in attention. This model has the right mask in both layers, and a normalization over the sequence, which
-# mixes all tokens:
+# A model takes tokens, and often the lengths of the sequences, from which it makes its masks. Most leaks are not in attention:
+# with ``leaks=True`` this model has the right mask in both layers, and a normalization over the sequence, which mixes all tokens.
 
 
 class Model(nn.Module):
@@ -79,7 +83,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(MultiheadFlexAttention(16, 16, 2) for _ in range(2))
         self.leaks = leaks
 
-    def forward(self, tokens, mask):
+    def forward(self, tokens, lengths):
+        mask = causal() & key_padding(lengths)
         x = self.embed(tokens)
         for layer in self.layers:
             x = x + layer(x, mask)
@@ -88,13 +93,16 @@ class Model(nn.Module):
         return x
 
 
-tokens = torch.randint(0, 50, (2, 8))
+tokens, lengths = torch.randint(0, 50, (2, 8)), torch.tensor([8, 5])
+wanted = causal() & key_padding(keep=torch.arange(8) < lengths[:, None])
 for leaks in (False, True):
-    report(Model(leaks), mask, tokens, layers=2)
+    model = Model(leaks).eval()
+    report(lambda tokens, model=model: model(tokens, lengths), wanted, tokens, layers=2)
 
 # %%
-# Tokens are replaced by other tokens of the input. ``layers=2`` says that information may pass twice: with
-# ``sliding_window(size=4)`` two layers reach 6 tokens back. For layers with different masks give a list of masks.
+# Tokens are replaced by other tokens of the input. ``layers=2`` is for a model of two layers: information may pass twice. With
+# ``sliding_window(size=4)`` two layers reach 6 tokens back. Where more layers could pass all pairs that leak, the message says
+# how many. For layers with different masks give a list of masks.
 #
 # The check runs the model for each hidden position, so use short sequences: a leak shows at 8 tokens as well as at 8,000.
 #
@@ -123,7 +131,8 @@ except AssertionError as error:
 # on a GPU::
 #
 #     def test_my_model(assert_no_leak):
-#         assert_no_leak(Model().eval(), "causal & document(lengths=[5, 3])", tokens, layers=2)
+#         model, lengths = Model().eval(), torch.tensor([8, 5])
+#         assert_no_leak(lambda tokens: model(tokens, lengths), causal() & key_padding(lengths), tokens, layers=2)
 #
 # For the models of Hugging Face Transformers, the plugin flexmask-transformers has ``check_packing``, which packs documents in
 # each way that Transformers knows and reports which of them leak.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+from flexmask.errors import ExpressionError
+from flexmask.testing.calls import output_of
 
 __all__ = ["Call", "by_change", "by_gradient", "mixed_sequences"]
 
@@ -25,28 +26,21 @@ class Call:
     Attributes:
         function: takes ``x``, and the others by name.
         inputs: ``x``, and ``context`` in cross-attention.
-        options: what else it is given by name.
         draw: where random numbers come from.
-        note: a hint that is added to error messages; may be empty.
+        note: what to write instead, for error messages; may be empty.
     """
 
     function: Callable[..., Any]
     inputs: dict[str, Tensor]
-    options: dict[str, Any]
     draw: torch.Generator
     note: str = ""
 
     def __call__(self, **changed: Tensor) -> Tensor:
         """The output ``[B, length, ...]`` with some inputs changed."""
+        __tracebackhide__ = True
         inputs = {**self.inputs, **changed}
         x = inputs.pop("x")
-        out = self.function(x, **inputs, **self.options)
-        if isinstance(out, tuple):
-            out = out[0]
-        if not isinstance(out, Tensor):
-            raise OperandError(f"the function must give a tensor [B, length, ...], got {type(out).__name__}")
-        if out.shape[:2] != x.shape[:2]:
-            raise LoweringError(f"the output must be [B, length, ...] = {[*x.shape[:2]]} and more, got {list(out.shape)}")
+        out = output_of(self.function, x, inputs, self.note)
         return out.reshape(*out.shape[:2], -1)
 
     def check(self) -> None:
@@ -54,20 +48,13 @@ class Call:
 
         Raises:
             ExpressionError: two calls give two outputs.
-            OperandError: it fails.
+            LoweringError: the output has other sequences or another length than ``x``.
+            OperandError: it fails, or gives no tensor.
             AssertionError: the output is not finite.
         """
+        __tracebackhide__ = True
         with torch.no_grad():
-            try:
-                first = self()
-            except FlexmaskError:
-                raise
-            except Exception as error:  # whatever a function of the user raises
-                names = ["x", *(f"{name}={name}" for name in [*self.inputs, *self.options] if name != "x")]
-                raise OperandError(
-                    f"the function fails where it is called as function({', '.join(names)}); wrap it in one that can be called "
-                    f"so, e.g. a lambda. {type(error).__name__}: {error}{self.note}"
-                ) from error
+            first = self()
             again = self()
         if not first.isfinite().all():
             b, q = (~first.isfinite()).any(-1).nonzero()[0].tolist()

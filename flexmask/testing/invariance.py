@@ -13,13 +13,17 @@ from flexmask.catalogue import causal, per_document
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.lowering.align import AlignedDocuments, align_documents
-from flexmask.testing.settings import parameters_of
+from flexmask.testing.calls import output_of, required_parameters
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["assert_batch_invariant"]
 
-#: Optional parameters of a function under test.
+#: Parameters of a function under test.
 GIVEN = ("mask", "documents")
+NOTE = (
+    "mask is the flexmask mask of the packed documents, documents their AlignedDocuments. For a model that takes another form: "
+    "lambda x, mask: model(x, mask.dense(x.shape[1])), or lambda x, documents: model(x, documents.ids)"
+)
 
 
 def assert_batch_invariant(
@@ -37,9 +41,10 @@ def assert_batch_invariant(
     Computes each document alone, then in one sequence with the others in order and in reverse, in two sequences, and in a batch
     with one document per sequence. Documents begin at blocks: see :func:`flexmask.lowering.align_documents`.
 
-    ``function`` is called as ``function(x, mask=mask)`` with ``x`` ``[B, length, ...]`` and the mask of the packed documents.
-    If it has a parameter ``documents``, it also gets the :class:`flexmask.lowering.AlignedDocuments`, for ids and positions; one
-    of the two parameters is enough. Wrap a function with other parameters::
+    ``function`` is called as ``function(x, mask=mask)`` with ``x`` ``[B, length, ...]`` and the mask of the packed documents,
+    as ``function(x, documents=documents)`` with the :class:`flexmask.lowering.AlignedDocuments`, for ids and positions, or with
+    both: it gets those of the two parameters that have no default. A parameter with a default stays as it is, since your code
+    may leave it out. Wrap a function with other parameters, or with a default, in one that makes the call of your code::
 
         def function(x, mask):
             return model(x, mask.block_mask(x.shape[1], separate_full_blocks=False))
@@ -63,7 +68,7 @@ def assert_batch_invariant(
             and the greatest difference.
         ExpressionError: the function gives two outputs for one input.
         LoweringError: fewer than two documents, or shapes that do not fit.
-        OperandError: an argument or the output is of a wrong type.
+        OperandError: an argument or the output is of a wrong type, or the function fails.
     """
     __tracebackhide__ = True
     if not isinstance(x, Tensor) or not callable(function):
@@ -122,10 +127,11 @@ class _Call:
         self.block_size, self.gradients = block_size, gradients
         draw = torch.Generator().manual_seed(0)
         self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw)]
-        self.taken = [name for name in GIVEN if name in parameters_of(function)]
+        self.taken = [name for name in required_parameters(function) if name in GIVEN]
         if not self.taken:
             raise OperandError(
-                "the function must have a parameter mask or documents, so that it can know how documents are packed"
+                "the function must have a parameter mask or documents without a default, so that it knows how documents are "
+                "packed; wrap it in one that calls it as your code does, e.g. lambda x, mask: function(x, mask)"
             )
 
     def __call__(self, sequences: list[list[int]]) -> dict[int, tuple[Tensor, ...]]:
@@ -139,12 +145,7 @@ class _Call:
         x = documents.pack(torch.cat([self.parts[number] for number in order])).requires_grad_(self.gradients)
         given = {"mask": per_document(self.mask, documents.ids), "documents": documents}
         with torch.set_grad_enabled(self.gradients):
-            out = self.function(x, **{name: given[name] for name in self.taken})
-        out = out[0] if isinstance(out, tuple) else out
-        if not isinstance(out, Tensor):
-            raise OperandError(f"the function must give a tensor [B, length, ...], got {type(out).__name__}")
-        if out.shape[:2] != x.shape[:2]:
-            raise LoweringError(f"the output must be [B, length, ...] = {[*x.shape[:2]]} and more, got {list(out.shape)}")
+            out = output_of(self.function, x, {name: given[name] for name in self.taken}, NOTE)
         found = [documents.split(out.detach())]
         if self.gradients:
             found.append(documents.split(self.gradient(out, x, documents, order)))

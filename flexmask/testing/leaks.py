@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,17 +14,18 @@ from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
+from flexmask.testing.calls import missing_arguments
 from flexmask.testing.findings import picture_around
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
 from flexmask.testing.reach import dependence, terms, visible_pairs
-from flexmask.testing.settings import check_size, parameters_of
+from flexmask.testing.settings import check_size
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["assert_no_leak"]
 
 REMEDY = "check fewer or shorter sequences"
-#: Names of masks in other modules.
-OTHER_MASKS = {"attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
+#: The most layers that a message proposes.
+MOST_LAYERS = 128
 
 
 def assert_no_leak(
@@ -45,9 +47,12 @@ def assert_no_leak(
     position changes to large random values, the output stays the same to the last bit. Also, sequences of the batch must not
     influence each other.
 
-    ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``; where it has a parameter
-    ``mask``, that is given as well, unless it is a module with a mask of its own. Wrap it in a lambda where it wants another
-    form, e.g. ``lambda x: module(x, attn_mask=cells)`` with ``cells = mask.dense(length)[0, 0]``, or ``~cells`` where True hides.
+    ``function`` is called as ``function(x)``, in cross-attention as ``function(x, context=context)``, and gets nothing else: the
+    mask is what the outputs are compared with, and is not given to the function. So write the call of your code in a lambda,
+    with the masks or lengths that it gives::
+
+        assert_no_leak(lambda tokens: model(tokens, lengths), causal() & key_padding(lengths), tokens, layers=2)
+
     Of a tuple the first item counts. Its output is ``[B, length, ...]``, and the same for the same input: put modules with
     dropout into ``eval()``.
 
@@ -64,11 +69,12 @@ def assert_no_leak(
         x: ``[B, length, ...]`` floating point, or integer tokens ``[B, length]``.
         context: ``[B, kv_len, ...]`` of cross-attention, which is what is checked then; ``mask`` is for it.
         self_mask: the mask of the self-attention that a model with ``context`` also has; then ``x`` is checked too.
-        layers: the number of times that the masks are applied; outputs may depend on what several layers can reach.
+        layers: the number of times that the masks are applied: 2 for a model of two layers, in which information may pass
+            twice.
         embed: from integer tokens to ``[B, length, d]``.
         heads: number of heads, if the mask depends on them and its data does not determine it.
-        device: where the check is done; the inputs are moved there, and ``function`` and ``embed`` where they are modules. By
-            default where ``x`` is.
+        device: where the check is done, by default where ``x`` is. The inputs are moved there, and ``function`` and ``embed``
+            where they are modules; what a lambda holds is not.
         seed: the seed of random numbers.
 
     Raises:
@@ -76,7 +82,7 @@ def assert_no_leak(
             should have hidden it, and shows a picture.
         ExpressionError: ``layers`` is less than 1, or the function gives two outputs for one input.
         LoweringError: shapes that do not fit, or more than 2**22 pairs.
-        OperandError: an argument or the output is of a wrong type.
+        OperandError: an argument or the output is of a wrong type, or the function fails.
     """
     __tracebackhide__ = True
     if not isinstance(x, Tensor) or not callable(function) or mask is None:
@@ -114,8 +120,7 @@ def assert_no_leak(
             raise OperandError(
                 f"{name} must be [B, length, ...] of floating point numbers or integer tokens, got {list(value.shape)}"
             )
-    given = {"mask": masks if isinstance(mask, list | tuple) else masks[0]} if _takes_mask(function) else {}
-    call = Call(function, inputs, given, draw, "" if given else _own_mask(function))
+    call = Call(function, inputs, draw, missing_arguments(function, [name for name in inputs if name != "x"]))
     call.check()
     rules = [_Rule("x", masks, layers, heads)]
     if context is not None:
@@ -150,15 +155,22 @@ class _Rule:
 
     def allowed(self, call: Call) -> Tensor:
         """The positions that each query's output may depend on, ``bool[B, q_len, length]``."""
+        for layers, found in enumerate(self.by_layers(call), 1):
+            if layers == self.layers:
+                return found
+        return found
+
+    def by_layers(self, call: Call) -> Iterator[Tensor]:
+        """:meth:`allowed` for ``layers`` of 1, 2, 3, ..., until it stays the same."""
         q_len, length = call.inputs["x"].shape[1], call.inputs[self.name].shape[1]
         batch, device = call.inputs["x"].shape[0], call.inputs["x"].device
         shown = [visible_pairs(mask, batch, self.heads, q_len, length, device) for mask in self.masks]
         if self.name == "x":
-            return dependence(shown, self.layers)
+            return dependence(shown)
         if self.around is None:
-            return shown[0]
-        own = dependence([visible_pairs(self.around, batch, self.heads, q_len, q_len, device)], self.layers)
-        return own.float() @ shown[0].float() > 0
+            return iter(shown)
+        own = visible_pairs(self.around, batch, self.heads, q_len, q_len, device)
+        return (reached.float() @ shown[0].float() > 0 for reached in dependence([own]))
 
     def alone(self, term: Mask) -> _Rule:
         """The rule with one term in place of the mask."""
@@ -183,8 +195,9 @@ def _check(call: Call, rule: _Rule) -> None:
     marks = torch.where(leaks[b], 2, (~hidden[b]).int())
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
-        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}\n\n"
-        f"{picture_around(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}{call.note}"
+        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n\n"
+        f"{picture_around(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}"
+        + (f"\n\n{call.note}" if call.note else "")
     )
 
 
@@ -198,21 +211,14 @@ def _hiding_terms(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
     return f", which is hidden by {masks}"
 
 
-def _takes_mask(function: Callable[..., Any]) -> bool:
-    """Whether to pass the mask to a function; a module with its own mask does not get one."""
-    if isinstance(function, nn.Module) and getattr(function, "mask", None) is not None:
-        return False
-    return "mask" in parameters_of(function)
-
-
-def _own_mask(function: Callable[..., Any]) -> str:
-    """How to call a function that takes a mask in another form, for messages."""
-    name = next((name for name in parameters_of(function) if name in OTHER_MASKS), None)
-    if name is None:
-        return ""
-    return (
-        f"\n\nThe function takes {name}, but assert_no_leak passes only mask=, a flexmask mask. Wrap the function: "
-        f"assert_no_leak(lambda x: function(x, {name}=cells), mask, x). Where True means visible, as in "
-        "scaled_dot_product_attention, cells = mask.dense(length)[0, 0]; where True means hidden, as in "
-        "torch.nn.MultiheadAttention and TransformerEncoderLayer, cells = ~mask.dense(length)[0, 0]"
-    )
+def _enough_layers(call: Call, rule: _Rule, leaks: Tensor) -> str:
+    """With how many layers all leaks would be allowed, for a message; empty where no number is enough."""
+    for layers, allowed in enumerate(islice(rule.by_layers(call), MOST_LAYERS), 1):
+        if not (leaks & ~allowed).any():
+            many, so = f"{layers} layers can pass on", f"has {layers}"
+            if len(rule.masks) > 1:
+                many, so = f"these {len(rule.masks)} layers can pass on {layers} times", f"applies them {layers} times"
+            return (
+                f".\nAll these pairs are within what {many}: if the model {so}, write layers={layers}; otherwise they are leaks"
+            )
+    return ""

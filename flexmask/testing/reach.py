@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,24 +18,22 @@ def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len:
     return cells.any(1).expand(batch, -1, -1)
 
 
-def dependence(shown: Sequence[Tensor], layers: int) -> Tensor:
+def dependence(shown: Sequence[Tensor]) -> Iterator[Tensor]:
     """The positions of the input that each position of the output may depend on, ``bool[B, length, length]``.
+
+    Gives them where the layers are applied once, twice, and so on, until nothing more can be reached.
 
     Args:
         shown: the visible pairs of each layer in order; a layer's output also depends on its input at the same position.
-        layers: how often these layers are applied.
     """
-    length = shown[0].shape[-1]
-    own = torch.eye(length, dtype=torch.bool, device=shown[0].device)
+    own = torch.eye(shown[0].shape[-1], dtype=torch.bool, device=shown[0].device)
     steps = [(cells | own).float() for cells in shown]
-    found = own.float().expand_as(steps[0])
-    for _ in range(layers):
+    found, before = own.float().expand_as(steps[0]), None
+    while before is None or not torch.equal(found, before):
         before = found
         for step in steps:
             found = (step @ found > 0).float()
-        if torch.equal(found, before):  # nothing more can be reached
-            break
-    return found > 0
+        yield found > 0
 
 
 def terms(mask: Mask) -> tuple[Mask, ...]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import _sync
@@ -20,7 +18,7 @@ from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "make_setting", "parameters_of", "reference_cells"]
+__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "make_setting", "reference_cells"]
 
 Reference: TypeAlias = MaskLike | Tensor
 
@@ -81,14 +79,6 @@ def check_size(shape: tuple[int, ...], remedy: str) -> None:
     cells = torch.Size(shape).numel()
     if cells > MAX_CELLS:
         raise LoweringError(f"{list(shape)} are {cells:,} cells; at most {MAX_CELLS:,} are checked one by one: {remedy}")
-
-
-def parameters_of(function: Callable[..., Any]) -> Collection[str]:
-    """The names of a function's or module's parameters; none for a function in C, which has no signature."""
-    try:
-        return inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except ValueError:
-        return ()
 
 
 def make_setting(

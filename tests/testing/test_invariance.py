@@ -248,8 +248,7 @@ def test_gradients() -> None:
 
 
 class Layer(nn.Module):
-    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
-        assert mask is not None
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
         return blockwise(x, mask)
 
 
@@ -275,7 +274,10 @@ UNFIT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": [9]}, LoweringError, "two or more documents"),
     ({"lengths": [4, 4]}, LoweringError, re.escape("got [9, 2] for the lengths [4, 4]")),
     ({"x": torch.zeros(())}, LoweringError, "two or more documents"),
-    ({"function": lambda x: x}, OperandError, "a parameter mask or documents"),
+    ({"function": lambda x: x}, OperandError, "a parameter mask or documents without a default"),
+    ({"function": lambda x, mask=None: x}, OperandError, r"as your code does, e.g. lambda x, mask: function\(x, mask\)"),
+    ({"function": lambda x, documents, mask: x.tolist(7)}, OperandError, r"\(x, documents=documents, mask=mask\): TypeError"),
+    ({"function": lambda x, mask: fm.key_padding(keep=mask)}, OperandError, r"keep must hold(?s:.*)mask is the flexmask mask"),
     ({"function": lambda x, mask: None}, OperandError, "must give a tensor"),
     ({"function": lambda x, mask: x[:, 1:]}, LoweringError, re.escape("[B, length, ...] = [1, 8]")),
     ({"function": lambda x, mask: torch.rand_like(x)}, ExpressionError, "two outputs for one input"),

@@ -308,14 +308,14 @@ CASES: dict[str, Mask] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_keeps_to_its_mask(name: str) -> None:
-    assert_no_leak(LAYER, CASES[name], X)
     assert_no_leak(lambda x: LAYER(x, CASES[name]), CASES[name], X)
+    assert_no_leak(MultiheadFlexAttention(8, 8, 2, mask=CASES[name]), CASES[name], X)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_every_dtype_is_checked(dtype: torch.dtype) -> None:
     layer = MultiheadFlexAttention(8, 8, 2).to(dtype)
-    assert_no_leak(layer, PACKED, X.to(dtype))
+    assert_no_leak(lambda x: layer(x, PACKED), PACKED, X.to(dtype))
     check_fails(lambda: assert_no_leak(lambda x: layer(x, fm.causal(offset=1)), fm.causal(), X.to(dtype)), "22 by gradient")
 
 
@@ -326,15 +326,18 @@ def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, S
     heads = shape.heads
     layer = MultiheadFlexAttention(4, 4 * heads, heads)
     x, context = torch.randn(shape.batch, shape.q_len, 4), torch.randn(shape.batch, shape.kv_len, 4)
-    assert_no_leak(layer, case.mask, x, context=context, heads=heads)
+
+    def attend(x: Tensor, context: Tensor) -> Tensor:
+        out: Tensor = layer(x, case.mask, context=context)
+        return out
+
+    assert_no_leak(attend, case.mask, x, context=context, heads=heads)
     visible = case.expected(shape).any(1).nonzero()
     if len(visible):
         b, q, kv = visible[place % len(visible)].tolist()
         less = case.mask - ((fm.q == q) & (fm.kv == kv) & (fm.b == b))
         check_fails(
-            lambda: assert_no_leak(
-                lambda x, context: layer(x, case.mask, context=context), less, x, context=context, heads=heads
-            ),
+            lambda: assert_no_leak(attend, less, x, context=context, heads=heads),
             f"1 of {shape.batch * shape.q_len * shape.kv_len:,} pairs leak (1 by ",
             f"in batch {b} the output of query {q} depends on key {kv} of context",
         )
@@ -343,7 +346,7 @@ def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, S
 def test_cross_attention_keeps_to_its_mask() -> None:
     mask = fm.cross_length([3, 9], q_lengths=[12, 6])
     context = torch.randn(2, 9, 8)
-    assert_no_leak(LAYER, mask, X, context=context)
+    assert_no_leak(lambda x, context: LAYER(x, mask, context=context), mask, X, context=context)
     check_fails(
         lambda: assert_no_leak(lambda x, context: LAYER(x, fm.key_padding([4, 9]), context=context), mask, X, context=context),
         "in batch 0 the output of query 0 depends on key 3 of context, which is hidden by",
@@ -380,15 +383,16 @@ TOKENS = torch.randint(0, 11, (2, 12), generator=torch.Generator().manual_seed(4
 
 def test_a_model_keeps_to_what_its_layers_reach() -> None:
     model = Decoder()
-    assert_no_leak(model, PACKED, TOKENS, layers=2)
-    assert_no_leak(model.body, PACKED, TOKENS, layers=2, embed=model.embed)
-    assert_no_leak(model.body, PACKED, X, layers=2)
+    assert_no_leak(lambda tokens: model(tokens, PACKED), PACKED, TOKENS, layers=2)
+    assert_no_leak(lambda x: model.body(x, PACKED), PACKED, TOKENS, layers=2, embed=model.embed)
+    assert_no_leak(lambda x: model.body(x, PACKED), PACKED, X, layers=2)
     assert_no_leak(lambda x: model.body(x, PACKED).argmax(-1), PACKED, X, layers=2)
     window = fm.sliding_window(left=2, right=0)
-    assert_no_leak(model.body, window, X, layers=2)
+    assert_no_leak(lambda x: model.body(x, window), window, X, layers=2)
     check_fails(
-        lambda: assert_no_leak(model.body, window, X),
-        "the output of query 3 depends on key 0 of x, which is hidden by kv >= q - 2",
+        lambda: assert_no_leak(lambda x: model.body(x, window), window, X),
+        "the output of query 3 depends on key 0 of x, which is hidden by kv >= q - 2.\n"
+        "All these pairs are within what 2 layers can pass on: if the model has 2, write layers=2; otherwise they are leaks\n",
         "by gradient",
         "by change",
         "\n   3 ! # # # .",
@@ -431,10 +435,48 @@ def test_a_decoder_with_context() -> None:
 
 def test_dependence_is_what_can_be_reached() -> None:
     step = fm.causal(offset=-1).dense(6)[0] & fm.sliding_window(left=2, right=0).dense(6)[0]
-    for layers in (1, 2, 5):
-        found = dependence([step], layers)
-        wanted = [[0 <= q - kv <= 2 * layers for kv in range(6)] for q in range(6)]
-        assert found.tolist() == [wanted]
+    found = [cells.tolist() for cells in dependence([step])]
+    assert len(found) == 4  # the last shows that nothing more can be reached
+    for layers, cells in enumerate(found, 1):
+        assert cells == [[[0 <= q - kv <= 2 * layers for kv in range(6)] for q in range(6)]]
+
+
+def behind(distance: int) -> Callable[[Tensor], Tensor]:
+    """A function whose outputs depend on the keys ``q - distance .. q``."""
+    return lambda x: LAYER(x, fm.sliding_window(left=distance, right=0))
+
+
+@pytest.mark.parametrize(
+    ("distance", "mask", "layers", "proposed"),
+    [
+        (3, fm.sliding_window(left=2, right=0), 1, "what 2 layers can pass on: if the model has 2, write layers=2;"),
+        (7, fm.sliding_window(left=2, right=0), 3, "what 4 layers can pass on: if the model has 4, write layers=4;"),
+        (
+            6,
+            [fm.sliding_window(left=1, right=0), fm.sliding_window(left=2, right=0)],
+            1,
+            "what these 2 layers can pass on 2 times: if the model applies them 2 times, write layers=2;",
+        ),
+        (3, fm.causal() & fm.document(DOCUMENTS), 1, ""),
+    ],
+)
+def test_layers_are_proposed_where_they_are_enough(distance: int, mask: Any, layers: int, proposed: str) -> None:
+    message = check_fails(lambda: assert_no_leak(behind(distance), mask, X, layers=layers), "pairs leak", proposed)
+    assert ("layers=" in message) == bool(proposed)
+
+
+def test_layers_are_proposed_for_a_decoder_with_context() -> None:
+    own, cross = fm.sliding_window(left=1, right=0), fm.key_padding([4, 6])
+
+    def decode(x: Tensor, context: Tensor) -> Tensor:
+        out: Tensor = LAYER(LAYER(x, own), own) + LAYER(x, cross, context=context)
+        return out
+
+    check_fails(lambda: assert_no_leak(decode, cross, X, context=X[:, :6], self_mask=own), "of x, which", "write layers=2;")
+    assert_no_leak(decode, cross, X, context=X[:, :6], self_mask=own, layers=2)
+    unknown = fm.key_padding([3, 6])
+    message = check_fails(lambda: assert_no_leak(decode, unknown, X, context=X[:, :6], self_mask=own), "key 3 of context")
+    assert "layers=" not in message
 
 
 # ---------------------------------------------------------------- assert_no_leak: functions of another form
@@ -461,30 +503,79 @@ def test_a_module_that_takes_another_mask_is_wrapped() -> None:
     check_fails(
         lambda: assert_no_leak(module, fm.causal(), X),
         "pairs leak",
-        "The function takes attn_mask, but assert_no_leak passes only mask=",
-        "assert_no_leak(lambda x: function(x, attn_mask=cells), mask, x)",
-        "as in torch.nn.MultiheadAttention and TransformerEncoderLayer, cells = ~mask.dense(length)[0, 0]",
+        "The check calls function(x), without attn_mask",
+        "assert_no_leak(lambda x: function(x, attn_mask=attn_mask), ...)\n",
+        "in torch.nn.MultiheadAttention and TransformerEncoderLayer, ~mask.dense(length)[0, 0]",
     )
+
+
+class Optional(nn.Module):
+    """Hands a mask on that calls may leave out, to a layer that may have its own."""
+
+    def __init__(self, own: str | None = None) -> None:
+        super().__init__()
+        self.attention = MultiheadFlexAttention(8, 8, 2, mask=own)
+
+    def forward(self, x: Tensor, mask: Mask | str | None = None, context: Tensor | None = None) -> Tensor:
+        out: Tensor = self.attention(x, mask, context=context)
+        return out
+
+
+@pytest.mark.parametrize("own", [None, "full", "sliding_window(left=20, right=1)"])
+def test_a_mask_that_calls_may_leave_out_is_not_given(own: str | None) -> None:
+    module = Optional(own)
+    check_fails(
+        lambda: assert_no_leak(module, fm.causal(), X),
+        "The check calls function(x), without mask: it gives the function no mask and no other argument.\n"
+        "Write the call of your code: assert_no_leak(lambda x: function(x, mask=mask), ...)\n"
+        "with mask as your code gives it: a flexmask mask, the tensor of a tokenizer",
+    )
+    check_fails(
+        lambda: assert_no_leak(module, fm.causal(), X, context=X),
+        "(lambda x, context: function(x, context=context, mask=mask), ...)",
+    )
+    assert_no_leak(lambda x: module(x, "causal"), fm.causal(), X)
+    assert_no_leak(Optional("causal"), fm.causal(), X)
 
 
 def test_a_function_that_cannot_be_called_so_is_refused() -> None:
     def needs_it(x: Tensor, attn_mask: Tensor) -> Tensor:
         return x
 
+    def needs_lengths(tokens: Tensor, lengths: Tensor) -> Tensor:
+        return tokens
+
     def wants_context(x: Tensor) -> Tensor:
         return x
 
     with pytest.raises(
-        OperandError, match=r"(?s)fails where it is called as function\(x\); wrap it.*TypeError.*takes attn_mask"
+        OperandError, match=r"(?s)fails where it is called as function\(x\): TypeError.*\nThe check .* without attn_mask"
     ) as caught:
         assert_no_leak(needs_it, fm.causal(), X)
     assert isinstance(caught.value.__cause__, TypeError)
-    with pytest.raises(OperandError, match=r"called as function\(x, context=context\); .*TypeError"):
+    with pytest.raises(OperandError, match=r"assert_no_leak\(lambda x: function\(x, lengths=lengths\), \.\.\.\)$"):
+        assert_no_leak(needs_lengths, fm.causal(), TOKENS)
+    with pytest.raises(OperandError, match=r"called as function\(x, context=context\): TypeError.*\n.*as a lambda$"):
         assert_no_leak(wants_context, fm.causal(), X, context=X)
     with pytest.raises(OperandError, match=r"called as function.*mat1 and mat2"):
         assert_no_leak(nn.Linear(3, 3), fm.causal(), X)
-    with pytest.raises(OperandError, match=r"called as function\(x\).*forward\(\) missing 2 required"):
+    with pytest.raises(OperandError, match=r"function\(x, key=key, value=value, attn_mask=attn_mask\)"):
         assert_no_leak(nn.MultiheadAttention(8, 2), fm.causal(), X)
+
+
+def test_a_model_that_takes_the_mask_of_a_tokenizer() -> None:
+    def model(x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = LAYER(x, fm.causal() & fm.key_padding(keep=mask))
+        return out
+
+    with pytest.raises(OperandError, match=r"(?s)without mask: .*function\(x, mask=mask\).*the tensor of a tokenizer"):
+        assert_no_leak(model, fm.causal(), X)
+    with pytest.raises(
+        OperandError, match=r"fails where it is called as function\(x\): OperandError: key_padding: keep must hold"
+    ):
+        assert_no_leak(lambda x: model(x, fm.causal()), fm.causal(), X)  # type: ignore[arg-type]
+    keep = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
+    assert_no_leak(lambda x: model(x, keep), fm.causal() & fm.key_padding([12, 7]), X)
 
 
 # ---------------------------------------------------------------- assert_no_leak: what is wrong
@@ -539,7 +630,7 @@ def test_a_leak_is_named(name: str) -> None:
 def test_a_norm_over_the_sequence_leaks(x: Tensor) -> None:
     model = Decoder(2, "norm over the sequence")
     message = check_fails(
-        lambda: assert_no_leak(model if x is TOKENS else model.body, PACKED, x, layers=2),
+        lambda: assert_no_leak(lambda x: (model if x.dim() == 2 else model.body)(x, PACKED), PACKED, x, layers=2),
         "in batch 0 the output of query 0 depends on",
     )
     assert ("by gradient" in message) == (x is X)
@@ -560,7 +651,10 @@ def test_one_layer_that_leaks_among_several() -> None:
 
 def test_sequences_that_meet() -> None:
     model = Decoder(1, "norm over the batch")
-    check_fails(lambda: assert_no_leak(model, fm.full(), TOKENS), "sequence 0 of the batch changes the output of sequence 1")
+    check_fails(
+        lambda: assert_no_leak(lambda tokens: model(tokens, fm.full()), fm.full(), TOKENS),
+        "sequence 0 of the batch changes the output of sequence 1",
+    )
 
 
 def test_picture_of_leaks() -> None:
@@ -582,7 +676,7 @@ def test_leaks_refused() -> None:
     with pytest.raises(ExpressionError, match="one mask for it, got 2"):
         assert_no_leak(LAYER, [fm.causal(), fm.full()], X, context=X)
     with pytest.raises(ExpressionError, match="holds only the token 3"):
-        assert_no_leak(Decoder(), fm.causal(), torch.full((1, 4), 3))
+        assert_no_leak(nn.Embedding(11, 8), fm.causal(), torch.full((1, 4), 3))
     with pytest.raises(OperandError, match=r"x must be \[B, length, ...\].*\[3\]"):
         assert_no_leak(LAYER, fm.causal(), torch.ones(3))
     with pytest.raises(OperandError, match=r"must give a tensor.*got int"):
@@ -605,7 +699,7 @@ def test_checks_on_cuda() -> None:
     assert_equivalent(PACKED, 12, reference=REFERENCES["a table"], device="cuda")
     names = [finding.name for finding in agreement(make_setting(PACKED, 12, device="cuda"))]
     assert "flex float32 gradient of key" in names
-    assert_no_leak(MultiheadFlexAttention(8, 8, 2, backend="sdpa"), PACKED, X, device="cuda")
+    assert_no_leak(MultiheadFlexAttention(8, 8, 2, mask=PACKED, backend="sdpa"), PACKED, X, device="cuda")
     assert_subset(PACKED, "causal", 12, device="cuda")
     message = check_fails(lambda: assert_equivalent(PACKED, 12, reference=fm.causal(), device="cuda"), "cells differ")
     assert "flex float32 output" in message

@@ -33,7 +33,7 @@ def test_modules() -> None:
     with fm.MaskCache(size=4):
         model(torch.randn(2, 4, 8), [4, 3])
     model(torch.randn(2, 4, 8), [4, 3], fm.KVCache(capacity=8))
-    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2), fm.causal(), torch.randn(1, 4, 8))
+    assert_no_leak(fm.MultiheadFlexAttention(8, 8, 2, mask="causal"), fm.causal(), torch.randn(1, 4, 8))
     assert_equivalent(fm.causal(), 4, reference=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
 
 
