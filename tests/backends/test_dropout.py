@@ -14,6 +14,7 @@ import flexmask as fm
 from flexmask import Mask, attention, kv, q
 from flexmask.backends.dropout import dropout_cells, hashes_of, key_hashes, row_hashes
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from tests.support import oracle
 from tests.support.dropout import is_kept, kept_of
 
 # ---------------------------------------------------------------- the hash, written anew
@@ -137,14 +138,9 @@ def detached(tensors: Inputs, dtype: torch.dtype | None = None) -> Inputs:
 
 def dropped(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, p: float, seed: int) -> Tensor:
     """``dropout(softmax(scores)) @ value`` with the decisions of the hash."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(group, 1) for part in (key, value))
-    scores = query @ key.mT / math.sqrt(query.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask.dense(LENGTH, batch=2), -math.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0)
+    visible = torch.tensor(True) if mask is None else mask.dense(LENGTH, batch=2)
     keep = dropout_cells(seed, p, 2, query.shape[1], LENGTH, LENGTH)
-    return weights * keep / (1 - p) @ value
+    return oracle.attention(query, key, value, visible, factors=keep.double() / (1 - p))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -18,34 +18,13 @@ from flexmask.backends.tiled_sdpa import block_sdpa, fused_sdpa
 from flexmask.backends.tiling import plan_tiles
 from flexmask.backends.tiling_cache import shared_tiling
 from flexmask.errors import LoweringError, OperandError
+from tests.support import oracle
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 DEFAULT_SIZES = {"batch": 2, "heads": 4, "key_heads": 2, "q_len": 50, "kv_len": 50, "dim": 8, "value_dim": 8}
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None = None,
-    score_mod: ScoreMod | None = None,
-) -> Tensor:
-    """Softmax attention over the whole score matrix, in float64; fully masked rows give 0."""
-    query, key, value = (tensor.double() for tensor in (query, key, value))
-    group = query.size(1) // key.size(1)
-    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
-    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
-    if score_mod is not None:
-        batch, heads, q_len, kv_len = scores.shape
-        b, h, q, kv = torch.arange(batch), torch.arange(heads), torch.arange(q_len), torch.arange(kv_len)
-        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], q[:, None], kv)
-    mask = mask & (scores > -math.inf)
-    empty = ~mask.any(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(~mask, -math.inf).masked_fill(empty, 0), -1).masked_fill(empty, 0) @ value
 
 
 def intervals(mask: Tensor) -> Tensor:
@@ -83,7 +62,7 @@ def check_attention(
     """Output and gradients of `attend` equal those of dense attention; exactly 0 in fully masked rows, and never NaN."""
     query, key, value = tensors
     out = attend(query, key, value)
-    wanted = dense_attention(query, key, value, mask, **extra)  # type: ignore[arg-type]
+    wanted = oracle.attention(query, key, value, mask, **extra)  # type: ignore[arg-type]
     check_close(out, wanted, query.dtype)
     grad = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, grad)
@@ -357,7 +336,7 @@ class TestScoreMod:
             return score * slopes[h] + bias[b][h] + near + table[h][q_idx][kv_idx]
 
         out = block_sdpa(*tensors, intervals(mask), score_mod=score_mod_by_scalars)
-        wanted = dense_attention(*tensors, mask, score_mod=score_mod)
+        wanted = oracle.attention(*tensors, mask, score_mod=score_mod)
         check_close(out, wanted, torch.float64)
         captured = slopes, bias, offsets, table
         grad = torch.randn_like(out)
@@ -718,7 +697,7 @@ class TestNonfiniteValues:
         weight = torch.randn_like(out).masked_fill(touched.unsqueeze(-1), 0)
         grads = torch.autograd.grad(out, tensors, weight)
         q, k, v = (tensor.detach().nan_to_num(0, 0, 0).double().requires_grad_() for tensor in tensors)
-        wanted = torch.autograd.grad(dense_attention(q, k, v, mask & ~touched.unsqueeze(-1)), (q, k, v), weight.double())
+        wanted = torch.autograd.grad(oracle.attention(q, k, v, mask & ~touched.unsqueeze(-1)), (q, k, v), weight.double())
         apart = ~(mask & touched.unsqueeze(-1)).any(2).unflatten(1, (2, 2)).any(2)  # keys that no touched row sees
         for found, other, clean in zip(grads, wanted, (~touched, apart, apart), strict=True):
             torch.testing.assert_close(found[clean].double(), other[clean], rtol=1e-4, atol=1e-5)

@@ -20,6 +20,7 @@ from torch import Tensor
 import flexmask as fm
 from flexmask import Mask
 from flexmask.distributed import ContextParallel
+from tests.support import oracle
 from tests.support.strategies import Shape, mask_cases
 
 #: ``cells(b, h, q, kv)`` of index tensors that broadcast.
@@ -116,15 +117,6 @@ def table(cells: Cells, length: int) -> Tensor:
     return cells(b, h, q, kv).expand(sizes)
 
 
-def dense_attention(visible: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
-    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    masked = ~visible.any(-1, keepdim=True)
-    out: Tensor = scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0) @ value
-    return out
-
-
 def inputs(length: int, kv_heads: int = KV_HEADS) -> list[Tensor]:
     """Query, key, value and the gradient of the output, of the whole sequence, the same on each rank."""
     generator = torch.Generator().manual_seed(length)
@@ -136,7 +128,8 @@ def check_attention(cp: ContextParallel, mask: Mask, visible: Tensor, kv_heads: 
     """The output and the gradients of a call, against those of one process."""
     *tensors, weight = inputs(cp.seq_len, kv_heads)
     whole = [tensor.clone().requires_grad_() for tensor in tensors]
-    wanted = dense_attention(visible, *whole)
+    query, key, value = whole
+    wanted = oracle.attention(query, key, value, visible)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), whole)
     own = [cp.shard(tensor, 2).requires_grad_() for tensor in tensors]
     with cp:

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 import flexmask as fm
 from flexmask.lowering import block_lists
 from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
+from tests.support import oracle
 from tests.support.dropout import kept_of
 
 pytestmark = pytest.mark.kernels
@@ -61,20 +62,12 @@ def visible(case: Case) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def reference(case: Case, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp, with a softmax in float64 that is written out."""
-    shown, indices = visible(case)
-    group = query.shape[1] // key.shape[1]
-    query, key, value = query.double(), *(part.double().repeat_interleave(group, 1) for part in (key, value))
-    scores = query @ key.mT * case.call.get("scale", query.shape[-1] ** -0.5)
-    if "score_mod" in case.call:
-        scores = case.call["score_mod"](scores, *indices)
-    highest = scores.detach().masked_fill(~shown, -1e9).amax(-1, keepdim=True)
-    weights = (scores - highest).masked_fill(~shown, -math.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    sees = total > 0
-    weights = weights / total.where(sees, 1)
+    shown, _ = visible(case)
+    scores = oracle.attention_scores(query, key, case.call.get("scale"), case.call.get("score_mod"))
+    weights, log_sum_exp = oracle.softmax(scores, shown), scores.masked_fill(~shown, -math.inf).logsumexp(-1)
     if p := case.call.get("dropout_p"):
         weights = weights * kept_of(11, p, *shown.shape) / (1 - p)
-    return weights @ value, (total.where(sees, 1).log() + highest).where(sees, -math.inf).squeeze(-1)
+    return weights @ value.double().repeat_interleave(query.shape[1] // value.shape[1], 1), log_sum_exp
 
 
 def check(case: Case, dtype: torch.dtype = torch.float32, change: Callable[[BlockMask], None] | None = None) -> None:

@@ -161,15 +161,9 @@ def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tens
     places = torch.arange(x.shape[1])
     if module.rope is not None:
         query, key = turn(query, places), turn(key, places)
-    key, value = (part.repeat_interleave(4 // module.n_kv_heads, 1) for part in (key, value))
     visible = torch.tensor(oracle.table_of(case.allowed, x.shape[1], x.shape[1], batch=2, heads=4, q_offset=0))
-    scores = query @ key.mT / module.d_head**0.5
-    if module.score_mod is not None:
-        axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
-        scores = module.score_mod(scores, *axes)
-    fully_masked = ~visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(fully_masked, 0).softmax(-1).masked_fill(fully_masked, 0)
-    out: Tensor = module.out_proj((weights @ value).transpose(1, 2).flatten(2))
+    heads = oracle.attention(query, key, value, visible, score_mod=module.score_mod)
+    out: Tensor = module.out_proj(heads.transpose(1, 2).flatten(2))
     return out
 
 

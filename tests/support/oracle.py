@@ -6,7 +6,7 @@ of a mask lowered with ``q_offset=n`` is ``q = n + i``. Data is an int, a list, 
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -532,8 +532,41 @@ def intervals_of(row: Sequence[bool]) -> list[tuple[int, int]]:
     return found
 
 
+def softmax(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """The softmax of each row over the allowed scores; 0 in a fully masked row.
+
+    Args:
+        scores: [B, H, q_len, kv_len]; -inf is not allowed either.
+        allowed: bool, broadcast to the scores.
+    """
+    allowed = allowed & (scores > -inf)
+    fully_masked = ~allowed.any(-1, keepdim=True)
+    return scores.masked_fill(~allowed, -inf).masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
+
+
+def attention_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Scores [B, H, q_len, kv_len] in float64, changed by a `score_mod` as FlexAttention calls it, on whole axes at once."""
+    query, key = query.double(), key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if score_mod is None:
+        return scores
+    axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
+    return score_mod(scores, *axes)
+
+
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    scale: float | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Masked softmax attention in float64; a fully masked row gives 0, and the gradients follow from autograd.
 
@@ -541,12 +574,9 @@ def attention(
         query: [B, H, q_len, D]; `key` and `value` have kv_len in its place, and may have fewer heads (grouped queries).
         allowed: bool, broadcast to [B, H, q_len, kv_len].
         scale: Factor on the scores; 1/sqrt(D) if None.
+        score_mod: see attention_scores.
+        factors: Of the weights, as dropout has them.
     """
-    query, key, value = query.double(), key.double(), value.double()
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    highest = scores.detach().masked_fill(~allowed, -1e300).amax(dim=-1, keepdim=True)
-    weights = torch.where(allowed, (scores - highest).masked_fill(~allowed, 0.0).exp(), 0.0)
-    total = weights.sum(dim=-1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0) @ value
+    value = value.double().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    weights = softmax(attention_scores(query, key, scale, score_mod), allowed)
+    return (weights if factors is None else weights * factors) @ value
