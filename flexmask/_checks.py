@@ -38,6 +38,12 @@ R = TypeVar("R")
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
+#: What arguments of windows count, for messages: one number gives another mask in each of them.
+COUNTS = {
+    "left": " (keys before the query's own)",
+    "right": " (keys after it)",
+    "size": " (keys in all, with the query's own)",
+}
 
 
 def kind_of(value: Any) -> str:
@@ -148,7 +154,7 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
     unnamed = args[len(by_place) :]
     if 0 < len(unnamed) <= len(by_name):
         if len(unnamed) == 1 < len(by_name):
-            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}" for key in by_name)
+            written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}{COUNTS.get(key, '')}" for key in by_name)
         else:  # with all names, as the first argument may be meant for one of the others
             places = zip([*by_place, *by_name], args, strict=False)
             given = [f"{key}={reprlib.repr(value)}" for key, value in (*places, *kwargs.items())]

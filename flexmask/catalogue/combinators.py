@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from flexmask.catalogue.arguments import check_mask, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import per_batch
 from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.names import describe_non_mask
+from flexmask.expr.tables import Table
 from flexmask.registry import named
 
 if TYPE_CHECKING:
@@ -76,10 +78,10 @@ def per_head(masks: Sequence[Mask]) -> Mask:
 
 
 @named
-def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
+def shift(mask: Mask, *, q: Index | Data = 0, kv: Index | Data = 0) -> Mask:
     """A mask moved down by ``q`` rows and right by ``kv`` columns.
 
-    Predicate: ``mask(b, h, q - rows, kv - columns)`` for ``shift(mask, q=rows, kv=columns)``
+    Predicate: ``mask(b, h, q - rows[b], kv - columns[b])`` for ``shift(mask, q=rows, kv=columns)``
 
     ``shift(causal, kv=1)`` at 4 x 4 and 3 x 5::
 
@@ -90,10 +92,17 @@ def shift(mask: Mask, *, q: Index | int = 0, kv: Index | int = 0) -> Mask:
 
     Args:
         mask: the mask to move. Where it looks up a table, the moved indices must stay inside.
-        q: rows, an integer or an index expression.
-        kv: columns, an integer or an index expression.
+        q: rows, an int or ``int[B]``, or an index expression; negative to move the mask up.
+        kv: columns, an int or ``int[B]``, or an index expression; negative to move the mask left.
+
+    Raises:
+        ExpressionError: data with more axes than the batch.
     """
-    return check_mask(mask, "shift").substitute(q=_q - as_index(q), kv=_kv - as_index(kv))
+    moved = {
+        name: position - (per_batch(by, f"shift: {name}", None, low=None) if isinstance(by, Table) else as_index(by))
+        for name, position, by in (("q", _q, q), ("kv", _kv, kv))
+    }
+    return check_mask(mask, "shift").substitute(**moved)
 
 
 @named

@@ -13,7 +13,7 @@ import click
 from flexmask.cli.completion import complete_expression
 from flexmask.cli.messages import UserError
 from flexmask.cli.output import to_stderr
-from flexmask.cli.values import BlockSize, Parameter
+from flexmask.cli.values import BlockSize, Count, Parameter
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -119,12 +119,12 @@ def lowering_options(command: Command) -> Command:
     options = [
         click.option(
             "--batch",
-            type=click.IntRange(min=1),
+            type=Count(min=1),
             metavar="N",
             help="Number of sequences, if the mask's data does not determine it.",
         ),
         click.option(
-            "--heads", type=click.IntRange(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."
+            "--heads", type=Count(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."
         ),
         click.option("--device", default="cpu", metavar="DEVICE", help="The device of the lowering. [default: cpu]"),
     ]
@@ -140,14 +140,14 @@ def lowering_options(command: Command) -> Command:
 
 
 def _length_options(command: Command) -> Command:
-    length = click.IntRange(min=1)
+    length = Count(min=1)
     options = [
         click.option("--seq-len", type=length, metavar="N", help="Number of queries and of keys. [default: from the data]"),
         click.option("--q-len", type=length, metavar="N", help="Number of queries."),
         click.option("--kv-len", type=length, metavar="N", help="Number of keys."),
         click.option(
             "--q-offset",
-            type=click.IntRange(0, MAX_OFFSET),
+            type=Count(0, MAX_OFFSET),
             default=0,
             metavar="N",
             help="Position of the first query. [default: 0]",

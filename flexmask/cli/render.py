@@ -11,7 +11,7 @@ from flexmask.cli.drawings import IndexList, label_options, output_option, writi
 from flexmask.cli.inputs import Parameters, checked_lengths, mask_options, read_mask
 from flexmask.cli.messages import UserError
 from flexmask.cli.progress import spinner
-from flexmask.cli.values import BlockSize
+from flexmask.cli.values import BlockSize, Count
 
 if TYPE_CHECKING:
     from flexmask.plotting.labels import ContentOptions
@@ -34,7 +34,7 @@ __all__ = ["render"]
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(min=1),
+    type=Count(min=1),
     metavar="N",
     help="Color the cells by the rank that holds the query under context parallelism, planned in blocks of --block-size.",
 )

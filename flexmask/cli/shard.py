@@ -10,6 +10,7 @@ from flexmask.cli.inputs import LoweringOptions, block_size_option, expression_a
 from flexmask.cli.messages import UserError
 from flexmask.cli.output import echo, print_json
 from flexmask.cli.progress import block_progress
+from flexmask.cli.values import Count
 
 if TYPE_CHECKING:
     from flexmask import Mask
@@ -20,7 +21,7 @@ __all__ = ["shard"]
 
 @click.command()
 @expression_argument("expressions", "EXPR...", nargs=-1, required=True)
-@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes.")
+@click.option("--ranks", type=Count(min=1), required=True, metavar="N", help="Number of processes.")
 @click.option(
     "--balance",
     type=click.Choice(["work", "head_tail", "contiguous"]),

@@ -10,7 +10,18 @@ from typing import Any, NoReturn
 
 import click
 
-__all__ = ["BlockSize", "Parameter", "Place", "read_text"]
+__all__ = ["BlockSize", "Count", "Parameter", "Place", "read_text"]
+
+
+class Count(click.IntRange):
+    """A whole number within limits."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            int(value)
+        except ValueError:
+            self.fail(f"{_short(value)} is not a whole number: write all its digits, e.g. 65536 for 64k", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from flexmask._checks import is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import refuse_traced
-from flexmask.expr.index import Constant, Index, Symbol, b
+from flexmask.expr.index import Constant, Index, Symbol, as_index, b
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Data", "SupportsArray", "along", "as_table", "per_batch", "ranged", "table", "truths"]
+__all__ = ["Data", "SupportsArray", "along", "as_number", "as_table", "per_batch", "ranged", "table", "truths"]
 
 
 class SupportsArray(Protocol):
@@ -38,6 +38,12 @@ INSTEAD_OF_FLOATS = {
         ("key_padding: keep", "query_padding: keep", "from_dense: table"),
         "of an additive mask, 0 for visible and -inf for hidden, take tensor == 0; of one of 0 and 1, tensor != 0",
     ),
+}
+
+#: How to pad lists of uneven lengths, by the argument.
+PADDING = {
+    "accept: path": "shorter paths with -1",
+    "tree: parents": "shorter trees with -1, which are roots that no node attends to",
 }
 
 #: Axes that data may have; no mask looks up more than 4.
@@ -126,9 +132,8 @@ def _list_shape(data: object, what: str, most: int) -> tuple[int, ...]:
         raise ExpressionError(f"{what} has more than {MAX_AXES} lists within lists; give at most 4 axes")
     shapes = {_list_shape(item, what, most - 1) for item in data}
     if len(shapes) > 1:
-        raise ExpressionError(
-            f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length, lengths of documents with 0."
-        )
+        padding = PADDING.get(what, "lengths of documents with 0")
+        raise ExpressionError(f"{what} has lists of uneven lengths or depth: {data!r}. Pad them to one length, {padding}.")
     return (len(data), *(shapes.pop() if shapes else ()))
 
 
@@ -138,19 +143,39 @@ def _flatten(data: Any, depth: int) -> list[Any]:
     return list(data) if depth == 1 else [value for item in data for value in _flatten(item, depth - 1)]
 
 
-def per_batch(data: Data, what: str, high: Symbol | None, *, role: Role | None = None) -> Index:
+def as_number(value: object, name: str) -> Index:
+    """The value of a parameter that a mask uses as one integer.
+
+    Raises:
+        ExpressionError: data with axes, which a mask looks up.
+        OperandError: another value.
+    """
+    if not (isinstance(value, list | tuple | range | Table) or is_tensor(value) or getattr(value, "shape", None)):
+        return as_index(value)
+    data = as_table(value, name)
+    if data.shape:
+        per_token = f"{name}[b, q] or {name}[b, kv] for one per token of each"
+        places = f"{name}[b] for one per sequence" if len(data.shape) == 1 else per_token
+        raise ExpressionError(
+            f"{name} has the shape {list(data.shape)}, but the mask uses it as one number. Look a value up: write {places}"
+        )
+    return data[()]
+
+
+def per_batch(data: Data, what: str, high: Symbol | None, *, low: int | None = 0, role: Role | None = None) -> Index:
     """One number of tokens for every sequence of the batch: ``data[b]``, or ``data`` where it is a single integer.
 
-    Each must lie between 0 and the length that ``high`` names. ``role``: see :class:`Ranged`.
+    Each must lie between ``low`` (None for no limit) and the length that ``high`` names. ``role``: see :class:`Ranged`.
     """
     if isinstance(data, Param):
         return data[b]
-    values = ranged(data, what, 0, high, role=role)
+    values = as_table(data, what) if low is None else ranged(data, what, low, high, role=role)
     if len(values.shape) > 1:
         hint = "; of an attention_mask of 0 and 1 write keep=, of a key_padding_mask hide=" if role == "length" else ""
         raise ExpressionError(f"{what} must be an int or have one axis, the batch; got shape {list(values.shape)}{hint}")
     if values.boolean:
-        raise OperandError(f"{what} must hold integers, got truth values; give a keep-mask as keep=")
+        hint = "; give a keep-mask as keep=" if role == "length" else ""
+        raise OperandError(f"{what} must hold integers, got truth values{hint}")
     return values[b] if values.shape else values[()]
 
 

@@ -188,9 +188,10 @@ def as_index(value: object) -> Index:
     try:
         return _constant(operator.index(cast(Any, value)))
     except TypeError:
+        given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
+        place = "b" if len(getattr(value, "shape", ())) == 1 else "b, q"
         raise OperandError(
-            f"wanted an index expression or an integer, got {type(value).__name__} {value!r}. "
-            "Data is looked up by index: flexmask.table(data)[b, q]."
+            f"wanted an index expression or an integer, got {given}. Data is looked up by index: flexmask.table(data)[{place}]."
         ) from None
 
 

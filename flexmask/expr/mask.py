@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
-from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table
+from flexmask.expr.data import as_number, as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
@@ -94,7 +93,8 @@ class Mask(MaskMethods):
     def __bool__(self) -> NoReturn:
         raise OperandError(
             f"the mask {self.brief()} has no single truth value. Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for "
-            "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`."
+            "`not a`, and `(0 <= q - kv) & (q - kv < 3)` for the chained `0 <= q - kv < 3`. To test whether a mask is given, "
+            "write `mask is None`."
         )
 
     @deferrable
@@ -175,8 +175,7 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
         case Lookup(Param(name), indices) if name in values:
             return named_table(as_table(values[name], name), name)[cast("tuple[Index, ...]", argument(indices))]
         case Param(name) if name in values:
-            value = values[name]
-            return as_table(value, name)[()] if is_tensor(value) else as_index(value)
+            return as_number(values[name], name)
     return None
 
 

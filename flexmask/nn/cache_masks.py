@@ -301,14 +301,27 @@ class _Rewriter:
             if size is None or size >= tokens.kv_end or (axis == "kv" and tokens.is_context):
                 continue
             owner = data_owner(lookup, self.mask)
-            hint = (
-                "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the same"
-                if owner.startswith("key_padding")
-                else "data of a mask has values for all tokens so far, the new ones included, or for the whole sequence"
-            )
+            hint = "data of a mask has values for all tokens so far, the new ones included, or for the whole sequence"
+            if owner.startswith("key_padding"):
+                hint = (
+                    "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the "
+                    "same"
+                )
+            elif axis == "q" and size == tokens.q_len and not self.is_along_keys(lookup):
+                hint = (
+                    "with a cache, row 0 of a mask is the first token of the sequence. Move one whose row 0 is the first token "
+                    "of this call: flexmask.masks.shift(mask, q=cache.length)"
+                )
             raise LoweringError(
                 f"{owner} has {size} values along {axis}, but the tokens in the cache reach position {tokens.kv_end}: {hint}"
             )
+
+    def is_along_keys(self, lookup: Lookup) -> bool:
+        """Whether a value of the data of a lookup belongs to each key, as ids of documents do."""
+        return any(
+            isinstance(node, Lookup) and node.table.key == lookup.table.key and kv.key in [index.key for index in node.indices]
+            for node in self.mask.expand().walk()
+        )
 
     def check_covers(self, source: Table) -> None:
         match source:

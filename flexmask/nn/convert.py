@@ -29,6 +29,7 @@ EQUIVALENTS = {
     "key": "keys and values come from context=, or from x where that is left out",
     "value": "keys and values come from context=, or from x where that is left out",
     "position_ids": "it is positions=",
+    "q_offset": "cache= has the position of the first query; positions= is for rope, and flexmask.attention takes q_offset=",
     "past_key_value": "it is cache=flexmask.KVCache(capacity)",
     "past_key_values": "it is cache=flexmask.KVCache(capacity)",
 }

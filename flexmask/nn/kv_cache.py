@@ -232,7 +232,7 @@ class KVCache:
         if self.key is None:
             raise LoweringError("the cache is empty: there is nothing to cut")
         device, batch = self.key.device, self.key.shape[0]
-        wanted = _integers(lengths, "truncate: lengths must be integers, one or a list or tensor of them", device)
+        wanted = _integers(lengths, "truncate: lengths", "integers, one or a list or tensor of them", device)
         if isinstance(wanted, Tensor) and wanted.shape != (batch,):
             raise LoweringError(f"truncate: lengths must be an int or int[{batch}], got shape {list(wanted.shape)}")
         many, held = (torch.as_tensor(n, device=device).expand(batch).tolist() for n in (wanted, self.length))
@@ -271,8 +271,8 @@ class KVCache:
             raise LoweringError("the cache is empty: there is nothing to accept")
         device, batch = self.key.device, self.key.shape[0]
         is_empty = path.numel() == 0 if isinstance(path, Tensor) else isinstance(path, Sequence) and not path
-        nodes = _integers([-1] if is_empty else path, "accept: path must be a list or tensor of integers", device)
-        before = _integers(prefix, "accept: prefix must be an integer, or a list or tensor of them", device)
+        nodes = _integers([-1] if is_empty else path, "accept: path", "a list or tensor of integers", device)
+        before = _integers(prefix, "accept: prefix", "an integer, or a list or tensor of them", device)
         if not isinstance(nodes, Tensor) or nodes.dim() not in (1, 2) or (nodes.dim() == 2 and len(nodes) != batch):
             raise LoweringError(f"accept: path must be int[n] or int[{batch}, n], got {kind_of(path)}")
         if isinstance(before, Tensor) and before.shape != (batch,):
@@ -374,14 +374,14 @@ class KVCache:
         return pair
 
 
-def _integers(value: Any, wanted: str, device: torch.device) -> int | Tensor:
+def _integers(value: Any, what: str, wanted: str, device: torch.device) -> int | Tensor:
     """An argument of integers, an int or ``int64`` on the device."""
     try:
-        table = as_table(value, wanted)
+        table = as_table(value, what)
     except OperandError:
         table = None
     if table is None or table.boolean:
-        raise OperandError(f"{wanted}, got {kind_of(value)}")
+        raise OperandError(f"{what} must be {wanted}, got {kind_of(value)}")
     if isinstance(table, Literal) and not table.size:
         return cast(int, table.tolist())
     return table.to_tensor().to(device, torch.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,8 @@ from flexmask import _sync
 from flexmask._checks import checked_int
 from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
-from flexmask.intervals.bind import bind
+from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import bind, own_sizes
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import Form, MaskMod
 from flexmask.lowering.write_order import add_write_order
@@ -41,7 +43,8 @@ def create_block_mask(
     Args:
         mask_mod: a function of ``(b, h, q_idx, kv_idx)``, which is traced (see :func:`flexmask.from_mask_mod`) and is the
             ``mask_mod`` of the result; or a mask or its text.
-        B: sequences; None for 1, or for the batch of a mask's data.
+        B: sequences; None for 1, or for the batch of a mask's data. A function that reads ``ids[b, ...]`` needs it: with None
+            all sequences get the blocks of the first.
         H: heads; None for 1, or for the heads of a mask's data.
         Q_LEN: queries.
         KV_LEN: keys.
@@ -57,6 +60,9 @@ def create_block_mask(
         LoweringError: an argument that is not supported, or a captured tensor that is too short or on another device.
         OperandError: ``mask_mod`` is neither a mask nor a function of four indices.
         TraceError: the function does not return one truth value per cell.
+
+    Warns:
+        UserWarning: ``B`` or ``H`` is None, but the function indexes data of several sequences or heads by ``b`` or ``h``.
 
     Source: ``torch.nn.attention.flex_attention.create_block_mask``.
     """
@@ -74,6 +80,7 @@ def create_block_mask(
     else:
         where = _sync.resolve_device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
         mask = trace_function(mask_mod, device=where)
+        _warn_of_first_only(mask, {"B": B, "H": H})
         form, B, H = mask_mod, 1 if B is None else B, 1 if H is None else H  # noqa: N806
     if 0 in (B, H):  # no cell, so any mask will do
         context = replace(bind(empty(), Q_LEN, KV_LEN, B or 1, H or 1, 0, where), full_batch=1 if B is None else B)
@@ -83,3 +90,16 @@ def create_block_mask(
     if compute_dq_write_order:
         add_write_order(made, descending=dq_kv_order)
     return made
+
+
+def _warn_of_first_only(mask: Mask, given: dict[str, int | None]) -> None:
+    """Warns where a mask has data of several sequences or heads, of which only those of the first are computed."""
+    for axis, size in own_sizes(mask).items():
+        name, each = axis.upper(), "sequence" if axis == "b" else "head"
+        if given[name] is None and size > 1:
+            warnings.warn(
+                f"mask_mod reads data of {size} {each}s by {axis}, but {name}=None computes the first {each} only, and all "
+                f"others get its blocks: give {name}={size}",
+                UserWarning,
+                stacklevel=3,
+            )

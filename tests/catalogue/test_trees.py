@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from flexmask import kv, maximum, minimum, q, table
+import pytest
+import torch
+
+from flexmask import kv, maximum, minimum, parse, plan, q, table
 from flexmask.masks import shift, tree
 
 PARENTS, DEPTH = [-1, 0, 0, 1, 2, 4, 5, 5], [0, 1, 1, 2, 2, 3, 4, 4]
@@ -33,3 +36,21 @@ def test_a_window_counts_by_depth(prefix: int, size: int) -> None:
         assert mask.dense(NODES, kv_len)[0, 0].tolist() == expected(prefix, size, kv_len)
         shifted = shift(mask, q=prefix).dense(NODES, kv_len, q_offset=prefix)
         assert shifted[0, 0].tolist() == expected(prefix, size, kv_len)
+
+
+@pytest.mark.parametrize("given", [torch.tensor([3, 0], dtype=torch.int32), [3, 0], table([3, 0])], ids=str)
+def test_each_sequence_has_its_own_prefix(given: Any) -> None:
+    """``shift`` takes the prefix as ``tree`` does, also as a parameter."""
+    text = parse(f"shift(tree(parents={PARENTS}, prefix=prefix), q=prefix)")
+    for mask in (text.bind(prefix=given), shift(tree(parents=PARENTS, prefix=given), q=given)):
+        found = mask.dense(NODES, NODES + 4, q_offset=torch.tensor([3, 0]))[:, 0].tolist()
+        assert found == [expected(prefix, 10**6, NODES + 4) for prefix in (3, 0)]
+
+
+@pytest.mark.parametrize("rows", [[2, -1], 2, -1, torch.tensor(1)], ids=str)
+def test_rows_that_a_mask_is_moved_by(rows: Any) -> None:
+    text = "shift(kv <= q, q=rows, kv=1)"
+    masks = [shift(kv <= q, q=rows, kv=1), parse(text).bind(rows=rows)]
+    found = [mask.dense(4, batch=2) for mask in masks] + [plan(text, 4, batch=2)(rows=rows).dense()]
+    wanted = [[[k - 1 <= row - by for k in range(4)] for row in range(4)] for by in torch.as_tensor(rows).expand(2).tolist()]
+    assert all(cells.expand(2, 1, 4, 4)[:, 0].tolist() == wanted for cells in found)

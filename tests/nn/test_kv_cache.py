@@ -351,6 +351,28 @@ def test_an_accepted_path_follows_the_prefix(name: str, window: int | None, grad
         check_close(found[one], module(x[one : one + 1, places], past)[0, -3:])
 
 
+def test_rounds_of_drafts_of_two_sequences() -> None:
+    """The prefix of a round is the length of the cache, which is a tensor once the sequences have accepted other numbers."""
+    module, cache, x = MultiheadFlexAttention(6, 8, 2, rope=turn, dtype=torch.float64), KVCache(24), inputs(20)
+    depth = torch.tensor(DEPTHS[0])
+    rounds = [[[0, 2, 5], [0, 1, -1]], [[-1, -1], [0, 2]], [[0, 1, 3], [0, -1, -1]]]
+    tokens = [list(range(4)) for _ in x]  # of each sequence, in `x`
+    with torch.no_grad():
+        module(x[:, :4], "causal", cache=cache)
+        for first, paths in zip((4, 10, 14), rounds, strict=True):
+            prefix: Any = cache.length
+            mask = fm.masks.shift(fm.masks.tree(parents=TREES[0], prefix=prefix), q=prefix)
+            positions = cache.positions(1, x.device) + depth
+            found = module(x[:, first : first + 6], mask, cache=cache, positions=positions)
+            for node, branch in enumerate([[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5]]):
+                for one in range(2):
+                    places = [*tokens[one], *(first + place for place in branch)]
+                    check_close(found[one, node], module(x[one : one + 1, places], "causal")[0, -1])
+            cache.accept(paths, prefix=prefix)
+            tokens = [[*own, *(first + n for n in path if n >= 0)] for own, path in zip(tokens, paths, strict=True)]
+            assert torch.as_tensor(cache.length).tolist() == [len(own) for own in tokens]
+
+
 def test_gradients_reach_the_tokens_of_the_call() -> None:
     case, x = CASES["rope"], inputs()
     for cut in (None, [9, 9]):
@@ -485,6 +507,26 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         call(KVCache(8), mask="query_padding(lengths=[2, 3], side='left')"),
         LoweringError,
         "depends on q_len.*start=",
+    ),
+    "accept paths of uneven lengths": (
+        lambda: filled(5, KVCache(8)).accept([[0, 1], [0]], prefix=3),
+        ExpressionError,
+        "^accept: path has lists of uneven lengths.*shorter paths with -1",
+    ),
+    "accept floats": (
+        lambda: filled(5, KVCache(8)).accept([0.5], prefix=3),  # type: ignore[arg-type]
+        OperandError,
+        "^accept: path must be a list or tensor of integers, got list",
+    ),
+    "a tree at the start of the sequence": (
+        call(filled(3, KVCache(8)), inputs(2), mask="tree(parents=[-1, 0], prefix=3)"),
+        LoweringError,
+        r"tree\(.*2 values along q.*row 0 of a mask is the first token of the sequence.*shift\(mask, q=cache.length\)",
+    ),
+    "documents of the call": (
+        grown_to("causal & document(ids)", [2, 2], KVCache(8), ids=torch.zeros(2, 2, dtype=torch.int64)),
+        LoweringError,
+        r"2 values along q.*position 4: data of a mask has values for all tokens so far",
     ),
     "lower_right": (call(KVCache(8), mask="causal('lower_right')"), LoweringError, r"kv_len and q_len.*causal\(\)"),
     "a comparison with kv_len": (

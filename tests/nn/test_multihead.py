@@ -354,6 +354,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "data that does not fit": (call(PADDED, lengths=[5, 3, 4]), LoweringError, "batch.*2.*3"),
     "missing in text": (call(None, "document(ids)"), ExpressionError, r"ids=\.\.\."),
     "mask that is not called": (call(None, fm.causal), OperandError, r"the function causal: call it, causal\(\)"),
+    "q_offset": (
+        call(q_offset=3),
+        ExpressionError,
+        "q_offset: cache= has the position of the first query.*positions=",
+    ),
     "is_causal": (
         call(is_causal=True),
         ExpressionError,

@@ -1,6 +1,7 @@
 """create_block_mask gives the same block lists as torch's, at all sizes."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ def scored(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 MODS = [causal, documents, slopes, pieces, residues, one_query, scored, noop_mask]
+#: B of None with data of two sequences is tested here too; see `test_data_of_several_sequences_needs_their_number`.
+first_only = pytest.mark.filterwarnings("ignore:mask_mod reads data of:UserWarning")
 #: B, H, Q_LEN, KV_LEN and the block size; B and H of None count as 1.
 SIZES: list[tuple[int | None, int | None, int, int, int | tuple[int, int]]] = [
     (None, None, 13, 11, 4),
@@ -63,6 +66,7 @@ SIZES: list[tuple[int | None, int | None, int, int, int | tuple[int, int]]] = [
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@first_only
 @pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_lists_are_those_of_torch(mask_mod: Any, sizes: tuple[Any, ...]) -> None:
     batch, heads, q_len, kv_len, block_size = sizes
@@ -94,6 +98,7 @@ with_order = pytest.mark.skipif("compute_dq_write_order" not in THEIR_ARGUMENTS,
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
+@first_only
 @pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_full_blocks_among_the_others(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
     found = ours(mask_mod, sizes, way, separate_full_blocks=False)
@@ -109,6 +114,7 @@ def test_full_blocks_among_the_others(mask_mod: Any, sizes: tuple[Any, ...], way
 @with_order
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
+@first_only
 @pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_write_order(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
     for options in ({}, {"dq_kv_order": False}, {"separate_full_blocks": False}):
@@ -182,6 +188,34 @@ def test_no_sequences_in_the_data_either() -> None:
 def test_compile_is_taken_and_ignored() -> None:
     found = fm.create_block_mask(causal, 1, 1, 40, 40, "cpu", 16, True)
     check_lists(found, create_block_mask(causal, 1, 1, 40, 40, "cpu", 16))
+
+
+def test_data_of_several_sequences_needs_their_number() -> None:
+    """As torch, it computes the blocks of the first; unlike torch, it says so."""
+    setting: Any = {"Q_LEN": LENGTH, "KV_LEN": LENGTH, "device": "cpu"}
+    with pytest.warns(UserWarning, match=r"data of 2 sequences by b, but B=None computes the first .*: give B=2$") as caught:
+        found = fm.create_block_mask(documents, None, None, **setting)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    check_lists(found, create_block_mask(documents, None, None, **setting))
+    width = torch.tensor([40, 60, 80])
+    with pytest.warns(UserWarning, match=r"data of 3 heads by h, but H=None computes the first .*: give H=3$"):
+        fm.create_block_mask(lambda b, h, q, kv: q - kv < width[h], None, None, **setting)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "batch"),
+    [
+        (documents, 1),
+        (documents, 2),
+        (slopes, None),
+        (lambda b, h, q, kv: IDS[:1][b, q] == IDS[:1][b, kv], None),
+        (lambda b, h, q, kv: IDS[0][q] == IDS[0][kv], None),
+        (fm.document(IDS), None),
+    ],
+)
+def test_no_warning(mask_mod: Any, batch: int | None, recwarn: pytest.WarningsRecorder) -> None:
+    fm.create_block_mask(mask_mod, batch, None, LENGTH, LENGTH, device="cpu")
+    assert not list(recwarn)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
