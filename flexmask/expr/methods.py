@@ -247,7 +247,8 @@ class MaskMethods(MaskPictures):
     ) -> Difference:
         """Where two masks differ at these lengths: how many cells only one of them shows, and the first of these.
 
-        Computed from the key intervals. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
+        The result has counts only: ``(a ^ b).show(q_len)`` draws the cells where two masks differ. It is computed from the key
+        intervals. Cells are evaluated only in blocks that the rows leave open, a bounded number at a time.
 
         Args:
             other: the mask to compare with, its text, or a ``mask_mod``.

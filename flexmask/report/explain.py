@@ -122,7 +122,7 @@ class Explanation:
             *([("", f"partial blocks are {stats.partial_fill:.1%} visible")] if stats.partial_blocks else []),
             ("visible", f"{stats.visible_fraction:.2%} of {stats.cells:,} cells; {hidden}"),
             ("memory", memory),
-            ("attention", _cost_text(stats.cost)),
+            ("attention", _cost_text(stats)),
             *(_cell_lines(self.cell) if self.cell is not None else []),
         ]
 
@@ -251,10 +251,12 @@ def _form_text(bounds: RowBounds) -> str:
     return "the expression" if count is None else f"tests {count} key intervals, one kernel for all such masks"
 
 
-def _cost_text(cost: float) -> str:
-    if cost > 1:
-        return "no less work than dense attention, as blocks reach beyond the ends of the mask"
-    return f"about {cost:.2%} of the work of dense attention"
+def _cost_text(stats: Stats) -> str:
+    if stats.cost <= 1:
+        return f"about {stats.cost:.2%} of the work of dense attention"
+    if stats.blocks == stats.batch * stats.heads and not stats.empty_blocks:
+        return f"the mask is smaller than one block of {stats.block_size[0]} x {stats.block_size[1]}, so nothing is skipped"
+    return "no less work than dense attention, as blocks reach beyond the ends of the mask"
 
 
 def _count_text(number: int, singular: str, plural: str | None = None) -> str:

@@ -84,6 +84,19 @@ def test_leaves(mask: fm.Mask, wanted: list[tuple[str, bool]]) -> None:
     assert sorted((leaf.kind, leaf.separable) for leaf in found.leaves) == sorted(wanted)
 
 
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "wanted"),
+    [
+        (100, 100, "the mask is smaller than one block of 128 x 128, so nothing is skipped"),
+        (128, 128, "about 100.00% of the work of dense attention"),
+        (1, 1000, "no less work than dense attention, as blocks reach beyond the ends of the mask"),
+        (4096, 4096, "about 51.56% of the work of dense attention"),  # 528 of 1,024 blocks
+    ],
+)
+def test_work(q_len: int, kv_len: int, wanted: str) -> None:
+    assert dict(fm.explain(fm.causal(), q_len, kv_len, q_offset=kv_len - q_len).lines())["attention"] == wanted
+
+
 def test_traced_functions() -> None:
     found = fm.explain(fm.from_mask_mod(lambda b, h, q, kv: (q >= kv) & (torch.sin(q - kv) > 0)), 16)
     assert found.mask.startswith("causal & ")
