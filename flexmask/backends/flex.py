@@ -16,6 +16,7 @@ from flexmask._transforms import has_values, is_captured, is_transformed
 from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
+from flexmask.backends.score_mods import check_scores
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
@@ -60,6 +61,8 @@ def _supports(call: Call) -> str | None:
 def _run(call: Call) -> Tensor:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
+    if call.score_mod is not None and not torch.compiler.is_compiling():
+        check_scores(call.score_mod, query, key)
     if isinstance(mask, LoweredMask):
         mask = mask.block_mask
     elif isinstance(mask, Mask) and torch.compiler.is_compiling():

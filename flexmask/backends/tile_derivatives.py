@@ -5,16 +5,15 @@ They are simple rather than fast, and written in operations that torch different
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexmask._checks import kind_of
 from flexmask._transforms import is_transformed
-from flexmask._vmap import reason_of
+from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import (
     DropoutState,
@@ -26,7 +25,6 @@ from flexmask.backends.tile_weights import (
     without_autocast,
 )
 from flexmask.backends.tiling_cache import shared_tiling
-from flexmask.errors import FlexmaskError, OperandError
 
 __all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
 
@@ -144,7 +142,7 @@ def attend_with_score_mod(
     if not tiles:
         anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
         return query.new_zeros(*query.shape[:3], value.size(3)) + anchor
-    score_mod = _over_indices(score_mod)
+    score_mod = over_indices(score_mod)
     transformed = is_transformed(query, key, value)
     isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
 
@@ -161,30 +159,3 @@ def attend_with_score_mod(
         return torch.cat([compute(tile, query, key, value) for tile in tiles], 2)
     # Checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time.
     return torch.cat([checkpoint(compute, tile, query, key, value, use_reentrant=False) for tile in tiles], 2)
-
-
-def _over_indices(score_mod: ScoreMod) -> ScoreMod:
-    """Maps a function of scalars over [b, h, q, kv] with vmap, as FlexAttention does, so that `bias[b][h]` works."""
-
-    def apply(*values: Tensor) -> object:
-        if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
-            return score_mod(*values)
-        try:
-            return score_mod(*values)
-        except (FlexmaskError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a function of the user raises
-            raise OperandError(f"score_mod fails for the indices of scores: {reason_of(error)}") from error
-
-    def checked(score: Tensor, *indices: Tensor) -> Tensor:
-        found = apply(score, *indices)
-        if not isinstance(found, Tensor) or found.dim() or found.dtype == torch.bool:
-            raise OperandError(
-                f"score_mod must return a score, a tensor of shape [], got {kind_of(found)}; a condition is a mask"
-            )
-        return found
-
-    mapped: Callable[..., Tensor] = checked
-    for axis in (4, 3, 2, 1):
-        mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))
-    return mapped

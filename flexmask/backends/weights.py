@@ -8,6 +8,7 @@ from torch import Tensor
 from flexmask._checks import checked_number, not_plain_reason
 from flexmask.backends.api import check_options
 from flexmask.backends.parallel import refuse_in_parallel
+from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -65,11 +66,8 @@ def attention_weights(
     factor = d_head**-0.5 if scale is None else checked_number(scale, "scale")
     scores = query.to(precise) @ key.to(precise).repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
     if score_mod is not None:
-        b, h, q, kv = (
-            torch.arange(length, device=query.device).view([-1 if axis == place else 1 for axis in range(4)])
-            for place, length in enumerate(scores.shape)
-        )
-        scores = score_mod(scores, b, h, q, kv)
+        indices = [torch.arange(length, device=query.device) for length in scores.shape]
+        scores = over_indices(score_mod)(scores, *indices).to(precise)
     if mask is not None:
         mask = as_mask(mask, device=query.device)
         cells = mask.dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)

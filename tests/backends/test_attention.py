@@ -626,8 +626,11 @@ def test_the_other_order_is_not_named_where_it_fits_no_better() -> None:
 )
 def test_a_score_mod_that_returns_no_score(score_mod: Any, wanted: str) -> None:
     query = torch.randn(1, 2, 5, 8)
+    for backend in ("sdpa", "flex"):
+        with pytest.raises(OperandError, match=wanted), torch.no_grad():
+            fm.attention(query, query, query, "causal", score_mod=score_mod, backend=backend)
     with pytest.raises(OperandError, match=wanted):
-        fm.attention(query, query, query, "causal", score_mod=score_mod)
+        fm.backends.attention_weights(query, query, "causal", score_mod=score_mod)
 
 
 @pytest.mark.parametrize(
@@ -640,8 +643,21 @@ def test_a_score_mod_that_returns_no_score(score_mod: Any, wanted: str) -> None:
 )
 def test_a_score_mod_that_fails(score_mod: Any, wanted: str) -> None:
     query = torch.randn(1, 2, 5, 8)
+    for backend in ("sdpa", "flex"):
+        with pytest.raises(OperandError, match=wanted), torch.no_grad():
+            fm.attention(query, query, query, "causal", score_mod=score_mod, backend=backend)
     with pytest.raises(OperandError, match=wanted):
-        fm.attention(query, query, query, "causal", score_mod=score_mod, backend="sdpa")
+        fm.backends.attention_weights(query, query, "causal", score_mod=score_mod)
+
+
+def test_the_weights_of_a_score_mod_with_indices_one_by_one() -> None:
+    query, bias = torch.randn(2, 3, 5, 8), torch.randn(2, 3)
+    found = fm.backends.attention_weights(
+        query, query, "causal", score_mod=lambda score, b, h, q, kv: score * bias[b][h] + q - kv
+    )
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    scores = query @ query.mT / 8**0.5 * bias[:, :, None, None] + distance
+    torch.testing.assert_close(found, scores.masked_fill(distance < 0, -math.inf).softmax(-1))
 
 
 @pytest.mark.parametrize(
