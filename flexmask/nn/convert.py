@@ -13,7 +13,7 @@ from flexmask.errors import LoweringError, OperandError
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["EQUIVALENTS", "SIZES", "sizes_from_torch", "state_from_torch", "to_torch"]
+__all__ = ["EQUIVALENTS", "SIZES", "load_weights", "sizes_from_torch", "state_from_torch", "to_torch"]
 
 #: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
 EQUIVALENTS = {
@@ -84,8 +84,9 @@ def sizes_from_torch(module: nn.MultiheadAttention, batch_first: bool) -> dict[s
     }
 
 
+@torch.enable_grad()
 def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
-    """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights."""
+    """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights; one of several is trainable if any is."""
     state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
     weights: dict[str, Tensor]
     biases: dict[str, Tensor] = {}
@@ -99,12 +100,19 @@ def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
             at = module.embed_dim
             biases = {"q_proj": module.in_proj_bias[:at], "kv_proj": module.in_proj_bias[at:]}
     state |= {f"{name}.weight": weight for name, weight in weights.items()}
-    state |= {f"{name}.bias": bias for name, bias in biases.items()}
-    return {name: tensor.detach() for name, tensor in state.items()}
+    return state | {f"{name}.bias": bias for name, bias in biases.items()}
 
 
+def load_weights(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copies weights into a module, each of which is then trainable where the one in ``state`` is."""
+    module.load_state_dict(state)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(state[name].requires_grad)
+
+
+@torch.enable_grad()
 def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadAttention:
-    """A ``torch.nn.MultiheadAttention`` with the same weights; a bias that only one side has is 0.
+    """A ``torch.nn.MultiheadAttention`` with the same weights; a bias that only one side has is 0, and trainable.
 
     Args:
         module: the module.
@@ -113,7 +121,7 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
     Raises:
         LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
     """
-    width, state, weight = module.d_out, module.state_dict(), module.out_proj.weight
+    width, state, weight = module.d_out, module.state_dict(keep_vars=True), module.out_proj.weight
     differs = {
         "d_in": module.d_in != width,
         "d_head": module.d_head * module.n_heads != width,
@@ -137,7 +145,7 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         device=weight.device,
         dtype=weight.dtype,
     )
-    made = {name: torch.zeros_like(weight) for name, weight in theirs.state_dict().items()}
+    made = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in theirs.state_dict().items()}
     made["out_proj.weight"] = state["out_proj.weight"]
     if "in_proj.weight" in state:
         made["in_proj_weight"] = state["in_proj.weight"]
@@ -150,5 +158,5 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         made["in_proj_bias"] = state["in_proj.bias"]
     elif "q_proj.bias" in state:
         made["in_proj_bias"] = torch.cat((state["q_proj.bias"], state["kv_proj.bias"]))
-    theirs.load_state_dict(made)
+    load_weights(theirs, made)
     return theirs

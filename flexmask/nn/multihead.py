@@ -21,7 +21,7 @@ from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask
-from flexmask.nn.convert import SIZES, sizes_from_torch, state_from_torch, to_torch
+from flexmask.nn.convert import SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
@@ -40,9 +40,10 @@ class MultiheadFlexAttention(nn.Module):
     ``key_padding(hide=key_padding_mask)`` here, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
 
     Under ``torch.compile(fullgraph=True)`` the module's mask, and every mask of :meth:`forward`, becomes a part of the graph
-    (with a cache see :class:`flexmask.KVCache`). Its data are inputs: other data runs without compiling again. A LoweredMask of
-    :func:`flexmask.plan` serves all layers of a model. ``torch.export`` with ``strict=False`` takes a module without a
-    mask, or with one that depends on positions only.
+    (with a cache see :class:`flexmask.KVCache`). Its tensors are inputs: other values in tensors of the same shapes run without
+    compiling again. Another shape compiles again: another batch, padded length or number of documents. So do other numbers and
+    lists, as in ``layer(x, n=[6, 4])``; give ``torch.tensor([6, 4])``. A LoweredMask of :func:`flexmask.plan` serves all layers
+    of a model. ``torch.export`` with ``strict=False`` takes a module without a mask, or with one that depends on positions only.
 
     Args:
         d_in: width of the input, and of the context unless ``d_context`` is given.
@@ -258,7 +259,8 @@ class MultiheadFlexAttention(nn.Module):
     ) -> Self:
         """A module with copies of the weights of a ``torch.nn.MultiheadAttention``, in the same mode.
 
-        All weights of the new module are trainable. Make an optimizer after this call, from the new weights.
+        Frozen weights, ``requires_grad=False``, stay frozen; where two become one, it is frozen if both are. Make an optimizer
+        after this call, from the new weights.
 
         True means attend: for ``key_padding_mask=hidden`` and a boolean ``attn_mask`` of that module, give this one
         ``key_padding(hide=hidden) & ~from_dense(attn_mask)``. A fully masked row gives 0 before the output projection, not NaN.
@@ -274,11 +276,13 @@ class MultiheadFlexAttention(nn.Module):
             LoweringError: ``kdim`` and ``vdim`` that differ, ``add_bias_kv``, ``add_zero_attn``, or ``batch_first=False``.
         """
         made = cls(**sizes_from_torch(module, batch_first), mask=mask, backend=backend)
-        made.load_state_dict(state_from_torch(module))
+        load_weights(made, state_from_torch(module))
         return made.train(module.training)
 
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
         """A ``torch.nn.MultiheadAttention`` with copies of the weights, in the same mode. It has no mask: see :meth:`from_torch`.
+
+        Frozen weights stay frozen, as in :meth:`from_torch`.
 
         Args:
             batch_first: the order of the axes of its inputs.

@@ -41,6 +41,23 @@ def torch_forward(module: nn.MultiheadAttention, x: Tensor, context: Tensor, **m
     return out if module.batch_first else out.transpose(0, 1)
 
 
+@pytest.mark.parametrize("context", [False, True])
+def test_frozen_weights_stay_frozen(context: bool) -> None:
+    theirs = torch_module(batch_first=True, **({"kdim": 5, "vdim": 5} if context else {}))
+    frozen = ("q_proj_weight", "k_proj_weight", "v_proj_weight") if context else ("in_proj_weight",)
+    for name in (*frozen, "out_proj.bias"):
+        theirs.get_parameter(name).requires_grad_(False)
+    with torch.no_grad():
+        ours = MultiheadFlexAttention.from_torch(theirs)
+        back = ours.to_torch()
+    trainable = {name for name, weight in ours.named_parameters() if weight.requires_grad}
+    assert trainable == ({"q_proj.bias", "kv_proj.bias"} if context else {"in_proj.bias"}) | {"out_proj.weight"}
+    assert {n: w.requires_grad for n, w in back.named_parameters()} == {n: w.requires_grad for n, w in theirs.named_parameters()}
+    if context:
+        theirs.get_parameter("v_proj_weight").requires_grad_(True)
+        assert MultiheadFlexAttention.from_torch(theirs).get_parameter("kv_proj.weight").requires_grad  # one weight of the two
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_self_attention(bias: bool, batch_first: bool) -> None:
