@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from flexmask._checks import is_tensor, kind_of
+from flexmask._checks import is_tensor
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.deferral import FUNCTIONS
 from flexmask.expr.mask import Mask
@@ -18,6 +18,8 @@ __all__ = ["DeferredMask", "deferred", "in_graph"]
 
 #: The name of a call whose arguments are the structure of a mask and its tensors.
 GIVEN = "given"
+#: The name of a call that stands for None, which a graph does not take.
+NONE = "none"
 #: The calls whose arguments by name are values of the mask's parameters.
 BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
@@ -26,7 +28,7 @@ class DeferredMask(Mask):
     """A mask as the call of a deferrable function. It is a pytree of the tensors among its arguments.
 
     Attributes:
-        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, or :data:`GIVEN`.
+        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, :data:`GIVEN` or :data:`NONE`.
         args: arguments by position.
         kwargs: arguments by name.
         params: the names of the parameters that are not bound yet.
@@ -108,13 +110,15 @@ def _argument(value: Any) -> Any:
     """An argument as a graph takes it."""
     if isinstance(value, Mask):
         return in_graph(value)
-    if value is None or isinstance(value, bool | int | float | str) or is_tensor(value):
+    if value is None:
+        return DeferredMask(NONE, (), {}, ())
+    if isinstance(value, bool | int | float | str) or is_tensor(value):
         return value
     if isinstance(value, list | tuple):
         return tuple([_argument(item) for item in value])
     raise OperandError(
-        f"in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got {kind_of(value)}; "
-        "make the mask outside and pass it, write it as text, or pass what a flexmask.plan gives"
+        "in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got "
+        f"{type(value).__name__}; make the mask outside and pass it, write it as text, or pass what a flexmask.plan gives"
     )
 
 
@@ -122,6 +126,8 @@ def _made(value: Any) -> Any:
     match value:
         case DeferredMask(call="given", args=(Structure() as structure, tensors)):
             return cast(Mask, structure.node).with_tensors(cast("tuple[Tensor, ...]", tensors))
+        case DeferredMask(call="none"):
+            return None
         case DeferredMask(call=call, args=args, kwargs=kwargs):
             return FUNCTIONS[call](*map(_made, args), **{name: _made(own) for name, own in kwargs.items()})
         case tuple():

@@ -220,7 +220,7 @@ def lower_in_graph(
     query: Tensor,
     key: Tensor,
     q_offset: int | Tensor = 0,
-    parameters: dict[str, Tensor] | None = None,
+    parameters: dict[str, Any] | None = None,
     block_size: tuple[int, int] = (128, 128),
 ) -> LoweredMask:
     """A mask lowered in code that ``torch.compile`` traces: its captured graph becomes a part of the whole graph.
@@ -230,11 +230,15 @@ def lower_in_graph(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         q_offset: position of the first query.
-        parameters: the values of the mask's parameters.
+        parameters: the values of the mask's parameters. Those that are not tensors become a part of the graph.
         block_size: see :class:`Setting`.
     """
-    names = tuple(sorted(parameters or {}))
-    values = tuple([(parameters or {})[name] for name in names])
+    parameters = parameters or {}
+    constants = {name: value for name, value in parameters.items() if not isinstance(value, Tensor)}
+    if constants:  # other ones are another graph
+        mask = mask.bind(**constants)
+    names = tuple(sorted(set(parameters) - set(constants)))
+    values = tuple([parameters[name] for name in names])
     offset = -1 if isinstance(q_offset, Tensor) else q_offset
     if isinstance(q_offset, Tensor):
         values = (*values, q_offset)

@@ -43,6 +43,10 @@ MADE: dict[str, tuple[Callable[[Tensor], Any], Predicate]] = {
         lambda n: (fm.causal() - fm.key_padding(lengths=n)) ^ WINDOW | fm.sliding_window(left=1, right=1),
         lambda n: ((CAUSAL & ~keys(n)) ^ ((q_ - kv_ < 4) & CAUSAL)) | ((q_ - kv_).abs() <= 1),
     ),
+    "no limit": (
+        lambda n: fm.sliding_window(left=None, right=2) & fm.key_padding(n, keep=None),
+        lambda n: (kv_ - q_ <= 2) & keys(n),
+    ),
     "a mask that is an input": (lambda n: PACKED & fm.key_padding(n), lambda n: SAME & keys(n)),
     "lists": (
         lambda n: fm.key_padding(lengths=[3, LENGTH]) & fm.per_head([fm.full(), fm.key_padding(n)]),
@@ -117,6 +121,19 @@ def test_a_layer_takes_a_text_that_is_bound(name: str) -> None:
     compiled = torch.compile(lambda n: layer(x, BOUND[name](n)), fullgraph=True, backend="eager")
     n = torch.tensor([20, 3])
     torch.testing.assert_close(compiled(n), layer(x, fm.from_dense(CAUSAL & keys(n))))
+
+
+def test_data_of_a_layer_that_is_no_tensor_is_a_part_of_the_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    layer, x = fm.MultiheadFlexAttention(16, 16, 2, mask="causal & key_padding(n) & (kv < m)"), torch.randn(2, LENGTH, 16)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for n, m in (([20, 3], 7), (torch.tensor([20, 3]), 7), (torch.tensor([9, 4]), 7)):
+        visible = fm.from_dense(CAUSAL & keys(torch.as_tensor(n)) & (torch.arange(LENGTH) < m))
+        torch.testing.assert_close(compiled(x, n=n, m=m), layer(x, visible))
+    assert counter.frame_count == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"two sizes of batch: 2 by the query .* and 3 by key_padding"):
+        compiled(x, n=[20, 3, 4], m=7)
 
 
 def test_a_parameter_that_is_not_bound_in_compiled_code_is_missed() -> None:
