@@ -94,6 +94,12 @@ class LoweredMask:
         visible = self._rows().holds(kv)
         return (visible if self.cells is None else visible & self.cells).expand(self.shape)
 
+    def __bool__(self) -> NoReturn:
+        raise OperandError(
+            f"a LoweredMask has no single truth value: `and`, `or` and `not` do not compose masks, and `lowered is None` asks "
+            f"whether there is one. {HINT}"
+        )
+
     #: Looking up by index is no iteration, which would end in an error.
     __iter__: ClassVar[None] = None
 
