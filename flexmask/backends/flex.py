@@ -48,14 +48,19 @@ def _supports(call: Call) -> str | None:
             f"FlexAttention takes heads of at least {MIN_HEAD} channels on CUDA, got D={query.shape[-1]} and "
             f"D_v={value.shape[-1]}; use backend='sdpa'"
         )
-    if _inference_only(query) and isinstance(call.mask, Mask) and torch.compiler.is_compiling():
+    if _inference_only(query) and torch.compiler.is_compiling() and _is_computed(call.mask):
         return (
-            "FlexAttention on the CPU takes no mask that its graph computes; use backend='sdpa', or give the graph a BlockMask "
-            "(mask.block_mask()) as an input"
+            "FlexAttention on the CPU takes no mask that its graph computes, as it does from the key intervals of a LoweredMask; "
+            "use backend='sdpa', or give the graph a BlockMask (mask.block_mask() or lowered.block_mask) as an input"
         )
     if _inference_only(query) and call.needs_gradients():
         return "FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()"
     return None
+
+
+def _is_computed(mask: Mask | LoweredMask | BlockMask | None) -> bool:
+    """Whether a graph computes tensors of the mask before FlexAttention reads them."""
+    return isinstance(mask, Mask) or (isinstance(mask, LoweredMask) and mask.cells is None)
 
 
 def _run(call: Call) -> Tensor:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +189,17 @@ def test_more_intervals_take_other_kernels() -> None:
             found = compiled(query, key, value, block_mask=mask.block_mask(L))
             torch.testing.assert_close(found, fm.attention(query, key, value, mask, backend="sdpa"))
             assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_flex_on_the_cpu_refuses_key_intervals_in_compiled_code() -> None:
+    """Its kernel does not compile where the graph takes lo and hi from one tensor; cells and a BlockMask are read as they are."""
+    query = torch.randn(1, 2, 64, 16)
+
+    def flex(mask: Any) -> Tensor:
+        return fm.attention(query, query, query, mask, backend="flex")
+
+    compiled = torch.compile(flex, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="no mask that its graph computes, as it does from the key intervals of a LoweredMask"):
+        compiled(fm.plan("causal", 64)())
+    for mask in (fm.plan("(q - kv) % 2 == 0", 64)(), fm.plan("causal", 64)().block_mask):
+        torch.testing.assert_close(compiled(mask), fm.attention(query, query, query, mask, backend="sdpa"))
