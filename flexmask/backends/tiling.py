@@ -8,20 +8,18 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask._transforms import has_values, is_captured
+from flexmask.backends import tile_rows
 from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.backends.tile_band import join_bands
+from flexmask.backends.tile_rows import block_starts
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
 __all__ = ["Tiling", "may_be_dense", "plan_tiles"]
 
-BLOCK_ROWS = 128
-# In bands blocks are halved down to this where that leaves out a fifth of the scores.
-MIN_BLOCK_ROWS = 32
 # Kernels are up to a fifth faster where a tile's keys are whole vectors.
 ALIGNMENT = 16
 # Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.
@@ -135,12 +133,11 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     if try_dense and scores <= READ_SCORES and bounds.size(3):
         return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
-    block_rows = _block_rows(bounds) if in_bands else BLOCK_ROWS
-    blocks = _Blocks.read(bounds, kv_len, group, block_rows)
+    starts = block_starts(bounds, q_len, batch * heads, CALL_SCORES, in_bands=in_bands)
+    blocks = _Blocks.read(bounds, kv_len, group, starts)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
-    for block, start in enumerate(range(0, q_len, block_rows)):
-        rows = range(start, min(start + block_rows, q_len))
+    for block, rows in enumerate(map(range, starts, (*starts[1:], q_len))):
         if most_scores is None:
             tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
@@ -163,28 +160,6 @@ def _dense(fewest: int, bounds: Tensor, elements: range, key_heads: range, group
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
     tile = Tile(elements, key_heads, group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
     return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=group == 1)
-
-
-def _block_rows(bounds: Tensor) -> int:
-    """The rows of a block: `BLOCK_ROWS`, or fewer where rows attend to few keys around them."""
-    count = bounds.size(2) // BLOCK_ROWS
-    if count < 2 or not bounds.size(3) or BLOCK_ROWS <= MIN_BLOCK_ROWS:
-        return BLOCK_ROWS
-    lo, hi = bounds[:, :, : count * BLOCK_ROWS].unbind(-1)
-    hi = hi.where(lo < hi, 0).amax(-1)
-    lo = lo.where(lo < hi.unsqueeze(-1), torch.iinfo(lo.dtype).max).amin(-1)
-    sizes = [MIN_BLOCK_ROWS * 2**i for i in range((BLOCK_ROWS // MIN_BLOCK_ROWS).bit_length())]
-    scores = []
-    for rows in sizes:
-        start, stop = (end.unflatten(2, (-1, rows)) for end in (lo, hi))
-        scores.append((stop.amax(-1) - start.amin(-1)).clamp(min=0).sum() * rows)
-    best, *others = torch.stack(scores).tolist()[::-1]
-    rows = BLOCK_ROWS
-    for fewer in others:
-        if fewer > 0.8 * best:
-            break
-        rows, best = rows // 2, fewer
-    return rows
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:
@@ -211,7 +186,7 @@ def _any_keys(bounds: Tensor, elements: range, key_heads: range, group: int, q_l
 
     Outside a graph only the shape of the output matters.
     """
-    step = max(BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
+    step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
     blocks = (range(start, min(start + step, q_len)) for start in range(0, q_len, step))
     runs = ((0, kv_len),) if bounds.size(3) else ()
     return [Tile(elements, key_heads, group, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)]
@@ -227,6 +202,7 @@ class _Blocks:
         group: how many query heads share a key head.
         kv_len: KV.
         count: the blocks.
+        alignment: what the ends of a tile's keys are multiples of.
         runs: key intervals that contain all keys that rows of the block attend to, [B' x H' x blocks].
         fewest: the least number of visible keys of a row, [B' x H' x blocks].
         lowest: the first visible key, [blocks].
@@ -238,27 +214,30 @@ class _Blocks:
     group: int
     kv_len: int
     count: int
+    alignment: int
     runs: list[Runs]
     fewest: list[int]
     lowest: list[int]
     shapes: list[int]
 
     @classmethod
-    def read(cls, bounds: Tensor, kv_len: int, group: int, block_rows: int) -> _Blocks:
+    def read(cls, bounds: Tensor, kv_len: int, group: int, starts: Sequence[int]) -> _Blocks:
         bounds = bounds.cpu()
         if bounds.size(3) == 0:
             bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
         batch, heads, q_len, slots, _ = bounds.shape
-        rows = min(block_rows, q_len)
-        count = -(-q_len // rows)
+        first = torch.tensor(starts if q_len > 1 else [0])
+        ends = torch.cat((first[1:], first.new_tensor([q_len])))
+        rows, count = int((ends - first).amax()), len(first)
         total = batch * heads * count
         lo, hi = bounds.unbind(-1)
         used = lo < hi
         outside = (used & ((lo < 0) | (hi > kv_len))).any()
         lo, hi = lo.where(used, kv_len), hi.where(used, kv_len)
-        padding = count * rows - q_len
-        fewest = F.pad((hi - lo).sum(-1), (0, padding), value=kv_len).view(total, rows).amin(-1)
-        lo, hi = (F.pad(end, (0, 0, 0, padding), value=kv_len).reshape(total, rows * slots) for end in (lo, hi))
+        row = first[:, None] + torch.arange(rows)
+        beyond, row = row >= ends[:, None], row.clamp(max=q_len - 1)
+        fewest = (hi - lo).sum(-1)[:, :, row].masked_fill(beyond, kv_len).view(total, rows).amin(-1)
+        lo, hi = (end[:, :, row].masked_fill(beyond[..., None], kv_len).view(total, rows * slots) for end in (lo, hi))
         block, start, stop = _merge(lo, hi, kv_len)
         lowest, shapes = _shapes(*(end.view(batch * heads, count, rows * slots) for end in (lo, hi)))
         parts = (outside[None], fewest, lowest, shapes, block, start, stop)
@@ -269,7 +248,8 @@ class _Blocks:
         runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
         for at, *run in zip(*host[3:], strict=True):
             runs[at].append((run[0], run[1]))
-        return cls(batch, heads, group, kv_len, count, [tuple(own) for own in runs], *host[:3])
+        alignment = 1 if rows % ALIGNMENT and count > 1 else ALIGNMENT  # else the tiles of a band would have different keys
+        return cls(batch, heads, group, kv_len, count, alignment, [tuple(own) for own in runs], *host[:3])
 
     def key_runs(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
         """The keys that these batch elements and heads attend to, together, and whether each row attends to all of them."""
@@ -283,7 +263,7 @@ class _Blocks:
         size = _size(runs)
         if all(self.fewest[entry] == size for entry in entries):
             return runs, True
-        aligned = [(lo - lo % ALIGNMENT, min(hi + -hi % ALIGNMENT, self.kv_len)) for lo, hi in runs]
+        aligned = [(lo - lo % self.alignment, min(hi + -hi % self.alignment, self.kv_len)) for lo, hi in runs]
         return _close(aligned), False
 
     def mask_key(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:

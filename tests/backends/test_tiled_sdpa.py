@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask.backends import tile_rows, tiling_cache
 from flexmask.backends import tiling as tile_plan
-from flexmask.backends import tiling_cache
 from flexmask.backends.dropout import hashes_of
 from flexmask.backends.tile import Tile
+from flexmask.backends.tile_rows import document_starts
 from flexmask.backends.tiled_sdpa import block_sdpa, fused_sdpa
 from flexmask.backends.tiling import plan_tiles
 from flexmask.backends.tiling_cache import shared_tiling
@@ -98,6 +99,12 @@ def documents(length: int, size: int) -> Tensor:
     return (ids[:, None] == ids)[None, None]
 
 
+def packed(*sizes: int) -> Tensor:
+    """Documents of these sizes; a negative one is that of padding."""
+    ids = torch.cat([torch.full((abs(size),), i if size > 0 else -1) for i, size in enumerate(sizes)])
+    return ((ids[:, None] == ids) & (ids >= 0))[None, None]
+
+
 def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return score
 
@@ -123,6 +130,9 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "window": lambda: window(50, 50, 7, 3),
     "sinks and a window": lambda: sinks(50),
     "documents of one length": lambda: causal(50, 50) & documents(50, 16),
+    "documents of 13": lambda: causal(50, 50) & documents(50, 13),
+    "documents of 3, of both directions": lambda: documents(50, 3),
+    "documents of some lengths, with padding": lambda: causal(50, 50) & packed(5, 13, -4, 1, 20, -2, 5),
     "documents of two lengths": lambda: causal(50, 50) & torch.cat((documents(50, 16), documents(50, 8))),
     "empty rows and empty blocks": lambda: middle_rows_only(50),
     "one row in the middle of nothing": lambda: causal(50, 50) & (torch.arange(50)[:, None] == 20),
@@ -160,7 +170,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that few tokens make many, with several runs of keys."""
-    monkeypatch.setattr(tile_plan, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 16)
     monkeypatch.setattr(tile_plan, "GAP", 3)
     monkeypatch.setattr(tile_plan, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
@@ -171,7 +181,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_bands(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of small tiles wherever tiles lie along the diagonal."""
-    monkeypatch.setattr(tile_plan, "MIN_BLOCK_ROWS", 4)
+    monkeypatch.setattr(tile_rows, "MIN_BLOCK_ROWS", 4)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 2**16)
     monkeypatch.setattr(tile_plan, "MAX_DENSE_SCORES", 0)
 
@@ -486,7 +496,7 @@ class TestCost:
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),
-        [(window(4096, 4096, 255, 0), 6, 1.6), (window(4096, 4096, 15, 16), 6, 2.6), (documents(4096, 33), 4, 4)],
+        [(window(4096, 4096, 255, 0), 6, 1.6), (window(4096, 4096, 15, 16), 6, 2.6), (documents(4096, 33), 2, 1.01)],
         ids=["window", "narrow window", "documents of 33"],
     )
     def test_tiles_along_the_diagonal_take_few_calls(self, mask: Tensor, calls: int, waste: float) -> None:
@@ -494,6 +504,25 @@ class TestCost:
         tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
         assert len(tiles) <= calls
         assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()
+
+    def test_blocks_end_where_documents_do(self) -> None:
+        """Blocks that start at multiples of 128 would have 1.6 times the visible cells."""
+        mask = causal(2048, 2048) & packed(*[320] * 6, 128)
+        query = torch.empty(1, 8, 2048, 1)
+        tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26).tiles
+        assert len(tiles) <= 19
+        assert sum(tile.scores for tile in tiles) < 1.4 * 8 * mask.sum()
+
+    @pytest.mark.parametrize("name", [name for name in MASKS if "nothing" not in name])
+    def test_starts_of_documents(self, name: str) -> None:
+        cells = MASKS[name]().flatten(0, 1).any(0).tolist()
+        seen = [{key for key, visible in enumerate(row) if visible} for row in cells]
+        wanted = [0] + [
+            row
+            for row in range(1, len(seen))
+            if seen[row] and max(set().union(*seen[:row]), default=-1) < min(set().union(*seen[row:]))
+        ]
+        assert document_starts(intervals(MASKS[name]()))[0] == wanted
 
     def test_tiling_is_made_once_for_equal_bounds(self) -> None:
         """The layers in a graph have several tensors of the same bounds."""
