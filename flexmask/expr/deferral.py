@@ -1,7 +1,8 @@
 """Calls that make masks in code that ``torch.compile`` traces: they are kept as they are, and run when the mask is lowered.
 
 The compiler cannot follow how an expression is made. In traced code a function under :func:`deferrable` gives a
-:class:`flexmask.expr.deferred.DeferredMask`, which has the name of the function and its arguments.
+:class:`flexmask.expr.deferred.DeferredMask`, which has the name of the function and its arguments. Where such a mask leaves
+traced code, as after a graph break, the call is made.
 """
 
 from __future__ import annotations
@@ -13,13 +14,32 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flexmask._checks import is_traced
 from flexmask.errors import LoweringError
 
-__all__ = ["FUNCTIONS", "deferrable", "refuse_traced"]
+__all__ = ["FUNCTIONS", "Deferred", "deferrable", "made_of", "refuse_traced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: The functions that may be deferred, by their names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+class Deferred:
+    """The base of :class:`flexmask.expr.deferred.DeferredMask`."""
+
+    __slots__ = ()
+
+    def made(self) -> Any:
+        """The mask that the call makes."""
+        raise NotImplementedError
+
+
+def made_of(value: Any) -> Any:
+    """An argument outside of traced code, with deferred masks replaced by the masks that their calls make."""
+    if isinstance(value, Deferred):
+        return value.made()
+    if isinstance(value, list | tuple) and any(isinstance(item, Deferred) for item in value):
+        return [made_of(item) for item in value]
+    return value
 
 
 def refuse_traced(what: str) -> None:
@@ -42,6 +62,7 @@ def deferrable(function: Callable[P, R]) -> Callable[P, R]:
             from flexmask.expr.deferred import deferred  # masks are made by deferrable functions
 
             return cast(R, deferred(name, args, kwargs))
-        return function(*args, **kwargs)
+        own: Any = function
+        return cast(R, own(*map(made_of, args), **{name: made_of(value) for name, value in kwargs.items()}))
 
     return call

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
-from flexmask._checks import is_tensor
+from flexmask._checks import is_tensor, is_traced
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.deferral import FUNCTIONS
+from flexmask.expr.deferral import FUNCTIONS, Deferred
 from flexmask.expr.mask import Mask
-from flexmask.expr.node import Structure
+from flexmask.expr.node import Node, Structure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,15 @@ NONE = "none"
 BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
 
-class DeferredMask(Mask):
+#: What is known of a mask once its call is made.
+DERIVED = ("key", "structure", "symbols", "depth", "below", "tensors", "memo")
+
+
+def _of_mask(name: str) -> Any:
+    return property(lambda self: getattr(self._outside(), name))
+
+
+class DeferredMask(Deferred, Mask):
     """A mask as the call of a deferrable function. It is a pytree of the tensors among its arguments.
 
     Attributes:
@@ -49,10 +57,12 @@ class DeferredMask(Mask):
             OperandError: it makes no mask.
             FlexmaskError: the function refuses its arguments.
         """
-        made = _made(self)
-        if not isinstance(made, Mask):
-            raise OperandError(f"{self.call} makes no mask")
-        return made
+        if "mask" not in self.__dict__:
+            made = _made(self)
+            if not isinstance(made, Mask):
+                raise OperandError(f"{self.call} makes no mask")
+            object.__setattr__(self, "mask", made)
+        return cast(Mask, self.__dict__["mask"])
 
     def flatten(self) -> tuple[list[Any], Any]:
         """The arguments, and what :meth:`unflatten` takes with them."""
@@ -68,14 +78,25 @@ class DeferredMask(Mask):
     def brief(self) -> str:
         return cast(str, self.args[0]) if self.call == "parse" else f"{self.call.rpartition('.')[2]}(...)"
 
-    def _unknown(self) -> NoReturn:
-        raise LoweringError(
-            f"the mask {self.brief()} is made in code that torch.compile traces, where only flexmask's attention and "
-            "modules take it: make it outside, and lower it there or pass it"
-        )
+    def _outside(self) -> Mask:
+        """The mask that the call makes, where the code is not traced."""
+        if is_traced():
+            raise LoweringError(
+                f"the mask {self.brief()} is made in code that torch.compile traces, where only flexmask's attention and "
+                "modules take it: make it outside, and lower it there or pass it"
+            )
+        return self.made()
+
+    def walk(self) -> list[Node]:
+        """See :meth:`flexmask.expr.node.Node.walk`."""
+        return self._outside().walk()
+
+    def replace(self, function: Callable[[Node], Node | None]) -> Node:
+        """See :meth:`flexmask.expr.node.Node.replace`."""
+        return self._outside().replace(function)
 
     __repr__ = __str__ = brief
-    key = structure = symbols = depth = below = tensors = memo = property(_unknown)
+    key, structure, symbols, depth, below, tensors, memo = map(_of_mask, DERIVED)
 
 
 def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredMask:

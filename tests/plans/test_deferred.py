@@ -47,6 +47,7 @@ MADE: dict[str, tuple[Callable[[Tensor], Any], Predicate]] = {
         lambda n: fm.sliding_window(left=None, right=2) & fm.key_padding(n, keep=None),
         lambda n: (kv_ - q_ <= 2) & keys(n),
     ),
+    "the complement before torch 2.14": (lambda n: fm.full() - fm.key_padding(n), lambda n: ~keys(n)),
     "a mask that is an input": (lambda n: PACKED & fm.key_padding(n), lambda n: SAME & keys(n)),
     "lists": (
         lambda n: fm.key_padding(lengths=[3, LENGTH]) & fm.per_head([fm.full(), fm.key_padding(n)]),
@@ -198,11 +199,27 @@ def test_masks_that_are_not_kept(backend: str) -> None:
 
 def test_a_mask_that_leaves_its_graph() -> None:
     torch._dynamo.reset()
-    made = torch.compile(lambda: fm.causal() & WINDOW, fullgraph=True, backend="eager")()
+    made = torch.compile(lambda n: fm.causal() & fm.key_padding(n), fullgraph=True, backend="eager")(n := torch.tensor([20, 3]))
     assert isinstance(made, Mask)
-    for use in (lambda: made.dense(4), lambda: made & WINDOW, lambda: hash(made), lambda: made == WINDOW):
-        with pytest.raises(fm.errors.LoweringError, match="is made in code that torch\\.compile traces"):
-            use()
+    mask = fm.causal() & fm.key_padding(n)
+    assert made == mask != WINDOW
+    assert hash(made) == hash(mask)
+    for found in (made, made & fm.full(), fm.per_head([made]), made - fm.empty(), ~~made):
+        assert torch.equal(found.dense(LENGTH).cpu(), CAUSAL & keys(n))
+    assert torch.equal(made.block_mask(LENGTH).to_dense(), mask.block_mask(LENGTH).to_dense())
+    torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & keys(n)))
+    torch.testing.assert_close(attention(X, X, X, fm.plan(made, LENGTH)()), dense(CAUSAL & keys(n)))
+    layer, x = fm.MultiheadFlexAttention(8, 8, 2, mask=made), torch.randn(2, LENGTH, 8)
+    torch.testing.assert_close(layer(x, cache=fm.KVCache(LENGTH)), layer(x, mask))
+
+
+def test_a_mask_made_before_and_after_a_graph_break() -> None:
+    torch._dynamo.reset()
+    n = torch.tensor([20, 3])
+    made = torch.compile(lambda n: (kv <= q) & fm.key_padding(n), backend="eager")(n)
+    torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & keys(n)))
+    made = torch.compile(lambda n: fm.causal() & ~fm.key_padding(n), backend="eager")(n)
+    torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & ~keys(n)))
 
 
 def test_every_function_that_makes_a_mask_can_be_deferred() -> None:
