@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flexmask._checks import is_traced
 from flexmask.errors import LoweringError
 
-__all__ = ["FUNCTIONS", "Deferred", "deferrable", "made_of", "refuse_traced"]
+__all__ = ["Deferred", "FUNCTIONS", "deferrable", "made_of", "refuse_traced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,9 +6,8 @@ tokens still to come, or that shows keys which the cache has dropped, is an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,16 +15,15 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.backends.cache import shared
 from flexmask.errors import FlexmaskError, LoweringError
-from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
-from flexmask.expr.linear import Linear
-from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead, Truth
+from flexmask.expr.index import Index, Symbol, b, kv, maximum
+from flexmask.expr.mask import And, Compare, Mask, Named, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_batch, check_bound, data_owner
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
-from flexmask.intervals.solve import Span, separate
+from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Difference, difference
 
 __all__ = ["CallTokens", "check_symbols", "check_window", "mask_over_cache"]
@@ -80,7 +78,7 @@ def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
     """Whether a call has one query, which attends to all keys in the cache under a mask without data."""
     if tokens.q_len != 1 or tokens.is_context or isinstance(tokens.q_offset, Tensor) or isinstance(tokens.kv_start, Tensor):
         return False
-    return _lookback(mask).whole >= tokens.q_offset - tokens.kv_start
+    return lookback_of(mask).whole >= tokens.q_offset - tokens.kv_start
 
 
 def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
@@ -99,7 +97,7 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
     Raises:
         LoweringError: some query attends to such a key.
     """
-    if tokens.kv_end - tokens.q_len < window or _lookback(mask).most < window or not tokens.batch * tokens.q_len:
+    if tokens.kv_end - tokens.q_len < window or lookback_of(mask).most < window or not tokens.batch * tokens.q_len:
         return
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.device.type != "cpu":
@@ -136,7 +134,7 @@ def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance
         key: the position of a key to which a query of the call attends.
         distance: from that key to the query.
     """
-    most = _lookback(mask).most
+    most = lookback_of(mask).most
     if most < MAX_LENGTH:
         return f"give window={most + 1}, "
     try:
@@ -148,71 +146,6 @@ def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance
     return "no window is enough, since queries at any distance attend to that key. Give "
 
 
-class _Lookback(NamedTuple):
-    """How far back from a query the keys are that it attends to.
-
-    Attributes:
-        whole: it attends to its own key and to all keys at most so far back; -1 where data decides it.
-        most: it attends to no key further back.
-    """
-
-    whole: int
-    most: int
-
-
-def _lookback(mask: Mask) -> _Lookback:
-    """The lookback of a mask; `whole` is -1 where any part of it has data, which is to be checked."""
-    if "lookback" not in mask.memo:
-        lookback = _fold_lookback(mask, _leaf_lookback)
-        mask.memo["lookback"] = lookback._replace(whole=-1) if _has_data(mask) else lookback
-    return cast(_Lookback, mask.memo["lookback"])
-
-
-def _leaf_lookback(leaf: Mask) -> _Lookback:
-    """The lookback of a comparison, cached on it: masks that are bound in each call share their comparisons."""
-    if "lookback" not in leaf.memo:
-        is_unknown = _has_data(leaf)
-        leaf.memo["lookback"] = _Lookback(-1, MAX_LENGTH) if is_unknown else _fold_lookback(separate(leaf), _span_lookback)
-    return cast(_Lookback, leaf.memo["lookback"])
-
-
-def _has_data(mask: Mask) -> bool:
-    return any(isinstance(node, Lookup) for node in mask.expand().walk())
-
-
-def _span_lookback(leaf: Mask) -> _Lookback:
-    if not isinstance(leaf, Span):
-        return _Lookback(-1, MAX_LENGTH)
-    back = MAX_LENGTH if leaf.start is None else _constant(q - leaf.start)
-    ahead = 1 if leaf.stop is None else _constant(leaf.stop - q)
-    whole = -1 if back is None or ahead is None or ahead < 1 else max(-1, back)
-    return _Lookback(whole, MAX_LENGTH if back is None else max(0, back))
-
-
-def _constant(index: Index) -> int | None:
-    """The value of an expression that has one value for all queries, else None."""
-    form = Linear.of(index)
-    return None if form.terms else form.constant
-
-
-def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], _Lookback]) -> _Lookback:
-    """The lookback of a mask from those of its leaves."""
-    found: dict[int, _Lookback] = {}
-    for node in (node for node in mask.walk() if isinstance(node, Mask)):
-        match node:
-            case Truth(value):
-                found[id(node)] = _Lookback(MAX_LENGTH, MAX_LENGTH) if value else _Lookback(-1, 0)
-            case Named(body=body):
-                found[id(node)] = found[id(body)]
-            case And(parts) | Or(parts) | PerHead(parts):
-                whole, most = zip(*(found[id(part)] for part in parts), strict=True)
-                of_whole = max if isinstance(node, Or) else min
-                found[id(node)] = _Lookback(of_whole(whole), min(most) if isinstance(node, And) else max(most))
-            case _:
-                found[id(node)] = leaf_lookback(node)
-    return found[id(mask)]
-
-
 def check_symbols(mask: Mask, *, is_context: bool) -> None:
     """Checks that a mask does not depend on a length that changes with each call."""
     unknown = {"q_len"} if is_context else {"q_len", "kv_len"}
@@ -220,9 +153,11 @@ def check_symbols(mask: Mask, *, is_context: bool) -> None:
         return
     parts = [node for node in mask.walk() if isinstance(node, Mask) and node.symbols & unknown]
     part = next((node for node in parts if isinstance(node, Named)), parts[0])
+    lengths = sorted(part.symbols & unknown)
+    grow = "grow" if len(lengths) > 1 else "grows"
     raise LoweringError(
-        f"{part.brief()} depends on {' and '.join(sorted(part.symbols & unknown))}, which grows with each call of a KVCache, so "
-        "that the mask would move. Write it by positions, which stay: for padding on the left key_padding(start=...) with the "
+        f"{part.brief()} depends on {' and '.join(lengths)}, which {grow} with each call of a KVCache, so that the mask would "
+        "move. Write it by positions, which stay: for padding on the left key_padding(start=...) with the "
         "number of padding tokens, for causal(align='lower_right') causal()"
     )
 

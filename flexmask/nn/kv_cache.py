@@ -20,6 +20,7 @@ from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_graphs import check_no_window, mask_over_places
 from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
+from flexmask.nn.later_keys import check_later_keys
 from flexmask.nn.padded_keys import PaddedKeys, padded_keys
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
@@ -31,11 +32,11 @@ class KVCache:
     """The keys and values of one attention layer, so that each token is projected once.
 
     ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
-    a time. Each row of the output equals that of the whole sequence under the same mask. This holds for masks that hide all keys
-    after the tokens of the call. ``full``, no mask and windows with ``right > 0`` show such keys, so their rows differ. Data
-    along keys, as ``keep=`` of ``key_padding``, has one value per token so far, the new ones included, or per token of the whole
-    sequence; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each
-    call. The first call allocates memory for its batch, heads, dtype and device.
+    a time. Each row of the output equals that of the whole sequence under the same mask, which must hide all keys after the
+    tokens of the call. Data that shows one is an error; ``full``, no mask and windows with ``right > 0`` show the tokens so far.
+    Data along keys, as ``keep=`` of ``key_padding``, has one value per token so far, the new ones included, or per token of the
+    whole sequence; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with
+    each call. The first call allocates memory for its batch, heads, dtype and device.
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
@@ -52,9 +53,7 @@ class KVCache:
     Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
     serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
     share a LoweredMask: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error.
-
-    A BlockMask, or the LoweredMask of a plan, that is made without ``q_offset`` has the rows from position 0 on, whatever the
-    cache holds. This is not checked.
+    Not checked: a BlockMask, or the LoweredMask of a plan, without ``q_offset`` has the rows from position 0 on.
 
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
@@ -210,6 +209,7 @@ class KVCache:
         tokens = CallTokens(held.shape[0], number, self.length, self._end + number, start, held.device, self.holds_context)
         whole = Truth(True) if mask is None else mask
         result = mask_over_cache(whole, tokens)
+        check_later_keys(whole, tokens, heads)
         if not self.holds_context:
             self._padded_next = padded_keys(whole, tokens, self._padded, heads)
         if self.window is not None and not self.holds_context:

@@ -64,7 +64,7 @@ def test_parameters_and_sequences_of_other_lengths() -> None:
     ("mask", "cache", "message"),
     [
         ("causal", KVCache(window=4), "give KVCache\\(capacity\\), and a mask with the window"),
-        ("causal('lower_right')", KVCache(CAPACITY), "depends on kv_len and q_len, which grows with each call"),
+        ("causal('lower_right')", KVCache(CAPACITY), "depends on kv_len and q_len, which grow with each call"),
     ],
 )
 def test_refused(mask: str, cache: KVCache, message: str) -> None:

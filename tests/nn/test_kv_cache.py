@@ -22,7 +22,8 @@ import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.nn.cache_masks import CallTokens, _lookback, check_window
+from flexmask.nn.cache_masks import CallTokens, check_window
+from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import difference
 from tests.support import oracle
 from tests.support.rope import turn
@@ -637,32 +638,83 @@ def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: 
 @settings(max_examples=200)
 @given(mask_cases(SHAPE, 3))
 def test_visible_keys_are_within_the_lookback(case: DrawnCase) -> None:
-    whole, most = _lookback(case.mask)
+    whole, most, ahead = lookback_of(case.mask)
     _, _, query, key = case.expected(SHAPE).nonzero().unbind(-1)
     assert max((query - key).tolist(), default=0) <= most
+    assert max((key - query).tolist(), default=0) <= ahead
     _, _, query, key = (~case.expected(SHAPE)).nonzero().unbind(-1)
     assert all(distance < 0 or distance > whole for distance in (query - key).tolist())
 
 
 @pytest.mark.parametrize(
-    ("text", "whole", "most"),
+    ("text", "whole", "most", "ahead"),
     [
-        ("sliding_window(size=4)", 3, 3),
-        ("sliding_window(size=4) & document(ids)", -1, 3),
-        ("abs(q - kv) <= 3", 3, 3),
-        ("(abs(q - kv) <= 3) | (kv == q - 9)", 3, 9),
-        ("per_head([sliding_window(size=2), sliding_window(size=7)])", 1, 6),
-        ("dilated_window(left=3, right=0, dilation=2)", -1, 3),
-        ("empty | (kv > q)", -1, 0),
-        ("causal", MAX_LENGTH, MAX_LENGTH),
-        ("causal & (kv < q)", -1, MAX_LENGTH),
-        ("causal | (kv < lengths[b])", -1, MAX_LENGTH),
-        ("sliding_window(size=4) | causal", MAX_LENGTH, MAX_LENGTH),
-        ("kv >= q - lengths[b]", -1, MAX_LENGTH),
+        ("sliding_window(size=4)", 3, 3, 0),
+        ("sliding_window(size=4) & document(ids)", -1, 3, 0),
+        ("abs(q - kv) <= 3", 3, 3, 3),
+        ("(abs(q - kv) <= 3) | (kv == q - 9)", 3, 9, 3),
+        ("per_head([sliding_window(size=2), sliding_window(left=6, right=2)])", 1, 6, 2),
+        ("dilated_window(left=3, right=0, dilation=2)", -1, 3, 0),
+        ("empty | (kv > q)", -1, 0, MAX_LENGTH),
+        ("causal", MAX_LENGTH, MAX_LENGTH, 0),
+        ("causal & (kv < q)", -1, MAX_LENGTH, 0),
+        ("causal | (kv < lengths[b])", -1, MAX_LENGTH, MAX_LENGTH),
+        ("sliding_window(size=4) | causal", MAX_LENGTH, MAX_LENGTH, 0),
+        ("kv >= q - lengths[b]", -1, MAX_LENGTH, MAX_LENGTH),
     ],
 )
-def test_lookback(text: str, whole: int, most: int) -> None:
-    assert _lookback(fm.parse(text)) == (whole, most)
+def test_lookback(text: str, whole: int, most: int, ahead: int) -> None:
+    assert lookback_of(fm.parse(text)) == (whole, most, ahead)
+
+
+#: Masks of 6 tokens whose data shows a key after the first 3, and the query and the key that the message names.
+LATER = {
+    "(causal & (kind[b, q] == kind[b, kv])) | (system[b, kv] == 1)": "0 attend to the key at position 4",
+    "causal | (kv < reach[b, q])": "2 .* at position 3",
+    "key_padding(keep=system)": "0 .* at position 4",
+    "causal | (kv < prefix[b])": "0 .* at position 3",
+    "prefix_lm(prefix)": "0 .* at position 3",
+    "key_padding(prefix)": "0 .* at position 3",
+    "document(lengths=[2, 4])": "2 .* at position 3",
+}
+DATA = {
+    "kind": torch.tensor([[0, 1, 0, 1, 0, 0]]).expand(2, -1),
+    "system": torch.tensor([[1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0]]),
+    "reach": torch.tensor([[1, 2, 4, 4, 5, 6]]).expand(2, -1),
+    "prefix": torch.tensor([2, 5]),
+}
+
+
+@pytest.mark.parametrize("text", LATER)
+def test_data_that_shows_a_later_key_is_an_error(text: str) -> None:
+    module, x, mask = CASES["causal"].module(), inputs(6), fm.parse(text)
+    mask = mask.bind(**{name: DATA[name] for name in mask.params})
+    cache = KVCache(8)
+    with pytest.raises(LoweringError, match=f"the query at position {LATER[text]}, which comes after .* mask & causal"):
+        module(x[:, :3], mask, cache=cache)
+    assert cache.length == 0
+    for hidden in (mask & fm.causal(), fm.causal() & mask):
+        check_close(decode(module, x, [3, 1, 2], KVCache(8), mask=hidden), module(x, hidden))
+    check_close(decode(module, x, [6], KVCache(8), mask=mask), module(x, mask))
+
+
+def test_later_keys_that_data_hides_are_no_error() -> None:
+    """Rows are compared where the expression does not hide later keys, and not where it does or where data ends."""
+    module, x = CASES["causal"].module(), inputs(6)
+    lower = torch.ones(6, 6, dtype=torch.bool).tril()
+    for mask in (fm.from_dense(lower), fm.document(torch.tensor([0, 0, 0, 1, 2, 2]))):
+        check_close(decode(module, x, [3, 1, 2], KVCache(8), mask=mask), module(x, mask))
+    steps = [lower[: n + 1, : n + 1] for n in range(6)]
+    cache = KVCache(8)
+    found = torch.cat([module(x[:, n : n + 1], fm.key_padding(keep=steps[n][n]), cache=cache) for n in range(6)], 1)
+    check_close(found, module(x, "causal"))
+
+
+def test_later_keys_are_compared_only_where_the_expression_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmask.nn.later_keys.difference", lambda *_: pytest.fail("rows are compared"))
+    module, x = CASES["causal"].module(), inputs(6)
+    for mask in (fm.causal() & fm.document(DATA["kind"]), fm.sliding_window(size=3) & fm.key_padding(keep=DATA["system"])):
+        decode(module, x, [3, 1, 2], KVCache(8), mask=mask)
 
 
 @pytest.mark.parametrize(
