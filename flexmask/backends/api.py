@@ -48,6 +48,9 @@ EQUIVALENTS = {
     **PADDING_MASKS,
     "attn_mask": "give it as mask=, a boolean one of scaled_dot_product_attention as flexmask.from_dense(attn_mask)",
     "block_mask": "give it as mask=",
+    **dict.fromkeys(
+        ("cu_seqlens", "ids", "keep", "lengths", "start"), "data goes with its mask, as in mask=flexmask.parse(text, name=data)"
+    ),
     "is_causal": "write mask='causal'",
     "kernel_options": "the backend 'flex' chooses them",
     "return_lse": "flexmask.attention gives the output alone",

@@ -16,7 +16,7 @@ from flexmask import _sync
 from flexmask.backends.cache import shared
 from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.index import Index, Symbol, b, kv, maximum
-from flexmask.expr.mask import And, Compare, Mask, Named, Truth
+from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
@@ -26,7 +26,7 @@ from flexmask.intervals.documents import check_covers, document_table
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Difference, difference
 
-__all__ = ["CallTokens", "check_symbols", "check_window", "mask_over_cache"]
+__all__ = ["CallTokens", "check_symbols", "check_window", "described", "mask_over_cache"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         query = cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset)
         remedy = _wider_window(mask, tokens, heads, cell.kv, query - cell.kv)
         raise LoweringError(
-            f"{mask.brief()} lets the query at position {query} attend to the key at position {cell.kv}, which "
+            f"{described(mask)} lets the query at position {query} attend to the key at position {cell.kv}, which "
             f"KVCache(window={window}) has dropped: {remedy}KVCache(capacity) for all keys, or a mask without keys so far back, "
             f"e.g. mask & sliding_window(size={window})"
         )
@@ -144,6 +144,11 @@ def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance
     if not far[..., key].any():
         return f"give window={distance + 1} or more, "
     return "no window is enough, since queries at any distance attend to that key. Give "
+
+
+def described(mask: Mask) -> str:
+    """The mask of a call, for a message."""
+    return "a call without a mask" if mask is ALL_CELLS else mask.brief()
 
 
 def check_symbols(mask: Mask, *, is_context: bool) -> None:

@@ -12,14 +12,14 @@ from flexmask._checks import kind_of, nearest
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS
+from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import as_mask
 
 if TYPE_CHECKING:
-    from flexmask.nn.kv_cache import KVCache
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["AnyMask", "bound_mask", "check_cached_keys", "module_mask"]
+__all__ = ["AnyMask", "bound_mask", "check_cached_keys", "module_mask", "unplaced"]
 
 #: A mask, or what it was lowered to.
 AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
@@ -39,6 +39,8 @@ def bound_mask(
     """
     if isinstance(mask, Tensor) and mask.is_floating_point() and mask.dim() == 3 and mask.shape[-1] == module.d_context:
         raise OperandError(f"mask is {kind_of(mask)}: where keys and values come from it, call module(x, mask, context=tensor)")
+    if isinstance(mask, KVCache):
+        raise OperandError("mask is a KVCache: give it as cache=, module(x, mask, cache=cache)")
     mask = module.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else module_mask(mask, device)
     wanted = set(mask.params) if isinstance(mask, Mask) else set()
     if not wanted and not parameters:
@@ -69,7 +71,21 @@ def _unknown_names(unknown: list[str], wanted: set[str], mask: str | None) -> st
         has = f"{mask} has no parameters"
     near = nearest(unknown[0], wanted | RESERVED - {"self"})
     hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
-    return f"forward has no argument {', '.join(unknown)}, and {has}" + (hints or (f".{near}" if near else ""))
+    return f"MultiheadFlexAttention.forward has no argument {', '.join(unknown)}, and {has}" + (
+        hints or (f".{near}" if near else "")
+    )
+
+
+def unplaced(others: tuple[Any, ...]) -> str:
+    """The message for arguments of forward by position after the mask."""
+    taken = f"MultiheadFlexAttention.forward takes x and a mask by position, got {len(others)} more"
+    if isinstance(others[0], KVCache):
+        return f"{taken}: give the KVCache as cache="
+    return (
+        f"{taken}: where torch's module is called with query, key and value, call this one with module(x), or "
+        "module(x, context=key) where the keys come from elsewhere. Layers of torch, such as nn.TransformerEncoderLayer, cannot "
+        "call it"
+    )
 
 
 def module_mask(mask: object, device: torch.device | None = None) -> Mask | None:

@@ -13,7 +13,7 @@ from flexmask.errors import LoweringError, OperandError
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["EQUIVALENTS", "SIZES", "load_weights", "sizes_from_torch", "state_from_torch", "to_torch"]
+__all__ = ["EQUIVALENTS", "NOT_LOADED", "SIZES", "load_weights", "sizes_from_torch", "state_from_torch", "to_torch"]
 
 #: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
 EQUIVALENTS = {
@@ -22,7 +22,8 @@ EQUIVALENTS = {
     "of scaled_dot_product_attention's, whose True is for visible, flexmask.from_dense(attn_mask); of an additive one, "
     "flexmask.from_dense(attn_mask == 0)",
     **PADDING_MASKS,
-    "need_weights": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
+    "need_weights": "leave it out; for need_weights=True call module.attention_weights(x, mask), which gives "
+    "float[B, n_heads, q_len, kv_len]",
     "average_attn_weights": "take module.attention_weights(x, mask).mean(1)",
     "output_attentions": "call module.attention_weights(x, mask), which gives float[B, n_heads, q_len, kv_len]",
     "query": "it is x",
@@ -33,6 +34,11 @@ EQUIVALENTS = {
     "past_key_value": "it is cache=flexmask.KVCache(capacity)",
     "past_key_values": "it is cache=flexmask.KVCache(capacity)",
 }
+#: For the state of a ``torch.nn.MultiheadAttention``.
+NOT_LOADED = (
+    "the state is that of a torch.nn.MultiheadAttention: load it into one, and make this module from it, "
+    "MultiheadFlexAttention.from_torch(module)"
+)
 #: For arguments with which other attention modules are made, what to write here.
 SIZES = {
     "add_bias_kv": "it has no counterpart: no mask can hide the keys that it adds",

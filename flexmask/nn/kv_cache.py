@@ -16,7 +16,7 @@ from flexmask.catalogue.windows import full
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_graphs import check_no_window, mask_over_places
 from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
@@ -207,7 +207,7 @@ class KVCache:
             return lower_in_graph(whole, query, key, begin, parameters)
         held, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
         tokens = CallTokens(held.shape[0], number, self.length, self._end + number, start, held.device, self.holds_context)
-        whole = Truth(True) if mask is None else mask
+        whole = ALL_CELLS if mask is None else mask
         result = mask_over_cache(whole, tokens)
         check_later_keys(whole, tokens, heads)
         if not self.holds_context:
@@ -216,7 +216,7 @@ class KVCache:
             check_window(whole, tokens, self.window, heads)
         elif isinstance(self.length, Tensor) and not self.holds_context:
             result = result & (kv < TensorTable(self.length + number)[b])
-        return None if result == Truth(True) else result
+        return None if result == ALL_CELLS else result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Drops the tokens after a length: padding of a prompt, or a sequence of drafts that were not accepted.

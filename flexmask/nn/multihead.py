@@ -20,8 +20,8 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask
-from flexmask.nn.convert import SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
+from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask, unplaced
+from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
@@ -178,11 +178,7 @@ class MultiheadFlexAttention(nn.Module):
             OperandError: an argument of a wrong type or dtype.
         """
         if others:
-            raise OperandError(
-                f"forward takes x and a mask by position, got {len(others)} more: where torch's module is called with query, key "
-                "and value, call this one with module(x), or module(x, context=key) where the keys come from elsewhere. Layers "
-                "of torch, such as nn.TransformerEncoderLayer, cannot call it"
-            )
+            raise OperandError(unplaced(others))
         self._check(x, context, cache, positions)
         parallel = entered_parallel()
         if cache is not None or context is not None:
@@ -372,6 +368,12 @@ class MultiheadFlexAttention(nn.Module):
             cache.store(new[0], new[1])
             return new[0], new[1]
         return cast(Tensor, cache.key), cast(Tensor, cache.value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        """Says what to do with the weights of torch's module."""
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+        if strict and {f"{prefix}in_proj_weight", f"{prefix}q_proj_weight"} & set(state_dict):
+            lists[-1].append(NOT_LOADED)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the mask's tensors with the weights."""

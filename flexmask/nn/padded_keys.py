@@ -16,7 +16,7 @@ from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import And, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.tables import TensorTable
-from flexmask.nn.cache_masks import CallTokens, mask_over_cache
+from flexmask.nn.cache_masks import CallTokens, described, mask_over_cache
 from flexmask.report.compare import difference
 
 __all__ = ["PaddedKeys", "padded_keys"]
@@ -88,9 +88,9 @@ def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, 
     cell = difference(shown, Truth(False), tokens.q_len, number, tokens.batch, heads, tokens.q_offset, "cpu").first_self
     if cell is not None:
         raise LoweringError(
-            f"{mask.brief()} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding when "
-            "the cache got it. After a prompt with padding on the right call cache.truncate(lengths); with padding on the left "
-            "give key_padding(start=...) in every call, or key_padding(keep=...) with a value for each token so far"
+            f"{described(mask)} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding "
+            "when the cache got it. After a prompt with padding on the right call cache.truncate(lengths); with padding on the "
+            "left give key_padding(start=...) in every call, or key_padding(keep=...) with a value for each token so far"
         )
 
 

@@ -453,6 +453,11 @@ REFUSED: dict[str, Row] = {
         OperandError,
         r"no argument key_padding_mask: its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
     ),
+    "data": (
+        attend("key_padding(lengths)", lengths=[3]),
+        OperandError,
+        r"lengths: data goes .*flexmask.parse\(text, name=data\)",
+    ),
     "is_causal": (attend(is_causal=True), OperandError, "is_causal: write mask='causal'"),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
     "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),

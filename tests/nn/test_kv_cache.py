@@ -548,7 +548,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "everything in a window": (
         grown_to(None, [3, 1], KVCache(window=3)),
         LoweringError,
-        r"full lets.*dropped: no window is enough.*that key\. Give KVCache\(capacity\) for all keys",
+        r"a call without a mask lets.*dropped: no window is enough.*that key\. Give KVCache\(capacity\) for all keys",
     ),
     "sinks in a window": (
         grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),

@@ -375,7 +375,20 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
     ),
     "attention_mask": (call(attention_mask=X), ExpressionError, r"its 1 is for a real token.*keep=attention_mask"),
-    "need_weights": (call(need_weights=False), ExpressionError, r"module.attention_weights\(x, mask\)"),
+    "need_weights": (call(need_weights=False), ExpressionError, r"leave it out.*module.attention_weights\(x, mask\)"),
+    "a cache by position": (
+        lambda: MultiheadFlexAttention(6, 8, 2)(X, "causal", fm.KVCache(8)),
+        OperandError,
+        "MultiheadFlexAttention.forward .* as cache=$",
+    ),
+    "a cache as the mask": (call(None, fm.KVCache(8)), OperandError, r"mask is a KVCache: .* module\(x, mask, cache=cache\)"),
+    "a state of torch's module": (
+        lambda: nn.Sequential(fm.MultiheadFlexAttention(16, 16, 2)).load_state_dict(
+            nn.Sequential(nn.MultiheadAttention(16, 2)).state_dict()
+        ),
+        RuntimeError,
+        r"Missing key.*in_proj.weight.*MultiheadFlexAttention.from_torch\(module\)",
+    ),
     "several of torch's module": (
         call(need_weights=False, key_padding_mask=None, ids=[0]),
         ExpressionError,
