@@ -147,7 +147,8 @@ other = x.clone()
 other[is_padding] = 100.0
 moved = (layer(other, mask) - out).abs().amax(-1)
 print("real tokens move by", moved[real_key].max().item())
-print("with causal alone by", (layer(other, causal()) - layer(x, causal())).abs().amax(-1)[real_key].max().item())
+moved = (layer(other, causal()) - layer(x, causal())).abs().amax(-1)
+print("with causal alone by", moved[real_key].max().item())
 
 # %%
 # The second number is 0 as well. With padding on the *right*, a causal mask alone already hides padding from every real token,
