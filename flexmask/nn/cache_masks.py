@@ -1,4 +1,4 @@
-"""Masks under a KVCache: from the mask of a whole sequence to that of one call, ``[q_len, keys in the cache]``.
+"""Masks under a cache of keys: from the mask of a whole sequence to that of one call, ``[q_len, keys in the cache]``.
 
 The rows of a call are those of the whole sequence. Data may have more values than there are tokens so far. A mask that depends on
 tokens still to come, or that shows keys which the cache has dropped, is an error.
@@ -24,9 +24,9 @@ from flexmask.intervals.bind import check_batch, check_bound, data_owner
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
 from flexmask.nn.lookback import lookback_of
-from flexmask.report.compare import Difference, difference
+from flexmask.report.compare import Cell, Difference, difference
 
-__all__ = ["CallTokens", "check_symbols", "check_window", "described", "mask_over_cache"]
+__all__ = ["CallTokens", "check_symbols", "check_window", "described", "first_dropped", "mask_over_cache"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,14 @@ class CallTokens:
 
 
 def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
-    """The mask of a whole sequence as a mask over the keys in the cache.
+    """The mask of a whole sequence as a mask over the keys in a cache, to lower with the same ``q_offset``.
 
     Data along queries and keys may have more values than there are tokens so far, and lengths may be those of the whole
-    sequence.
+    sequence. Keys that the cache has dropped are left out: see :func:`first_dropped`.
+
+    Args:
+        mask: the mask; its queries and keys are positions in the whole sequence.
+        tokens: the queries, and the keys in the cache.
 
     Raises:
         LoweringError: an unbound parameter, data of another number of sequences, data that ends before the tokens do, a mask that
@@ -69,8 +73,10 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
         return Truth(True)
     if not tokens.is_context:
         _check_padding(mask, tokens)
-    rewriter = _Rewriter(mask, tokens)
-    rewritten = cast(Mask, mask.expand().replace(rewriter.node))
+    rewriter, expanded = _Rewriter(mask, tokens), mask.expand()
+    rewritten = cast(Mask, expanded.replace(rewriter.node))
+    if rewritten is expanded:
+        return mask
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
 
 
@@ -82,11 +88,9 @@ def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
 
 
 def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
-    """Checks that no query of a call attends to a key that a cache with a window has dropped.
+    """Checks that no query of a call attends to a key that ``KVCache(window=...)`` has dropped.
 
-    For a mask whose expression limits the distance, such as ``sliding_window``, the check is free. For any other mask the rows of
-    the queries are compared with the dropped keys; on a device other than the CPU only where the mask holds no tensors, for the
-    longest sequence.
+    On a device other than the CPU masks with tensors are not checked, and others for the longest sequence.
 
     Args:
         mask: the mask of the whole sequence.
@@ -97,28 +101,16 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
     Raises:
         LoweringError: some query attends to such a key.
     """
-    if tokens.kv_end - tokens.q_len < window or lookback_of(mask).most < window or not tokens.batch * tokens.q_len:
-        return
-    q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.device.type != "cpu":
         if mask.tensors:
             return
         q_offset = tokens.kv_end - tokens.q_len
-        kv_start = q_offset - window + 1
-    whole = mask_over_cache(mask, replace(tokens, q_offset=q_offset, kv_start=0, device=torch.device("cpu")))
-    if isinstance(kv_start, Tensor):
-        whole = whole & (kv < TensorTable(kv_start)[b])
-    dropped = int(kv_start.max()) if isinstance(kv_start, Tensor) else kv_start
-
-    def compare() -> Difference:
-        return difference(whole, Truth(False), tokens.q_len, dropped, tokens.batch, heads, q_offset, "cpu")
-
-    cell = shared(mask, ("window", window, tokens.kv_end, tokens.q_len, tokens.batch, heads), q_offset, compare).first_self
+        tokens = replace(tokens, q_offset=q_offset, kv_start=q_offset - window + 1)
+    cell = first_dropped(mask, tokens, window, heads)
     if cell is not None:
-        query = cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset)
-        remedy = _wider_window(mask, tokens, heads, cell.kv, query - cell.kv)
+        remedy = _wider_window(mask, tokens, heads, cell.kv, cell.q - cell.kv)
         raise LoweringError(
-            f"{described(mask)} lets the query at position {query} attend to the key at position {cell.kv}, which "
+            f"{described(mask)} lets the query at position {cell.q} attend to the key at position {cell.kv}, which "
             f"KVCache(window={window}) has dropped: {remedy}KVCache(capacity) for all keys, or a mask without keys so far back, "
             f"e.g. mask & sliding_window(size={window})"
         )
@@ -151,6 +143,40 @@ def described(mask: Mask) -> str:
     return "a call without a mask" if mask is ALL_CELLS else mask.brief()
 
 
+def first_dropped(mask: Mask, tokens: CallTokens, window: int, heads: int | None = None) -> Cell | None:
+    """The first cell of a call whose key a cache with a window has dropped; None where the queries attend to no such key.
+
+    For a mask whose expression limits the distance, such as ``sliding_window``, this is free. For any other mask the rows of the
+    queries are compared with the dropped keys; this forces a host sync where the mask holds tensors in another device's memory.
+
+    Args:
+        mask: the mask of the whole sequence.
+        tokens: the queries, and the keys in the cache.
+        window: keys that the cache holds for a query, its own included.
+        heads: query heads; taken from the mask where not given.
+
+    Returns:
+        The cell, with ``q`` and ``kv`` as positions in the whole sequence.
+
+    Raises:
+        LoweringError: as :func:`mask_over_cache`.
+    """
+    if tokens.kv_end - tokens.q_len < window or lookback_of(mask).most < window or not tokens.batch * tokens.q_len:
+        return None
+    q_offset, kv_start = tokens.q_offset, tokens.kv_start
+    device = tokens.device if mask.tensors else torch.device("cpu")
+    whole = mask_over_cache(mask, replace(tokens, kv_start=0, device=device))
+    if isinstance(kv_start, Tensor):
+        whole = whole & (kv < TensorTable(kv_start)[b])
+    dropped = int(kv_start.max()) if isinstance(kv_start, Tensor) else kv_start
+
+    def compare() -> Difference:
+        return difference(whole, Truth(False), tokens.q_len, dropped, tokens.batch, heads, q_offset, device)
+
+    cell = shared(mask, ("window", window, tokens.kv_end, tokens.q_len, tokens.batch, heads), q_offset, compare).first_self
+    return cell and cell._replace(q=cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset))
+
+
 def check_symbols(mask: Mask, *, is_context: bool) -> None:
     """Checks that a mask does not depend on a length that changes with each call."""
     unknown = {"q_len"} if is_context else {"q_len", "kv_len"}
@@ -161,7 +187,7 @@ def check_symbols(mask: Mask, *, is_context: bool) -> None:
     lengths = sorted(part.symbols & unknown)
     grow = "grow" if len(lengths) > 1 else "grows"
     raise LoweringError(
-        f"{part.brief()} depends on {' and '.join(lengths)}, which {grow} with each call of a KVCache, so that the mask would "
+        f"{part.brief()} depends on {' and '.join(lengths)}, which {grow} with each call of a cache, so that the mask would "
         "move. Write it by positions, which stay: for padding on the left key_padding(start=...) with the "
         "number of padding tokens, for causal(align='lower_right') causal()"
     )
@@ -200,6 +226,7 @@ class _Rewriter:
     def __init__(self, mask: Mask, tokens: CallTokens) -> None:
         self.mask, self.tokens, kv_start = mask, tokens, tokens.kv_start
         self.shifts = isinstance(kv_start, Tensor) or kv_start != 0
+        self.is_whole = not self.shifts and tokens.q_len == tokens.kv_end
         self.kv: Index = kv + (TensorTable(kv_start)[b] if isinstance(kv_start, Tensor) else kv_start)
         self.kv_at_least_0 = maximum(self.kv, 0) if isinstance(kv_start, Tensor) else self.kv  # keys below 0 are masked out
         self.tables: dict[object, Table] = {}
@@ -207,7 +234,10 @@ class _Rewriter:
     def node(self, node: Node) -> Node | None:
         match node:
             case Lookup(Table() as source, indices):
-                return Lookup(self.table(node, source, indices), tuple(cast(Index, i.replace(self.index)) for i in indices))
+                table = self.table(node, source, indices)
+                if table is source and not self.shifts:
+                    return None
+                return Lookup(table, tuple(cast(Index, i.replace(self.index)) for i in indices))
             case Symbol("kv") if self.shifts:
                 return self.kv
         return None
@@ -228,6 +258,8 @@ class _Rewriter:
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
         sizes = dict(zip(names, source.shape, strict=True))
         self.check_ends(lookup, sizes)
+        if self.is_whole and not isinstance(source, DocumentTable) and {sizes.get("q"), sizes.get("kv")} <= {tokens.kv_end, None}:
+            return source
         if sizes.get("b", tokens.batch) != tokens.batch:
             return source  # the lowering raises
         if source.key not in self.tables:
@@ -241,7 +273,7 @@ class _Rewriter:
             if size is None or size >= tokens.kv_end or (axis == "kv" and tokens.is_context):
                 continue
             owner = data_owner(lookup, self.mask)
-            hint = "data of a mask has values for all tokens so far, the new ones included, or for the whole sequence"
+            hint = "give values for all tokens, those of the prompt and the new ones"
             if owner.startswith("key_padding"):
                 hint = (
                     "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the "

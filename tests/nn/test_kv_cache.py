@@ -22,7 +22,8 @@ import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.nn.cache_masks import CallTokens, check_window
+from flexmask.nn import CallTokens, first_dropped, mask_over_cache
+from flexmask.nn.cache_masks import check_window
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import difference
 from tests.support import oracle
@@ -502,7 +503,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "padding on the left that moves": (
         call(KVCache(8), mask="causal & key_padding(lengths=[2, 3], side='left')"),
         LoweringError,
-        r"key_padding\(lengths=\[2, 3\], side='left'\) depends on kv_len.*KVCache.*key_padding\(start=\.\.\.\)",
+        r"key_padding\(lengths=\[2, 3\], side='left'\) depends on kv_len.*of a cache.*key_padding\(start=\.\.\.\)",
     ),
     "queries padded on the left": (
         call(KVCache(8), mask="query_padding(lengths=[2, 3], side='left')"),
@@ -527,7 +528,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "documents of the call": (
         grown_to("causal & document(ids)", [2, 2], KVCache(8), ids=torch.zeros(2, 2, dtype=torch.int64)),
         LoweringError,
-        r"2 values along q.*position 4: data of a mask has values for all tokens so far",
+        r"2 values along q.*position 4: give values for all tokens",
     ),
     "lower_right": (call(KVCache(8), mask="causal('lower_right')"), LoweringError, r"kv_len and q_len.*causal\(\)"),
     "a comparison with kv_len": (
@@ -738,6 +739,20 @@ def test_a_window_on_another_device() -> None:
         check_window(fm.sliding_window(size=3), tokens, 3, 4)
         check_window(fm.parse("causal & chunked(2)"), tokens, 3, 4)
         check_window(fm.causal() & fm.document(torch.zeros(8, dtype=torch.int64, device=device)), tokens, 3, 4)
+
+
+def test_masks_for_a_cache_of_your_own() -> None:
+    """Cells are places in the cache, and a dropped key has its position. Data may be longer; where it fits nothing changes."""
+    device, ids = torch.device("cpu"), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2]])
+    mask = fm.causal() & fm.document(ids)
+    whole = [[k <= q and bool(ids[0, q] == ids[0, k]) for k in range(8)] for q in range(8)]
+    assert mask_over_cache(mask, CallTokens(1, 9, 0, 9, 0, device)) is mask
+    assert mask_over_cache(mask, CallTokens(1, 8, 0, 8, 0, device)).dense(8)[0, 0].tolist() == whole
+    tokens = CallTokens(1, 2, 6, 8, 4, device)
+    assert mask_over_cache(mask, tokens).dense(2, 4, q_offset=6)[0, 0].tolist() == [row[4:] for row in whole[6:]]
+    assert first_dropped(mask, tokens, 3) == (0, 0, 6, 3)
+    assert first_dropped(mask & fm.sliding_window(size=3), tokens, 3) is None
+    assert first_dropped(fm.causal() & fm.document(torch.tensor([0] * 4 + [1] * 4)), tokens, 3) is None
 
 
 def alone(module: MultiheadFlexAttention, mask: str, x: Tensor) -> Tensor:
@@ -1042,5 +1057,5 @@ def test_data_that_ends_before_the_tokens_says_what_to_append() -> None:
     wanted = r"key_padding\(keep=<int64\[2, 8\]>\) has 8 values along kv, but .* position 9: append a 1 .*start=\.\.\."
     with pytest.raises(LoweringError, match=wanted):
         step(fm.causal(), fm.causal() & fm.key_padding(keep=keep))
-    with pytest.raises(LoweringError, match=r"document\(ids=<int64\[2, 8\]>\) has 8 values along q.*: data of a mask"):
+    with pytest.raises(LoweringError, match=r"document\(ids=<int64\[2, 8\]>\) has 8 values along q.*: give values for all"):
         step(fm.causal(), fm.causal() & fm.document(keep))

@@ -11,11 +11,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from flexmask import Mask, document, from_mask_mod, full, key_padding, kv
 from flexmask.masks import reorder
+from flexmask.nn import CallTokens
 from flexmask_transformers.graphs import GraphMask, mask_in_graph
 from flexmask_transformers.model_mask import ModelMask
 from flexmask_transformers.packing import Documents, chunk_positions
 from flexmask_transformers.request import Request, take_request
-from flexmask_transformers.user_masks import user_mask_for
+from flexmask_transformers.user_masks import mask_of_call, user_mask_for
 
 __all__ = ["in_documents", "make_mask"]
 
@@ -59,6 +60,11 @@ def make_mask(
     user_mask, replaces, is_whole = user_mask_for(config, layer_type, request.user_mask)
     if q_length == 1 and user_mask is None:
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
+    if user_mask is not None:
+        begin = 0 if isinstance(q_offset, Tensor) and q_offset.device.type == "meta" else int(q_offset)
+        end = max(begin + q_length, int(kv_offset) + kv_length)
+        tokens = CallTokens(batch_size, q_length, begin, end, int(kv_offset), torch.device(device))
+        user_mask = mask_of_call(user_mask, tokens, config, has_cache=request.cache is not None, replaces=replaces)
     if replaces:
         assert user_mask is not None
         mask = user_mask
@@ -68,9 +74,8 @@ def make_mask(
             mask = in_documents(mask, request.documents, q_length, is_chunked=is_chunked)
         padding = _padding(attention_mask, kv_length, int(kv_offset))
         mask = mask if padding is None else mask & padding
+        mask = mask.substitute(kv=kv + int(kv_offset)) if kv_offset else mask
         mask = mask if user_mask is None else mask & user_mask
-    if kv_offset:
-        mask = mask.substitute(kv=kv + int(kv_offset))
     arguments = batch_size, q_length, kv_length, q_offset, device
     if replaces:
         return ModelMask.make(mask, *arguments, is_whole=is_whole, request=Request(cache=request.cache))

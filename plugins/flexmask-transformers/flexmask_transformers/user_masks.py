@@ -1,4 +1,4 @@
-"""The masks that users give for a model: by ``use_mask``, or as its ``attention_mask``."""
+"""The masks that users give for a model, by ``use_mask`` or as its ``attention_mask``, and what they are in one forward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flexmask import Mask
-from flexmask.errors import ExpressionError, OperandError
+from flexmask import Mask, kv
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.nn import CallTokens, first_dropped, mask_over_cache
 from flexmask.tracing import MaskLike, as_mask
 
-__all__ = ["use_mask", "user_mask_for"]
+__all__ = ["mask_of_call", "use_mask", "user_mask_for"]
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -53,12 +54,15 @@ def use_mask(
             ``"full_attention"``, ``"sliding_attention"`` and ``"chunked_attention"``.
         combine: ``"and"`` for the model's own mask and this one; ``"replace"`` for this one alone, without the model's padding
             and documents, also those of ``cu_seq_lens`` and ``seq_idx``.
-        data: the data of the parameters in the mask, such as ``ids=tensor``.
+        data: the data of the parameters in the mask, such as ``ids=tensor``. In ``generate`` it has values for the prompt and for
+            the new tokens.
 
     Raises:
         OperandError: the model has another ``attn_implementation``, or the mask is none.
         ExpressionError: another value of ``combine``, or another layer type; an unknown or missing parameter of the masks; no
             layer of the model used the mask.
+        LoweringError: in a forward, data that ends before the tokens do, or with ``"replace"`` a mask that shows keys which the
+            cache of a sliding layer has dropped.
     """
     if combine not in ("and", "replace"):
         raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
@@ -122,6 +126,39 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> UserMask:
         else:
             mask = own if mask is None else mask & own
     return UserMask(mask, replaces, is_whole)
+
+
+def mask_of_call(mask: Mask, tokens: CallTokens, config: Any, *, has_cache: bool, replaces: bool) -> Mask:
+    """The mask of the user over the keys of one forward, which are those in a cache if there is one.
+
+    Args:
+        mask: a mask of positions in the whole sequence. Its data may have more values than there are tokens so far.
+        tokens: the queries, and the keys, of which a static cache has some behind the queries that are free.
+        config: the config of the model.
+        has_cache: whether there is a cache.
+        replaces: whether the mask replaces the model's own, which shows no dropped keys and no free places.
+
+    Raises:
+        LoweringError: it shows keys that the cache has dropped, depends on lengths that grow, or has data that ends too early.
+    """
+    q_offset, kv_start, end = tokens.q_offset, tokens.kv_start, tokens.kv_end
+    assert isinstance(q_offset, int)
+    assert isinstance(kv_start, int)
+    is_square = tokens.q_len == end
+    if mask.symbols & {"q_len", "kv_len"} if is_square else q_offset == 0 and not has_cache:
+        return mask  # of all tokens, so that lengths are known; or of the keys of an encoder or a prefix
+    if replaces and kv_start:
+        window = q_offset - kv_start + 1
+        heads = getattr(config, "num_attention_heads", None)
+        cell = first_dropped(mask, tokens, window, heads if isinstance(heads, int) else None)
+        if cell is not None:
+            raise LoweringError(
+                f"{mask.brief()} lets the query at position {cell.q} attend to the key at position {cell.kv}, which the cache of "
+                "a layer with a sliding window has dropped: give use_cache=False, past_key_values=DynamicCache() for a cache of "
+                f"all keys, or a mask within the window, e.g. mask & sliding_window(size={window})"
+            )
+    over_keys, behind = mask_over_cache(mask, tokens), q_offset + tokens.q_len
+    return over_keys & (kv < behind - kv_start) if replaces and behind < end else over_keys
 
 
 def _select_type(masks: Any, layer_type: str) -> Mask | None:

@@ -109,10 +109,11 @@ def test_gradient_checkpointing() -> None:
         assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
 
 
-def test_a_mask_of_your_own_behind_other_tokens() -> None:
-    _, ours = one_layer("llama")
+@pytest.mark.parametrize(("name", "combine"), [("llama", "and"), ("mistral", "replace")])
+def test_a_mask_of_your_own_behind_other_tokens(name: str, combine: Any) -> None:
+    _, ours = one_layer(name)
     cache = ours(tokens(1), use_cache=True).past_key_values
     model, _ = compiled(ours)
     refused = pytest.raises(torch._dynamo.exc.Unsupported, match="as many queries as keys")
-    with refused, use_mask(ours, "sliding_window(size=4)"):
+    with refused, use_mask(ours, "sliding_window(size=6)", combine=combine):
         model(tokens(1, 2), past_key_values=cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flexmask_transformers
@@ -193,6 +194,91 @@ class TestUseMask:
             flexmask_transformers.use_mask(ours, {"sliding_attention": "causal"}),
         ):
             ours(tokens())
+
+
+def cells_of(predicate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], length: int = 12) -> torch.Tensor:
+    """``bool[length, length]`` of a predicate of query and key."""
+    places = torch.arange(length)
+    return predicate(places[:, None], places[None])
+
+
+SHORT, LONG = torch.tensor([0] * 5 + [1] * 3 + [2] * 4), torch.tensor([0] * 5 + [1] * 7)
+#: Masks, their meaning, and how many tokens ``mistral`` with its window of 4 takes in parts of 7, 3, 1 and 1 before it needs a
+#: dropped key.
+OVER_CACHES: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], int]] = {
+    "sinks": ("sink_window(2, left=3)", lambda q, kv: (kv <= q) & ((q - kv <= 3) | (kv < 2)), 7),
+    "causal": ("causal", lambda q, kv: kv <= q, 7),
+    "wide": ("sliding_window(size=5)", lambda q, kv: (kv <= q) & (q - kv < 5), 7),
+    "window": ("sliding_window(size=4)", lambda q, kv: (kv <= q) & (q - kv < 4), 12),
+    "narrow": ("sliding_window(size=2)", lambda q, kv: (kv <= q) & (q - kv < 2), 12),
+    "short documents": ("causal & document(lengths=[5, 3, 4])", lambda q, kv: (kv <= q) & (SHORT[q] == SHORT[kv]), 12),
+    "long documents": ("causal & document(lengths=[5, 7])", lambda q, kv: (kv <= q) & (LONG[q] == LONG[kv]), 10),
+}
+
+
+class TestUseMaskWithCaches:
+    """A mask that replaces the model's own is that of the whole sequence, or an error where the cache has dropped its keys."""
+
+    @pytest.mark.parametrize("kind", ["default", "dynamic", "static", "all keys"])
+    @pytest.mark.parametrize("name", OVER_CACHES)
+    def test_sliding_layers(self, name: str, kind: str) -> None:
+        eager, ours = pair("mistral")
+        text, predicate, end = OVER_CACHES[name]
+        end = 12 if kind == "all keys" else end
+        caches: dict[str, Callable[[], Any]] = {
+            "default": lambda: None,
+            "dynamic": lambda: transformers.DynamicCache(config=ours.config),
+            "static": lambda: transformers.StaticCache(config=ours.config, max_cache_len=16),
+            "all keys": transformers.DynamicCache,
+        }
+        cache = caches[kind]()
+        found: list[torch.Tensor] = []
+        with torch.no_grad(), flexmask_transformers.use_mask(ours, text, combine="replace"):
+            for part in tokens().split([7, 3, 1, 1], 1):
+                if sum(logits.shape[1] for logits in found) == end:
+                    with pytest.raises(LoweringError, match=r"attend to the key at .*dropped: give use_cache=False, past_key"):
+                        ours(part, past_key_values=cache, use_cache=True)
+                    break
+                out = ours(part, past_key_values=cache, use_cache=True)
+                cache, found = out.past_key_values, [*found, out.logits]
+        wanted = with_dense_mask(eager, cells_of(predicate))[:, :end]
+        assert_close(torch.cat(found, 1), wanted, rtol=1e-4, atol=2e-5)
+
+    def test_the_first_dropped_key(self) -> None:
+        """Also of a text as ``attention_mask``, and of one head."""
+        _, ours = pair("mistral")
+        cache = ours(tokens(1, 7), use_cache=True).past_key_values
+        narrow = ", ".join(["sliding_window(size=2)"] * 3)
+        for mask, key in (("sink_window(2, left=3)", 0), ("sliding_window(size=6)", 2), (f"per_head([{narrow}, causal])", 0)):
+            with pytest.raises(LoweringError, match=rf"query at position 7 attend to the key at position {key}, .*size=4"):
+                ours(tokens(1, 2), attention_mask=mask, past_key_values=cache)
+
+    def test_free_places_are_no_keys(self) -> None:
+        eager, ours = pair("llama")
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=20)
+        with flexmask_transformers.use_mask(ours, "sliding_window(left=2, right=2)", combine="replace"):
+            found = ours(tokens(), past_key_values=cache, use_cache=True).logits
+        wanted = with_dense_mask(eager, cells_of(lambda q, kv: (q - kv).abs() <= 2))
+        assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+
+    @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+    def test_data_for_the_prompt_and_the_new_tokens(self, options: dict[str, Any]) -> None:
+        eager, ours = pair("llama")
+        arguments: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **options}
+        with torch.no_grad(), flexmask_transformers.use_mask(ours, "document(ids)", ids=self.IDS):
+            found = ours.generate(tokens(2, 6), **arguments)
+        text = tokens(2, 6)
+        for _ in range(4):
+            ids = self.IDS[:, : text.shape[1]]
+            cells = (ids[:, None] == ids[:, :, None]) & cells_of(lambda q, kv: kv <= q, text.shape[1])
+            logits = eager(text, attention_mask=torch.where(cells, 0.0, torch.finfo(torch.float32).min)[:, None]).logits
+            text = torch.cat([text, logits[:, -1:].argmax(-1)], 1)
+        assert found.tolist() == text.tolist()
+        refused = pytest.raises(LoweringError, match=r"6 values along .*: give values for all tokens, those of the prompt")
+        with refused, flexmask_transformers.use_mask(ours, "document(ids)", ids=self.IDS[:, :6]):
+            ours.generate(tokens(2, 6), **arguments)
+
+    IDS = torch.tensor([[0] * 4 + [1] * 6, [0] * 8 + [1] * 2])
 
 
 class TestAttentionMaskArgument:
