@@ -20,8 +20,9 @@ from flexmask.distributed.balance import balanced, contiguous, head_tail, imbala
 from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
-from flexmask.intervals.bind import bind, own_sizes
+from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.tracing.as_mask import MaskLike, as_mask
 

@@ -5,10 +5,9 @@ Values of tensors in another device's memory are not read, which would force a h
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,23 +16,21 @@ from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask._transforms import can_keep_tensors, is_captured, usable
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.index import Absolute, Arithmetic, Constant, Symbol
-from flexmask.expr.mask import Mask, Named, PerHead
-from flexmask.expr.node import Node
-from flexmask.expr.opaque import CapturedTensor, Opaque
+from flexmask.expr.index import Constant
+from flexmask.expr.mask import Mask
+from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.checks import AXES, Computed, check_ranges, end_of_index, is_computed
+from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
-from flexmask.intervals.extent import Extent
+from flexmask.intervals.parts import parts_of
+from flexmask.intervals.sizes import checked_sizes
 
-__all__ = ["MAX_OFFSET", "bind", "check_batch", "check_bound", "data_owner", "lengths_hint", "own_sizes"]
+__all__ = ["MAX_OFFSET", "bind", "check_bound"]
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
-#: The arguments for the sizes of axes.
-KEYWORDS = (("b", "batch"), ("h", "heads"))
 
 
 def bind(
@@ -53,7 +50,7 @@ def bind(
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
-    parts = _parts(mask)
+    parts = parts_of(mask)
     q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
     kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
     where = _device(parts.tensors, device, q_offset)
@@ -64,7 +61,7 @@ def bind(
         )
     offset, q_end = _offset(q_offset, q_len)
     needed = {"kv": kv_len, "q": q_end}
-    sizes = _sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
+    sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
@@ -81,55 +78,9 @@ def bind(
 
 def check_bound(mask: Mask) -> None:
     """Raises a LoweringError if a mask has unbound parameters."""
-    if _parts(mask).params:
+    if parts_of(mask).params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The nodes of a mask that are validated, each once, operands before operations."""
-
-    params: list[Param]
-    lookups: list[Lookup]
-    tensors: list[TensorTable | CapturedTensor]
-    ranged: list[Ranged]
-    switches: list[PerHead]
-    computed: list[Computed]
-    axes: list[tuple[Lookup, int, str]]  # which axis of a lookup has which axis of the mask; data that may be longer comes last
-
-
-def _parts(mask: Mask) -> _Parts:
-    if "parts" not in mask.memo:
-        parts = _Parts([], [], [], [], [], [], [])
-        seen: set[Any] = set()
-        ranges: dict[Any, Extent | None] = {}
-        for node in mask.expand().walk():
-            if not isinstance(node, Param | Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
-                continue
-            # What a table may hold depends on its use, so that one table can have several checks.
-            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, _may_be_longer(node))
-            if use in seen:
-                continue
-            seen.add(use)
-            match node:
-                case Param():
-                    parts.params.append(node)
-                case Lookup():
-                    parts.lookups.append(node)
-                    names = [index.name if isinstance(index, Symbol) else "" for index in node.indices]
-                    parts.axes.extend((node, place, name) for place, name in enumerate(names) if name in AXES)
-                case TensorTable() | CapturedTensor():
-                    parts.tensors.append(node)
-                case Ranged():
-                    parts.ranged.append(node)
-                case PerHead():
-                    parts.switches.append(node)
-            if isinstance(node, Computed) and is_computed(node, ranges):
-                parts.computed.append(node)
-        parts.axes.sort(key=lambda entry: _may_be_longer(entry[0]))
-        mask.memo["parts"] = parts
-    return cast(_Parts, mask.memo["parts"])
 
 
 def _device(tensors: list[TensorTable | CapturedTensor], device: torch.device | str | None, q_offset: object) -> torch.device:
@@ -168,119 +119,6 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
     if q_len + most > MAX_LENGTH:
         raise LoweringError(f"the queries reach position {q_len + most} (q_offset + q_len), which must be at most {MAX_LENGTH}")
     return offset, q_len + most
-
-
-def _sizes(
-    mask: Mask,
-    parts: _Parts,
-    given: dict[str, int | None],
-    offset: int | Tensor,
-    needed: dict[str, int | None],
-) -> dict[str, int]:
-    """The sizes of batch and heads, on which the arguments and all data of the mask must agree."""
-    claims_of = _claims(mask, given, offset)
-    moved = not (isinstance(offset, int) and offset == 0)
-    for lookup, place, axis in parts.axes:
-        if axis in needed and (size := cast(Table, lookup.table).shape[place]) is not None:
-            _check_axis(mask, lookup, axis, size, needed, moved=moved)
-    sizes, symbols = {}, mask.expand().symbols
-    for axis, keyword in KEYWORDS:
-        dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
-        if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
-            called = any(isinstance(node, Opaque) for node in mask.expand().walk())
-            reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
-            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
-        sizes[axis] = next(iter(claims_of[axis]), 1) if dependent else 1
-    return sizes
-
-
-def _may_be_longer(node: Node) -> bool:
-    """Whether the data of a lookup may have more values than positions."""
-    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.may_be_longer
-
-
-def own_sizes(mask: Mask) -> dict[str, int]:
-    """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
-    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
-    _add_claims(_parts(mask), claims_of)
-    return {axis: min(claims) for axis, claims in claims_of.items() if claims}
-
-
-def check_batch(mask: Mask, batch: int) -> None:
-    """Raises a LoweringError if the data of a mask has another number of sequences."""
-    _claims(mask, {"b": batch, "h": None}, 0)
-
-
-#: The sizes of one axis, each with what determines it: data of the mask, or an argument.
-Claims: TypeAlias = dict[int, "Lookup | str"]
-
-
-def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> dict[str, Claims]:
-    """The sizes of ``"b"`` and ``"h"``; raises a LoweringError if one axis has several."""
-    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
-    for axis, keyword in KEYWORDS:
-        if given[axis] is not None:
-            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = (
-                f"the query ({keyword}={given[axis]})"
-            )
-    if isinstance(offset, Tensor) and offset.numel() > 1:
-        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    _add_claims(_parts(mask), claims_of)
-    for axis, keyword in KEYWORDS:
-        if len(claims_of[axis]) > 1:
-            texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
-            claims = " and ".join(f"{size} by {text}" for size, text in texts)
-            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
-            raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
-    return claims_of
-
-
-def _add_claims(parts: _Parts, claims_of: dict[str, Claims]) -> None:
-    """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
-    for switch in parts.switches:
-        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
-    for lookup, place, axis in parts.axes:
-        size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
-        if size is not None and not (_may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
-            claims_of[axis].setdefault(size, lookup)
-
-
-def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
-    length = needed[name]
-    may_be_longer = _may_be_longer(lookup)
-    if name == "kv" and (size < cast(int, length) if may_be_longer else size != length):
-        raise LoweringError(
-            f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}{lengths_hint(lookup, mask)}"
-        )
-    if name == "q" and not (moved or may_be_longer) and size not in (length, needed["kv"]):
-        hint = "; give q_offset for later queries" if size > cast(int, length) else lengths_hint(lookup, mask)
-        raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
-    if name == "q" and length is not None and size < length:
-        raise LoweringError(
-            f"{data_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
-        )
-
-
-def data_owner(lookup: Lookup, mask: Mask) -> str:
-    """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
-    owner = _named_owner(lookup, mask)
-    return lookup.brief() if owner is None else owner.brief()
-
-
-def _named_owner(lookup: Lookup, mask: Mask) -> Named | None:
-    for named in mask.walk():
-        if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
-            return named
-    return None
-
-
-def lengths_hint(lookup: Lookup, mask: Mask) -> str:
-    """For ids that may be meant as lengths of documents."""
-    owner = _named_owner(lookup, mask)
-    arguments = {} if owner is None else dict(owner.arguments)
-    if arguments.get("ids") is not lookup.table or owner is None or "lengths" not in inspect.signature(owner.define).parameters:
-        return ""
-    return "; ids have a value for each token, the lengths of documents are lengths="
 
 
 def _tensor(table: Table | Param, context: Context) -> Tensor:

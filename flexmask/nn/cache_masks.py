@@ -20,9 +20,10 @@ from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
-from flexmask.intervals.bind import check_batch, check_bound, data_owner
+from flexmask.intervals.bind import check_bound
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import check_covers, document_table
+from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
 

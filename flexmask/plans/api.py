@@ -16,8 +16,9 @@ from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
 from flexmask.expr.methods import EQUIVALENTS_OF_PLAN
-from flexmask.intervals.bind import MAX_OFFSET, own_sizes
+from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
+from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.plans.capture import GRAPHS, Setting
 from flexmask.plans.lowered import LoweredMask

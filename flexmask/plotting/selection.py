@@ -10,9 +10,10 @@ import torch
 from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask
-from flexmask.intervals.bind import bind, own_sizes
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
+from flexmask.intervals.sizes import own_sizes
 from flexmask.plotting.density import MaskSlice
 
 if TYPE_CHECKING:

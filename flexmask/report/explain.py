@@ -15,9 +15,10 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Compare, Mask, PerHead, Truth
 from flexmask.expr.methods import EQUIVALENTS
 from flexmask.expr.tables import Lookup
-from flexmask.intervals.bind import bind, lengths_hint
+from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
+from flexmask.intervals.sizes import lengths_hint
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator

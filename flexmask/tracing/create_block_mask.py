@@ -15,7 +15,8 @@ from flexmask._checks import checked_int
 from flexmask.catalogue import empty
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.intervals.bind import bind, own_sizes
+from flexmask.intervals.bind import bind
+from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import Form, MaskMod
 from flexmask.lowering.write_order import add_write_order

@@ -1,0 +1,129 @@
+"""The sizes of the axes of a mask, on which the arguments of a lowering, the mask's data and its heads must agree."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TypeAlias, cast
+
+from torch import Tensor
+
+from flexmask._checks import checked_int
+from flexmask.errors import LoweringError
+from flexmask.expr.mask import Mask, Named
+from flexmask.expr.opaque import Opaque
+from flexmask.expr.tables import Lookup, Table
+from flexmask.intervals.context import MAX_LENGTH
+from flexmask.intervals.parts import Parts, may_be_longer, parts_of
+
+__all__ = ["check_batch", "checked_sizes", "data_owner", "lengths_hint", "own_sizes"]
+
+#: The arguments for the sizes of axes.
+KEYWORDS = (("b", "batch"), ("h", "heads"))
+
+
+def checked_sizes(
+    mask: Mask,
+    parts: Parts,
+    given: dict[str, int | None],
+    offset: int | Tensor,
+    needed: dict[str, int | None],
+) -> dict[str, int]:
+    """The sizes of batch and heads, on which the arguments and all data of the mask must agree."""
+    claims_of = _claims(mask, given, offset)
+    moved = not (isinstance(offset, int) and offset == 0)
+    for lookup, place, axis in parts.axes:
+        if axis in needed and (size := cast(Table, lookup.table).shape[place]) is not None:
+            _check_axis(mask, lookup, axis, size, needed, moved=moved)
+    sizes, symbols = {}, mask.expand().symbols
+    for axis, keyword in KEYWORDS:
+        dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
+        if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
+            called = any(isinstance(node, Opaque) for node in mask.expand().walk())
+            reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
+            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
+        sizes[axis] = next(iter(claims_of[axis]), 1) if dependent else 1
+    return sizes
+
+
+def own_sizes(mask: Mask) -> dict[str, int]:
+    """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
+    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
+    _add_claims(parts_of(mask), claims_of)
+    return {axis: min(claims) for axis, claims in claims_of.items() if claims}
+
+
+def check_batch(mask: Mask, batch: int) -> None:
+    """Raises a LoweringError if the data of a mask has another number of sequences."""
+    _claims(mask, {"b": batch, "h": None}, 0)
+
+
+#: The sizes of one axis, each with what determines it: data of the mask, or an argument.
+Claims: TypeAlias = dict[int, "Lookup | str"]
+
+
+def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> dict[str, Claims]:
+    """The sizes of ``"b"`` and ``"h"``; raises a LoweringError if one axis has several."""
+    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
+    for axis, keyword in KEYWORDS:
+        if given[axis] is not None:
+            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = (
+                f"the query ({keyword}={given[axis]})"
+            )
+    if isinstance(offset, Tensor) and offset.numel() > 1:
+        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+    _add_claims(parts_of(mask), claims_of)
+    for axis, keyword in KEYWORDS:
+        if len(claims_of[axis]) > 1:
+            texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
+            claims = " and ".join(f"{size} by {text}" for size, text in texts)
+            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
+            raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
+    return claims_of
+
+
+def _add_claims(parts: Parts, claims_of: dict[str, Claims]) -> None:
+    """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
+    for switch in parts.switches:
+        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+    for lookup, place, axis in parts.axes:
+        size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
+        if size is not None and not (may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
+            claims_of[axis].setdefault(size, lookup)
+
+
+def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
+    length = needed[name]
+    is_longer = may_be_longer(lookup)
+    if name == "kv" and (size < cast(int, length) if is_longer else size != length):
+        raise LoweringError(
+            f"{data_owner(lookup, mask)} has {size} values along kv, but kv_len is {length}{lengths_hint(lookup, mask)}"
+        )
+    if name == "q" and not (moved or is_longer) and size not in (length, needed["kv"]):
+        hint = "; give q_offset for later queries" if size > cast(int, length) else lengths_hint(lookup, mask)
+        raise LoweringError(f"{data_owner(lookup, mask)} has {size} values along q, but q_len is {length}{hint}")
+    if name == "q" and length is not None and size < length:
+        raise LoweringError(
+            f"{data_owner(lookup, mask)} has {size} values along q, but the queries reach position {length} (q_offset + q_len)"
+        )
+
+
+def data_owner(lookup: Lookup, mask: Mask) -> str:
+    """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
+    owner = _named_owner(lookup, mask)
+    return lookup.brief() if owner is None else owner.brief()
+
+
+def _named_owner(lookup: Lookup, mask: Mask) -> Named | None:
+    for named in mask.walk():
+        if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
+            return named
+    return None
+
+
+def lengths_hint(lookup: Lookup, mask: Mask) -> str:
+    """For ids that may be meant as lengths of documents."""
+    owner = _named_owner(lookup, mask)
+    arguments = {} if owner is None else dict(owner.arguments)
+    if arguments.get("ids") is not lookup.table or owner is None or "lengths" not in inspect.signature(owner.define).parameters:
+        return ""
+    return "; ids have a value for each token, the lengths of documents are lengths="
