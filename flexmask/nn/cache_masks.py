@@ -18,6 +18,7 @@ from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.index import Index, Symbol, b, kv, maximum
 from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Truth
 from flexmask.expr.node import Node
+from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_bound
@@ -28,6 +29,9 @@ from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
 
 __all__ = ["CallTokens", "check_symbols", "check_window", "described", "first_dropped", "mask_over_cache"]
+
+#: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position.
+FAR = 2**20
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
 def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
     """Checks that no query of a call attends to a key that ``KVCache(window=...)`` has dropped.
 
-    On a device other than the CPU masks with tensors are not checked, and others for the longest sequence.
+    On a device other than the CPU masks with tensors are not checked, and others for the longest sequence. A mask without data
+    for which no window is enough is found in the first call.
 
     Args:
         mask: the mask of the whole sequence.
@@ -100,8 +105,10 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         heads: query heads.
 
     Raises:
-        LoweringError: some query attends to such a key.
+        LoweringError: some query attends to such a key, or will in later calls.
     """
+    if tokens.kv_end == tokens.q_len and tokens.batch * tokens.q_len:
+        _check_some_window(mask, tokens, window, heads)
     if tokens.device.type != "cpu":
         if mask.tensors:
             return
@@ -117,6 +124,28 @@ def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> Non
         )
 
 
+def _check_some_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
+    """Checks that some window is enough for a mask; one with data or functions is not checked."""
+    if lookback_of(mask).most < MAX_LENGTH or any(isinstance(node, Lookup | Opaque) for node in mask.expand().walk()):
+        return
+    far = _far_row(mask, tokens, window, heads)
+    if far is not None and far.any():
+        key = int(far.nonzero()[:, -1].min())
+        raise LoweringError(
+            f"{described(mask)} lets queries at any distance attend to the key at position {key}, so that no KVCache(window=...) "
+            "is enough: give KVCache(capacity) for all keys, or a mask without keys so far back, e.g. "
+            f"mask & sliding_window(size={window})"
+        )
+
+
+def _far_row(mask: Mask, tokens: CallTokens, keys: int, heads: int) -> Tensor | None:
+    """The first cells of the row of a query far behind them, ``bool[B, H, 1, keys]``; None where the mask has no such row."""
+    try:
+        return mask.dense(1, keys, batch=tokens.batch, heads=heads, q_offset=keys + FAR, device="cpu")
+    except FlexmaskError:  # such as data that ends before
+        return None
+
+
 def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance: int) -> str:
     """The window that a mask needs, for a message.
 
@@ -130,11 +159,8 @@ def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance
     most = lookback_of(mask).most
     if most < MAX_LENGTH:
         return f"give window={most + 1}, "
-    try:
-        far = mask.dense(1, key + 1, batch=tokens.batch, heads=heads, q_offset=key + MAX_LENGTH // 2)
-    except FlexmaskError:  # such as data that ends before
-        return f"give window={distance + 1} or more, "
-    if not far[..., key].any():
+    far = _far_row(mask, tokens, key + 1, heads)
+    if far is None or not far[..., key].any():
         return f"give window={distance + 1} or more, "
     return "no window is enough, since queries at any distance attend to that key. Give "
 

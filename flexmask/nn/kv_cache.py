@@ -60,9 +60,10 @@ class KVCache:
     Args:
         capacity: tokens that fit. Optional with ``window``, and for the keys of a context.
         window: the most keys that a query attends to, its own included, as in ``sliding_window(size=window)``. The cache drops
-            older keys. A mask that shows a dropped key is an error. For masks whose expression limits the distance, as windows
-            do, the check is free; for others each call compares rows. (Not checked: a BlockMask, and on a device other than the
-            CPU a mask that holds tensors.)
+            older keys. A mask that shows a dropped key is an error, in the first call if no window is enough, as for
+            ``sink_window``, and the mask holds no data. For masks whose expression limits the distance, as windows do, the
+            check is free; for others each call compares rows. (Not checked: a BlockMask, and on a device other than the CPU a
+            mask that holds tensors.)
 
     Attributes:
         length: tokens so far, an int, or ``int64[B]`` once they differ between sequences.

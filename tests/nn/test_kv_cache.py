@@ -542,19 +542,30 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"causal\(align='lower_right'\) depends on q_len",
     ),
     "causal in a window": (
-        grown_to("causal", [3, 1], KVCache(window=3)),
+        call(KVCache(window=3), inputs(1), mask="causal"),
         LoweringError,
-        r"causal lets.* position 3 attend to the key at position 0.*KVCache\(window=3\).*no window is.*sliding_window\(size=3\)",
+        r"^causal lets queries at any distance attend to the key at position 0, so that no KVCache\(window=\.\.\.\) is enough.*"
+        r"KVCache\(capacity\) for all keys.*sliding_window\(size=3\)",
     ),
     "everything in a window": (
-        grown_to(None, [3, 1], KVCache(window=3)),
+        call(KVCache(window=3), inputs(1)),
         LoweringError,
-        r"a call without a mask lets.*dropped: no window is enough.*that key\. Give KVCache\(capacity\) for all keys",
+        "a call without a mask lets queries at any distance attend to the key at position 0",
     ),
     "sinks in a window": (
-        grown_to("sink_window(1, size=3)", [3, 1], KVCache(window=3)),
+        call(KVCache(window=8), inputs(1), mask="sink_window(1, size=3)"),
         LoweringError,
-        "position 3 attend to the key at position 0.*no window is enough, since queries at any distance attend to that key",
+        r"sink_window\(sinks=1, size=3\) lets queries at any distance attend to the key at position 0",
+    ),
+    "sinks of one head in a window": (
+        call(KVCache(window=8), inputs(1), mask="per_head([empty, empty, empty, (kv == 2) | (kv == q)])"),
+        LoweringError,
+        "per_head.* at any distance attend to the key at position 2",
+    ),
+    "another mask in a later step": (
+        lambda: call(filled(4, KVCache(window=3)), inputs(1), mask="causal")(),
+        LoweringError,
+        r"causal lets.* position 4 attend to the key at position 0.*KVCache\(window=3\).*no window is enough.*that key\. Give",
     ),
     "a longer window": (
         grown_to("sliding_window(size=6)", [4, 1], KVCache(window=4)),
@@ -564,7 +575,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sinks and padding in a window": (
         grown_to("sink_window(1, size=3) & key_padding(start=n)", [3, 1], KVCache(window=3), n=torch.tensor([0, 1])),
         LoweringError,
-        "position 3 attend to the key at position 0.*no window is enough",
+        "position 3 attend to the key at position 0.*no window is enough, since queries at any distance attend to that key",
     ),
     "a longer document": (
         grown_to("causal & document(ids)", [4, 1], KVCache(window=3), ids=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])),
@@ -572,9 +583,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "query at position 4 attend to the key at position 1.*dropped: give window=4 or more",
     ),
     "diagonals beyond a window": (
-        grown_to("causal & ((q - kv) % 4 == 0)", [4, 1], KVCache(window=4)),
+        call(KVCache(window=4), inputs(1), mask="causal & ((q - kv) % 4 == 0)"),
         LoweringError,
-        "position 4 attend to the key at position 0.*no window is enough",
+        "at any distance attend to the key at position 0",
     ),
     "a plan for another length": (
         lambda: call(filled(4, KVCache(10)), inputs(1), mask=fm.plan("causal", 1, 8)(q_offset=4))(),
@@ -629,7 +640,7 @@ def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: 
                 found = module(part, mask, cache=cache)
             except LoweringError as error:
                 padding = "makes every token of this call padding"
-                if not re.search(f"has dropped|{padding}" if window else padding, str(error)):
+                if not re.search(f"has dropped|is enough|{padding}" if window else padding, str(error)):
                     raise
                 return
             check_close(found, expected[:, done : done + part.shape[1]])
@@ -848,7 +859,7 @@ def test_the_window_is_that_of_each_sequence() -> None:
     """At 6 and 4 tokens, a chunk of 4 from position 4 on is whole in the window of the second sequence only."""
     module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(window=3)
     with torch.no_grad():
-        module(inputs(6), "causal", cache=cache)
+        module(inputs(6), "causal & chunked(6)", cache=cache)
         cache.truncate([6, 4])
         with pytest.raises(LoweringError, match=r"position 6 attend to the key at position 3.*window=4"):
             module(inputs(1), "causal & (kv // 3 == q // 3 - (b == 0))".replace("(b == 0)", "where(b == 0, 1, 0)"), cache=cache)
