@@ -76,7 +76,22 @@ class DeferredMask(Deferred, Mask):
         return cls(call, args, kwargs, params)
 
     def brief(self) -> str:
-        return cast(str, self.args[0]) if self.call == "parse" else f"{self.call.rpartition('.')[2]}(...)"
+        """The call as a text that needs no values of its tensors."""
+        name = self.call.rpartition(".")[2]
+        if name == "parse":
+            return cast(str, self.args[0])
+        if name == "_combine":
+            sign, left, right = self.args
+            return f"{_operand(left)} {sign} {_operand(right)}"
+        if name == "__invert__":
+            return f"~{_operand(self.args[0])}"
+        return f"{name}(...)" if self.args or self.kwargs else name
+
+    def __str__(self) -> str:
+        return self.brief() if is_traced() else str(self.made())
+
+    def __repr__(self) -> str:
+        return self.brief() if is_traced() else repr(self.made())
 
     def _outside(self) -> Mask:
         """The mask that the call makes, where the code is not traced."""
@@ -95,7 +110,6 @@ class DeferredMask(Deferred, Mask):
         """See :meth:`flexmask.expr.node.Node.replace`."""
         return self._outside().replace(function)
 
-    __repr__ = __str__ = brief
     key, structure, symbols, depth, below, tensors, memo = map(_of_mask, DERIVED)
 
 
@@ -120,6 +134,11 @@ def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params
             if isinstance(own, DeferredMask):
                 names.update(own.params)
     return DeferredMask(call, plain, named, tuple(sorted(names - set(named) if call in BINDING else names)))
+
+
+def _operand(value: Any) -> str:
+    text = value.brief() if isinstance(value, Mask) else "..."
+    return f"({text})" if " " in text else text
 
 
 def in_graph(mask: Mask) -> DeferredMask:

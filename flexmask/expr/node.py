@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
 
@@ -120,7 +119,10 @@ class Structure:
         return True
 
 
-@cache
+#: What :func:`_reader` gives for each kind of node. (Where ``torch.compile`` meets ``functools.cache``, it warns.)
+READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
+
 def _reader(kind: Any) -> Callable[[Node], tuple[Any, ...]]:
     """Reads the fields of a node of this kind."""
     names = [f.name for f in fields(kind) if f.init]
@@ -212,7 +214,10 @@ class Node(Derived):
         object.__setattr__(self, "memo", {})
 
     def _values(self) -> tuple[Any, ...]:
-        return _reader(cast(Any, type(self)))(self)
+        kind = type(self)
+        if kind not in READERS:
+            READERS[kind] = _reader(kind)
+        return READERS[kind](self)
 
     def _make_key(self) -> Key:
         return Key((type(self).__name__, *map(key_of, self._values())))

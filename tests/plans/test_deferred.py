@@ -222,6 +222,37 @@ def test_a_mask_made_before_and_after_a_graph_break() -> None:
     torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & ~keys(n)))
 
 
+def test_a_mask_prints_as_outside_of_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+
+    def printed(n: Tensor) -> None:
+        mask = fm.causal() & fm.key_padding(n)
+        print(mask)
+
+    printed(n := torch.tensor([20, 3]))
+    torch.compile(printed, backend="eager")(n)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second == "causal & key_padding(lengths=<int64[2]>)"
+
+
+def test_the_brief_text_of_a_mask_in_compiled_code() -> None:
+    torch._dynamo.reset()
+
+    def texts(n: Tensor) -> str:
+        return ((fm.causal() | fm.parse("kv < 3")) & fm.key_padding(n)).brief()
+
+    text = torch.compile(texts, fullgraph=True, backend="eager")(torch.tensor([20, 3]))
+    assert text == "(causal | (kv < 3)) & key_padding(...)"
+
+
+def test_masks_after_a_graph_break_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    torch._dynamo.reset()
+    ids = torch.tensor([0, 0, 1, 1])
+    made = torch.compile(lambda ids: fm.causal() & ~(fm.table(ids)[q] == fm.table(ids)[kv]), backend="eager")(ids)
+    assert torch.equal(made.dense(4)[0, 0], torch.ones(4, 4, dtype=torch.bool).tril() & (ids[:, None] != ids))
+    assert [str(warning.message) for warning in recwarn if "lru_cache" in str(warning.message)] == []
+
+
 def test_every_function_that_makes_a_mask_can_be_deferred() -> None:
     named = {function.__name__ for function in FUNCTIONS.values()}
     assert {"causal", "document", "per_head", "bind", "where", "parse", "_combine", "__invert__"} <= named
