@@ -14,7 +14,9 @@ from flexmask.backends.tiling import Tiling, plan_tiles
 
 __all__ = ["shared_tiling"]
 
-# The most elements of all kept tilings; the last used one is kept whatever its size.
+# The most tilings that are kept, as each call compares its bounds with theirs, and the most elements of them all; the last used one
+# is kept whatever its size.
+MAX_TILINGS = 8
 MAX_KEPT = 2**23
 
 
@@ -55,7 +57,7 @@ def shared_tiling(
             own = version if isinstance(version, Tensor) else bounds.detach()  # which keeps the memory, but not the tensor
             found = _Kept(setting, version, plan_tiles(own, query, key, most_scores=most_scores, in_bands=in_bands))
     if not _KEPT or found is not _KEPT[0]:
-        others = [other for other in _KEPT if other is not found]
+        others = [other for other in _KEPT if other is not found][: MAX_TILINGS - 1]
         ends = accumulate(other.tiling.size for other in (found, *others))
         _KEPT = found, *compress(others, [end <= MAX_KEPT for end in ends][1:])
     return found.tiling

@@ -545,6 +545,13 @@ class TestCost:
         assert shared_tiling(first, query, query) is kept[0]
         assert shared_tiling(second, query, query) is not kept[1]
 
+    def test_few_tilings_are_kept(self) -> None:
+        """Each call compares its bounds with those that are kept, and steps of decoding have new ones."""
+        query, key = torch.empty(1, 2, 1, 1), torch.empty(1, 2, 40, 1)
+        kept = [shared_tiling(torch.tensor([[[[[0, stop]]]]], dtype=torch.int32), query, key) for stop in range(40)]
+        found = [shared_tiling(tiling.bounds, query, key) is tiling for tiling in reversed(kept)]
+        assert found == [True] * tiling_cache.MAX_TILINGS + [False] * (40 - tiling_cache.MAX_TILINGS)
+
     def test_bounds_that_change_in_place(self) -> None:
         bounds = intervals(causal(50, 50))
         for mask in (causal(50, 50), window(50, 50, 6, 0)):
