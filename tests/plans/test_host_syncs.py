@@ -40,6 +40,7 @@ def has_cells(mask: Mask, length: int) -> bool:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_named_masks(name: str) -> None:
+    """A mask that a plan evaluates cell by cell is in the list under "Plans" of docs/host_syncs.md, and no other."""
     assert has_cells(MASKS[name](SHORT, "meta"), SHORT) == (name in documented())
 
 
