@@ -14,8 +14,8 @@ from flexmask.backends.tiling import Tiling, plan_tiles
 
 __all__ = ["shared_tiling"]
 
-# The most tilings that are kept, as each call compares its bounds with theirs, and the most elements of them all; the last used one
-# is kept whatever its size.
+# The most tilings that are kept, as each call compares its bounds with theirs, and the most elements of them all. The last used
+# one is kept whatever its size.
 MAX_TILINGS = 8
 MAX_KEPT = 2**23
 
