@@ -38,6 +38,8 @@ R = TypeVar("R")
 
 #: Characters of a value that a message shows.
 MAX_TEXT = 60
+#: Arguments by name of a function at most for a message that asks which of them a value is for; of more it shows the signature.
+MAX_NAMED = 4
 #: What arguments of windows count, for messages: one number gives another mask in each of them.
 COUNTS = {
     "left": " (keys before the query's own)",
@@ -152,7 +154,7 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
     if by_place[:1] == ["self"]:
         by_place, args = by_place[1:], args[1:]
     unnamed = args[len(by_place) :]
-    if 0 < len(unnamed) <= len(by_name):
+    if 0 < len(unnamed) <= len(by_name) <= MAX_NAMED:
         if len(unnamed) == 1 < len(by_name):
             written = " or ".join(f"{key}={reprlib.repr(unnamed[0])}{COUNTS.get(key, '')}" for key in by_name)
         else:  # with all names, as the first argument may be meant for one of the others

@@ -62,7 +62,7 @@ def check_scores(score_mod: ScoreMod, query: Tensor, key: Tensor) -> None:
     with suppress(TypeError):  # of an object that has no hash
         if score_mod in _CHECKED:
             return
-    ends = [torch.tensor([0, size - 1], device=query.device) for size in (*query.shape[:3], key.shape[2])]
+    ends = [torch.arange(2, device=query.device) * (size - 1) for size in (*query.shape[:3], key.shape[2])]
     over_indices(score_mod)(query.new_zeros(2, 2, 2, 2), *ends)
     with suppress(TypeError):
         _CHECKED.add(score_mod)

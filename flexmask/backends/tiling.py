@@ -60,8 +60,8 @@ class Tiling:
 
     @property
     def size(self) -> int:
-        """The elements of the bounds and of the biases that are kept."""
-        return self.bounds.numel() + self._biases_size()
+        """The elements of the bounds, of their copy without fully masked rows, and of the biases that are kept."""
+        return self.bounds.numel() * (1 if self.all_rows_attend else 2) + self._biases_size()
 
     @cached_property
     def fully_masked(self) -> Tensor | None:

@@ -125,7 +125,7 @@ def _argument_hint(option: str, given: list[str]) -> str:
     if name is None:
         return ""
     after = (value for text, value in pairwise([*given, "..."]) if text == option)
-    value = next((text.partition("=")[2] for text in given if text.startswith(f"{option}=")), None) or next(after)
+    value = next((text.partition("=")[2] for text in given if text.startswith(f"{option}=")), None) or next(after, "...")
     return f'It is an argument of the mask {name}: write "{name}({argument}={value})".'
 
 

@@ -26,7 +26,7 @@ class Declared:
         sizes: the sequences and the query heads that a call must have; None where the mask is the same for all.
         lowered: the mask of the rank; None where it has no queries or no keys.
         keys: the exchange of keys; None where heads are exchanged.
-        text: the text that makes an equal mask; None where it has data.
+        text: the text that makes an equal mask; None where it has tensors.
         versions: how often each of its tensors was changed.
     """
 

@@ -189,7 +189,8 @@ def as_index(value: object) -> Index:
         return _constant(operator.index(cast(Any, value)))
     except TypeError:
         given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
-        place = "b" if len(getattr(value, "shape", ())) == 1 else "b, q"
+        axes = len(getattr(value, "shape", ())) if isinstance(value, Node) else getattr(value, "ndim", None)
+        place = "b" if axes == 1 else "b, q"
         raise OperandError(
             f"wanted an index expression or an integer, got {given}. Data is looked up by index: flexmask.table(data)[{place}]."
         ) from None

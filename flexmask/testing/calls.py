@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexmask.errors import LoweringError, OperandError
@@ -33,6 +34,8 @@ def output_of(function: Callable[..., Any], x: Tensor, given: Mapping[str, Any],
     __tracebackhide__ = True
     try:
         out = function(x, **given)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever a function of the user raises
         raise OperandError(
             f"the function fails where it is called as {call_text(given)}: {type(error).__name__}: {error}\n"

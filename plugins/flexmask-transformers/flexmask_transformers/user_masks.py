@@ -144,9 +144,10 @@ def mask_of_call(mask: Mask, tokens: CallTokens, config: Any, *, has_cache: bool
     q_offset, kv_start, end = tokens.q_offset, tokens.kv_start, tokens.kv_end
     assert isinstance(q_offset, int)
     assert isinstance(kv_start, int)
-    is_square = tokens.q_len == end
-    if mask.symbols & {"q_len", "kv_len"} if is_square else q_offset == 0 and not has_cache:
-        return mask  # of all tokens, so that lengths are known; or of the keys of an encoder or a prefix
+    if tokens.q_len == end and mask.symbols & {"q_len", "kv_len"}:
+        return mask  # of all tokens, so that lengths are known
+    if tokens.q_len != end and q_offset == 0 and not has_cache:
+        return mask  # of the keys of an encoder or a prefix
     if replaces and kv_start:
         window = q_offset - kv_start + 1
         heads = getattr(config, "num_attention_heads", None)
