@@ -171,6 +171,7 @@ BAD: list[tuple[Sequence[str], str]] = [
         'No such option ... It is an argument of the mask sliding_window: write "sliding_window(size=4)".',
     ),
     (["explain", "chunked", "--size=8"], 'write "chunked(size=8)"'),
+    (["explain", "chunked", "--size="], 'write "chunked(size=...)"'),
     (["stats", "sliding_window", "--seq-len", "8", "--left"], 'write "sliding_window(left=...)"'),
     (["render", "causal", "--size", "4"], "No such option ... Did you mean"),
     (

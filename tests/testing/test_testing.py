@@ -668,6 +668,17 @@ def test_picture_of_leaks() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_a_function_that_runs_out_of_memory(kind: type[Exception]) -> None:
+    """It is no wrong call of the check, and a test may skip it."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise kind("no memory")
+
+    with pytest.raises(kind, match="no memory"):
+        assert_no_leak(fails, fm.causal(), torch.randn(1, 4, 2))
+
+
 def test_leaks_refused() -> None:
     with pytest.raises(ExpressionError, match=r"two outputs for one input.*eval\(\)"):
         assert_no_leak(nn.Sequential(LAYER, nn.Dropout(0.5)), fm.full(), X)
