@@ -56,7 +56,7 @@ for length in (4096, 16384, 65536):
 # Without a cache, each new token would compute the keys and values of all earlier tokens again. A :class:`~flexmask.KVCache`
 # keeps them. Each call gives the new tokens only, one or several, and the mask of the *whole* sequence. The outputs equal those
 # of one call on the whole sequence, if the mask hides all keys after the tokens of the call, as ``mask & causal()`` always does.
-# Data that shows a later key is an error on the CPU; ``full()``, no mask and windows with ``right > 0`` show the tokens so far.
+# Data that shows a later key is an error on the CPU. Masks without data, and ``start=``, show the tokens so far.
 
 layer = MultiheadFlexAttention(16, 16, 2).eval()
 x = torch.randn(1, 12, 16)

@@ -28,7 +28,7 @@ from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
 
-__all__ = ["CallTokens", "check_symbols", "check_window", "described", "first_dropped", "mask_over_cache"]
+__all__ = ["CallTokens", "FAR", "check_symbols", "check_window", "described", "first_dropped", "mask_over_cache"]
 
 #: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position.
 FAR = 2**20
@@ -88,6 +88,8 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
 def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
     """Whether a call has one query, which attends to all keys in the cache under a mask without data."""
     if tokens.q_len != 1 or tokens.is_context or isinstance(tokens.q_offset, Tensor) or isinstance(tokens.kv_start, Tensor):
+        return False
+    if tokens.kv_end != tokens.q_offset + 1:  # places after the query
         return False
     return lookback_of(mask).whole >= tokens.q_offset - tokens.kv_start
 

@@ -33,7 +33,7 @@ class KVCache:
 
     ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
     a time. Each row of the output equals that of the whole sequence under the same mask, which must hide all keys after the
-    tokens of the call. Data that shows one is an error; ``full``, no mask and windows with ``right > 0`` show the tokens so far.
+    tokens of the call. Data that shows one is an error. Masks without data, and ``start=``, show the tokens so far.
     Data along keys, as ``keep=`` of ``key_padding``, has one value per token so far, the new ones included, or per token of the
     whole sequence; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with
     each call. The first call allocates memory for its batch, heads, dtype and device.
@@ -210,13 +210,13 @@ class KVCache:
         tokens = CallTokens(held.shape[0], number, self.length, self._end + number, start, held.device, self.holds_context)
         whole = ALL_CELLS if mask is None else mask
         result = mask_over_cache(whole, tokens)
-        check_later_keys(whole, tokens, heads)
+        check_later_keys(whole, tokens, heads, self.capacity)
         if not self.holds_context:
             self._padded_next = padded_keys(whole, tokens, self._padded, heads)
-        if self.window is not None and not self.holds_context:
-            check_window(whole, tokens, self.window, heads)
-        elif isinstance(self.length, Tensor) and not self.holds_context:
+        if self.window is None and isinstance(self.length, Tensor) and not self.holds_context:
             result = result & (kv < TensorTable(self.length + number)[b])
+        elif self.window is not None and not self.holds_context and (self.capacity is None or self.capacity > self.window):
+            check_window(whole, tokens, self.window, heads)
         return None if result == ALL_CELLS else result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
