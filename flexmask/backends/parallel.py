@@ -26,7 +26,14 @@ Run: TypeAlias = Callable[[Call], Tensor]
 
 
 class Parallel(Protocol):
-    """What :class:`flexmask.distributed.ContextParallel` is for the layers below it."""
+    """What :class:`flexmask.distributed.ContextParallel` is for the layers below it.
+
+    Attributes:
+        token: an object of its own, by which its entries are known without keeping it in memory. (A weak reference is not for
+            code that ``torch.compile`` traces: torch 2.11 stores what it refers to.)
+    """
+
+    token: object
 
     @property
     def positions(self) -> Tensor:
@@ -50,14 +57,14 @@ def entered_parallel() -> Parallel | None:
 
 def enter_parallel(parallel: Parallel) -> None:
     """Enters one; it may be entered again inside."""
-    repeats.entered(parallel)
+    repeats.entered(parallel.token)
     ENTERED.append(parallel)
 
 
 def leave_parallel(parallel: Parallel) -> None:
     """Takes back the innermost entry of one."""
     del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(parallel)]
-    repeats.left(parallel)
+    repeats.left(parallel.token)
 
 
 def check_repeated() -> None:

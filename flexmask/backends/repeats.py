@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -29,14 +29,14 @@ class _Entry:
     """One entry.
 
     Attributes:
-        parallel: what was entered.
+        token: of what was entered, see :class:`flexmask.backends.parallel.Parallel`.
         thread: the thread that entered it.
         node: the node of autograd in which it was entered, by what the node repeats; None after it was left.
         first: the number of the first node that the thread makes inside.
         stop: that of the first one after it was left.
     """
 
-    parallel: ref[Any]
+    token: object
     thread: int
     node: Any
     first: int
@@ -53,20 +53,20 @@ _OPEN: list[_Entry] = []
 #: The last entries: autograd may repeat layers of any whose graph is still there.
 _LAST: deque[_Entry] = deque(maxlen=1024)
 #: What was entered around a checkpointed function when it ran at first; None for nothing.
-_AROUND: WeakKeyDictionary[Any, ref[Any] | None] = WeakKeyDictionary()
+_AROUND: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
 
-def entered(parallel: object) -> None:
+def entered(token: object) -> None:
     """Something was entered."""
     _note()
     thread, node = threading.get_ident(), torch._C._current_autograd_node()
-    _OPEN.append(_Entry(ref(parallel), thread, node, torch._C._autograd._get_sequence_nr()))
+    _OPEN.append(_Entry(token, thread, node, torch._C._autograd._get_sequence_nr()))
     _LAST.append(_OPEN[-1])
 
 
-def left(parallel: object) -> None:
+def left(token: object) -> None:
     """The innermost entry of something was left."""
-    entry = next(entry for entry in reversed(_OPEN) if entry.parallel() is parallel)
+    entry = next(entry for entry in reversed(_OPEN) if entry.token is token)
     _OPEN.remove(entry)
     entry.node, entry.stop = None, torch._C._autograd._get_sequence_nr()
 
@@ -83,22 +83,20 @@ def _is_elsewhere() -> bool:
     repeated = next((one for one in (node, _repeated()) if one in _AROUND), None)
     if repeated is not None:
         around = _AROUND[repeated]
-    elif holding := [entry.parallel for entry in tuple(_LAST) if entry.holds(number)]:
+    elif holding := [entry.token for entry in tuple(_LAST) if entry.holds(number)]:
         around = holding[-1]
     elif inner is None or (inner.thread == threading.get_ident() and number < inner.first):
         around = None
     else:  # made by another thread, perhaps inside
         return False
-    if around is None or inner is None:
-        return around is not None or inner is not None
-    return around() is not inner.parallel()
+    return around is not (inner.token if inner else None)
 
 
 def _note() -> None:
     """Notes what is entered around the checkpointed function that runs."""
     running = _running()
     if running is not None:
-        _AROUND.setdefault(running, _OPEN[-1].parallel if _OPEN else None)
+        _AROUND.setdefault(running, _OPEN[-1].token if _OPEN else None)
 
 
 def _running() -> Any:

@@ -105,6 +105,7 @@ class ContextParallel:
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> None:
+        self.token = object()
         self.group = group_of(mesh)
         self.device = device_of(mesh, self.group) if device is None else _sync.resolve_device(device)
         self._sizes: Any = {"batch": batch, "heads": heads, "block_size": block_size}
