@@ -30,6 +30,7 @@ class Parts:
 
 
 def parts_of(mask: Mask) -> Parts:
+    """The parts of a mask, found once and kept with it."""
     if "parts" not in mask.memo:
         parts = Parts([], [], [], [], [], [], [])
         seen: set[Any] = set()
