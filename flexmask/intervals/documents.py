@@ -69,9 +69,7 @@ def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
         _check_total(source, positions, "cu_seqlens")
         ends = source[..., 1:].long()
-    edges = F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 1))
-    edges[..., -1] = positions
-    return edges
+    return F.pad(F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 0)), (0, 1), value=positions)
 
 
 def document_numbers(edges: Tensor, position: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from flexmask.blocks.layout import Entries, rank_in_row
 from flexmask.blocks.sparse import union
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists", "pack"]
+__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists", "pack", "run_lists"]
 
 #: ``num_blocks`` and ``indices``.
 BlockList: TypeAlias = tuple[Tensor, Tensor]
@@ -43,6 +43,8 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
         heads: H of the lists, which are copied for each head; None for the H of the grids.
     """
     shape = batch, *grids[0].shape[1:]
+    if is_captured():
+        grids = [grid.to(torch.int32) for grid in grids]  # which Inductor transposes about eight times faster than bool
     by_query = [grid.expand(shape) for grid in grids]
     by_key = [grid.mT for grid in by_query]
     if by_query[0].shape == by_key[0].shape:
@@ -55,6 +57,24 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
     return [(number.repeat(1, heads, 1), indices.repeat(1, heads, 1, 1)) for number, indices in lists]
 
 
+def run_lists(start: Tensor, stop: Tensor, batch: int, heads: int | None, width: int) -> list[BlockList]:
+    """The lists of one block row, whose blocks are one run, by query block and by key block.
+
+    Args:
+        start: the first block, ``int32[B', H', 1, 1]``.
+        stop: one more than the last block, shaped like ``start``.
+        batch: B of the lists.
+        heads: H of the lists; None for that of the run.
+        width: key blocks.
+    """
+    size = batch, heads or start.shape[1], 1
+    start, stop = (end.squeeze(-1).expand(size) for end in (start, stop))
+    column = torch.arange(width, dtype=torch.int32, device=start.device)
+    indices = (start.unsqueeze(-1) + column).clamp(max=width - 1)
+    listed = ((column >= start) & (column < stop)).to(torch.int32)
+    return [(stop - start, indices), (listed, torch.zeros((*listed.shape, 1), dtype=torch.int32, device=start.device))]
+
+
 def no_lists(like: Sequence[BlockList]) -> list[BlockList]:
     """Lists of no blocks in the shapes of others."""
     return [(torch.zeros_like(number), torch.zeros_like(indices)) for number, indices in like]
@@ -65,9 +85,8 @@ def _lists_of_grids(grids: Sequence[Tensor]) -> list[BlockList]:
     first = grids[0]
     width = first.shape[-1]
     if width == 1:
-        return [
-            (grid.squeeze(-1).to(torch.int32), torch.zeros(grid.shape, dtype=torch.int32, device=grid.device)) for grid in grids
-        ]
+        zeros = [torch.zeros(grid.shape, dtype=torch.int32, device=grid.device) for grid in grids]
+        return [(grid.squeeze(-1).to(torch.int32, copy=True), zero) for grid, zero in zip(grids, zeros, strict=True)]
     if first.numel() > SMALL and not _sync.needs_sync(first):
         return [_sparse_list(grid.contiguous()) or _ranked_lists(grid[None])[0] for grid in grids]
     return _ranked_lists(torch.stack(list(grids)))  # together, as each operation takes a kernel launch
@@ -84,14 +103,16 @@ def _sparse_list(grid: Tensor) -> BlockList | None:
 
 
 def _ranked_lists(grids: Tensor) -> list[BlockList]:
-    """The lists of grids ``bool[n, B, H, rows, columns]``, without a host sync."""
+    """The lists of grids ``[n, B, H, rows, columns]`` of bool, or of 0 and 1 as int32, without a host sync."""
     width = grids.shape[-1]
-    rank = grids.cumsum(-1)  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
+    rank = grids.cumsum(
+        -1, dtype=grids.dtype if grids.dtype == torch.int32 else None
+    )  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
     columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
     indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
-    indices.scatter_(-1, rank * grids, columns)
+    indices.scatter_(-1, (rank * grids).long(), columns)
     if is_captured():
-        number = rank[..., -1].to(torch.int32, memory_format=torch.contiguous_format)
+        number = rank[..., -1].clone(memory_format=torch.contiguous_format)
         return list(zip(_parts(number), _parts(indices[..., 1:].clone(memory_format=torch.contiguous_format)), strict=True))
     # Each list has its own memory: the offsets of parts of one tensor differ, and torch.compile would compile for each length.
     return [

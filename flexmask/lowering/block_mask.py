@@ -15,7 +15,7 @@ from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, no_lists
+from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, no_lists, run_lists
 from flexmask.lowering.block_mask_type import BLOCK_MASK_TYPE
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 
@@ -84,14 +84,17 @@ def block_lists(
     # heads share memory only where there is one sequence.
     batch = context.full_batch
     repeated = heads if batch > 1 else None
-    grid = BlockGrid(context, *sizes)
+    grid, rows = BlockGrid(context, *sizes), bounds.upper
     count = block_count(context, sizes)
-    if count > MAX_GRID.on(bounds.upper.lo):
-        packed = count > MAX_ROOM.on(bounds.upper.lo)
+    if not grid.complete_rows and bounds.exact and rows.slots == rows.lo.shape[2] == 1 and count <= MAX_ROOM.on(rows.lo):
+        lists = run_lists(*grid.touched_ends(rows), batch, repeated, grid.kv_blocks)
+        return lists + no_lists(lists) if separate else lists  # in decoding no block is full
+    if count > MAX_GRID.on(rows.lo):
+        packed = count > MAX_ROOM.on(rows.lo)
         return interval_lists(_listed_sets(bounds, BlockSets(context, *sizes), separate), batch, repeated, packed=packed)
     if grid.complete_rows:
         return grid_lists(_listed_sets(bounds, grid, separate), batch, repeated)
-    lists = grid_lists(_listed_sets(bounds, grid, separate)[:1], batch, repeated)  # in decoding no block is full
+    lists = grid_lists(_listed_sets(bounds, grid, separate)[:1], batch, repeated)
     return lists + no_lists(lists) if separate else lists
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from flexmask.errors import ExpressionError, LoweringError
@@ -76,10 +75,10 @@ def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int]) -> MaskMod
     mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that
     axis for dynamic once it changes, which its CPU kernels do not support.
     """
-    full = rows.expand(*shape)
-    pairs = [(full.lo[..., slot].contiguous(), full.hi[..., slot].contiguous()) for slot in range(rows.slots)]
+    ends = [end.expand(*shape, -1).unbind(-1) for end in (rows.lo, rows.hi)]
+    pairs: list[tuple[Tensor, Tensor]] = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(*ends, strict=True)]
     while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
-        pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
+        pairs.append((rows.lo.new_full(shape, rows.kv_len), rows.lo.new_full(shape, rows.kv_len)))
     (lo, hi), *more = pairs
     # An axis of size 1 is broadcast: it is read at 0.
     b_step, h_step = int(shape[0] > 1), int(shape[1] > 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import register_constant
 
+from flexmask._transforms import is_observed
 from flexmask.errors import LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Compare, Mask
@@ -30,6 +31,7 @@ from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.plans.fused import fused_kind
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
+from flexmask.plans.replay import Replay
 
 __all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph"]
 
@@ -69,20 +71,30 @@ class Graph:
         module: from the tensors of the mask, those of its parameters in the order of their names, and ``q_offset`` where it is a
             tensor, to the tensors of a LoweredMask.
         layout: the fields of the LoweredMask that are not tensors, for :meth:`LoweredMask.unflatten`.
+        setting: what it was captured for.
     """
 
     module: torch.fx.GraphModule
     layout: Any
+    setting: Setting
     _compiled: Callable[..., Any] | None = field(default=None)
+    _replay: Replay | None = field(default=None)
 
     def run(self, tensors: Sequence[Tensor], *, compiled: bool = False) -> LoweredMask:
         """The LoweredMask of some tensors, which have the shapes, dtypes and device that the graph was captured for."""
         tensors = [tensor.contiguous() for tensor in tensors]
-        run = self.module.forward
+        run: Callable[..., Any]
         if compiled:
             if self._compiled is None:  # without the guards of torch.compile, which take as long as a short mask does
-                self._compiled = torch._inductor.compile(self.module, list(tensors))
+                options = {"cpp_wrapper": self.setting.device.type == "cpu"}  # calls kernels from C++: half of the time
+                self._compiled = torch._inductor.compile(self.module, list(tensors), options=options)
             run = self._compiled
+        elif is_observed(torch.empty(0)):
+            run = self.module.forward
+        else:
+            if self._replay is None:
+                self._replay = Replay(self.module, steps=self.setting.q_offset < 0)
+            run = self._replay
         try:
             return LoweredMask.unflatten(run(*tensors), self.layout)
         except (RuntimeError, IndexError) as error:
@@ -126,15 +138,15 @@ class GraphCache:
         key = structure, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
         with self._lock:
             graph = self._graphs.get(key)
-        if graph is None:
-            mask = structure.node
-            assert isinstance(mask, Mask), "the caller holds the mask"
-            graph = _capture(mask, names, setting, tensors)  # without the lock, so that threads whose graphs exist go on
-            with self._lock:
-                self.captures += 1
+            if graph is not None:
+                self._graphs.move_to_end(key)
+                return graph
+        mask = structure.node
+        assert isinstance(mask, Mask), "the caller holds the mask"
+        graph = _capture(mask, names, setting, tensors)  # without the lock, so that threads whose graphs exist go on
         with self._lock:
-            graph = self._graphs.pop(key, graph)  # that of another thread, if it was faster
-            self._graphs[key] = graph
+            self.captures += 1
+            graph = self._graphs.setdefault(key, graph)  # that of another thread, if it was faster
             while len(self._graphs) > self.size:
                 self._graphs.popitem(last=False)
             return graph
@@ -159,7 +171,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
     rows = bounds.upper
     # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
-    ends = torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)), 1).permute(2, 3, 4, 0, 1)
+    ends = torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0))).permute(2, 3, 4, 1, 0)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
@@ -212,7 +224,7 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
     if torch.__version__ < "2.12":  # where a CUDA build without a GPU keeps a pointer into the first thread that does this
         torch._C._ensureCUDADeviceGuardSet()
     with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
-        return Graph(thread.submit(capture).result(), layout)
+        return Graph(thread.submit(capture).result(), layout, setting)
 
 
 def lower_in_graph(

@@ -153,7 +153,8 @@ class LoweredMask:
         return f"LoweredMask(shape={self.shape}, {self.bounds.shape[3]} {kind}, block_size={self.block_size}, {self.device})"
 
     def _rows(self) -> Rows:
-        return Rows(self.bounds[..., 0], self.bounds[..., 1], self.shape[3])
+        lo, hi = self.bounds.unbind(-1)
+        return Rows(lo, hi, self.shape[3])
 
     def _context(self) -> Context:
         batch, heads, q_len, kv_len = self.shape
