@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -30,6 +31,10 @@ DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MIN_HEAD = 16
 #: The most kernels to compile, one for each combination of shapes, dtypes and kind of mask, before an error.
 MAX_KERNELS = 256
+#: Without AVX-512 torch's CPU kernels write 16 scores of a row also where fewer keys are left, over those of other rows, where a
+#: head has fewer channels than this (``CppMicroGemmFP32Vec``: its path for few channels of a transposed key has no remainder).
+LEAST_CHANNELS = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 24
+KEYS_AT_ONCE = 16
 #: Whether torch's compiled CPU kernel rejects a query, key and value that share memory, as views of one projection may.
 ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
 
@@ -84,7 +89,11 @@ def _run(call: Call) -> Tensor:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             if ONE_BUFFER_REFUSED:
                 key, value = key * 1, value * 1  # Inductor removes a clone, but not this
-    options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.enable_gqa}
+    scale = call.scale
+    if _inference_only(query) and query.shape[-1] < LEAST_CHANNELS and key.shape[2] % KEYS_AT_ONCE:
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        query, key = (F.pad(tensor, (0, LEAST_CHANNELS - query.shape[-1])) for tensor in (query, key))
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
     hashes = call.hashes()
     if hashes is None:
         return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
