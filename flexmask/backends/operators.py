@@ -19,7 +19,7 @@ from flexmask.backends.fused_kernel import has_fused_kernel
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import hessian_product, tangent
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
-from flexmask.backends.tile_weights import DropoutState
+from flexmask.backends.tile_weights import DropoutState, has_nonfinite
 
 __all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
 
@@ -47,7 +47,13 @@ def attend_tiles(
 
 
 def fused_with_tiles(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Callable[[], Tensor], scale: float
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Callable[[], Tensor],
+    scale: float,
+    fully_masked: Tensor | None = None,
 ) -> Tensor:
     """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
 
@@ -60,8 +66,9 @@ def fused_with_tiles(
         value: [B, H_kv, KV, Dv].
         bounds: gives the key intervals, int [B', H', Q', K, 2].
         scale: factor of the scores.
+        fully_masked: which rows the kernel was given as fully masked, bool [B', H', Q', 1], or None.
     """
-    return cast(Tensor, _Fused.apply(out, query, key, value, bounds, scale))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Fused.apply(out, query, key, value, bounds, scale, fully_masked))  # type: ignore[no-untyped-call]
 
 
 def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
@@ -255,17 +262,19 @@ class _Fused(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(query, key, value, out)
-        ctx.bounds, ctx.scale = rest
+        ctx.bounds, ctx.scale, ctx.fully_masked = rest
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return grad, *[None] * 5
+            if ctx.fully_masked is not None and has_nonfinite(grad):
+                grad = grad.masked_fill(ctx.fully_masked, 0)  # the kernel multiplies it by weights of 0
+            return grad, *[None] * 6
         tensors = ctx.saved_tensors
         no_logsumexp = empty_logsumexp(tensors[0], is_fused=False)
         grads = _Gradient.apply(grad, *tensors, no_logsumexp, ctx.bounds(), None, ctx.scale, 0.0, None, None)  # type: ignore[no-untyped-call]
-        return None, *grads, None, None
+        return None, *grads, None, None, None
 
 
 # ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch

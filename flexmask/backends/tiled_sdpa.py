@@ -99,14 +99,14 @@ def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale
     tiling = shared_tiling(bounds, query, key, most_scores=FUSED_SCORES, in_bands=True)
     if not tiling.is_dense:
         return None
-    ((_, bias, _),) = tiling.with_biases(None, query.dtype)
+    bias = tiling.dense_bias(query.dtype)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     # A key of -inf that is masked out leaves the output as it is, but not the gradient.
     if has_nonfinite(out) or (out.requires_grad and has_nonfinite(key)):
         return None
-    if tiling.fully_masked is not None:
-        out = out.masked_fill(tiling.fully_masked, 0)
-    return fused_with_tiles(out, query, key, value, lambda: bounds, scale) if out.requires_grad else out
+    if not out.requires_grad:
+        return out
+    return fused_with_tiles(out, query, key, value, lambda: bounds, scale, tiling.fully_masked)
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:

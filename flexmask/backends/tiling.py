@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,7 +57,7 @@ class Tiling:
     kv_len: int
     all_rows_attend: bool
     is_dense: bool = False
-    _biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -82,14 +83,27 @@ class Tiling:
                 mask_id, bias = tile.mask_id, self._bias(tile, dtype)
             yield tile, bias, None
 
+    def dense_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias of a dense tiling, with fully masked rows of -inf, for a kernel that gives 0 for them."""
+        ((_, bias, _),) = self.with_biases(None, dtype)
+        if self.fully_masked is None:
+            return bias
+        if (dtype, None) not in self._biases:
+            zeros = self._unmasked_bounds.new_zeros((1, 1, 1, self.kv_len), dtype=dtype)
+            return self._kept((dtype, None), (zeros if bias is None else bias).masked_fill(self.fully_masked, -math.inf))
+        return self._biases[dtype, None]
+
     def _bias(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
-        key = tile.mask_id, dtype
+        key = dtype, tile.mask_id
         if key not in self._biases:
             bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
-            if bias is None or bias.numel() + self._biases_size() > MAX_KEPT_BIASES:
-                return bias
-            self._biases[key] = bias
+            return None if bias is None else self._kept(key, bias)
         return self._biases[key]
+
+    def _kept(self, key: tuple[torch.dtype, int | None], bias: Tensor) -> Tensor:
+        if bias.numel() + self._biases_size() <= MAX_KEPT_BIASES:
+            self._biases[key] = bias
+        return bias
 
     def _biases_size(self) -> int:
         return sum(bias.numel() for bias in self._biases.values())

@@ -762,6 +762,26 @@ class TestNonfiniteValues:
         for found, other in zip(torch.autograd.grad(out, tensors, weight), wanted, strict=True):
             torch.testing.assert_close(found, other)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("masked", [[0], [3, 7], [*range(16)]])
+    def test_fully_masked_rows_in_one_call(self, masked: list[int], dtype: torch.dtype) -> None:
+        """They are 0 with gradients of 0, where all other rows attend to all keys and where a query of theirs is NaN too."""
+        mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+        mask[:, :, masked] = False
+        query, key, value = (torch.randn(2, 2, 16, 8, dtype=dtype) for _ in range(3))
+        wanted = oracle.attention(query, key, value, mask).to(dtype)
+        for broken in (False, True):
+            if broken:
+                query[1, :, masked[0]] = math.nan
+            q, k, v = (tensor.clone().requires_grad_() for tensor in (query, key, value))
+            out = block_sdpa(q, k, v, intervals(mask))
+            torch.testing.assert_close(out, wanted)
+            assert not out[:, :, masked].any()
+            of_query, of_key, of_value = torch.autograd.grad(out.square().sum(), (q, k, v))
+            assert not of_query[0][:, masked].any()
+            assert of_key[0].isfinite().all()
+            assert of_value.isfinite().all()
+
     @pytest.mark.parametrize("number", BROKEN)
     @pytest.mark.parametrize("where", ["key", "value"])
     def test_one_call_of_all_cells(self, where: str, number: float) -> None:
