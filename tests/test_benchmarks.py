@@ -66,7 +66,7 @@ def test_both_sides_of_a_workload_are_one_mask(work: Workload) -> None:
 
 def test_both_decoders_are_one_model() -> None:
     torch.manual_seed(0)
-    ours, dense = (Decoder(16, 40, is_dense=is_dense) for is_dense in (False, True))
+    ours, dense = Decoder(16, 40, "flexmask"), Decoder(16, 40, "dense")
     dense.load_state_dict(ours.state_dict())
     tokens, cu = torch.randint(256, (1, 40)), torch.tensor([0, 9, 25, 31, 40])
     found, wanted = ours(tokens, cu), dense(tokens, cu)
