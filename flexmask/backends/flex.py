@@ -31,12 +31,10 @@ DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MIN_HEAD = 16
 #: The most kernels to compile, one for each combination of shapes, dtypes and kind of mask, before an error.
 MAX_KERNELS = 256
-#: Without AVX-512 torch's CPU kernels write 16 scores of a row also where fewer keys are left, over those of other rows, where a
-#: head has fewer channels than this (``CppMicroGemmFP32Vec``: its path for few channels of a transposed key has no remainder).
-LEAST_CHANNELS = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 24
+#: The fewest channels of a head on CPUs without AVX-512: with fewer, torch's GEMM (``CppMicroGemmFP32Vec``) writes as many scores
+#: at once as :data:`KEYS_AT_ONCE` also where fewer keys are left, over the scores of other rows.
+MIN_CPU_HEAD = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 24
 KEYS_AT_ONCE = 16
-#: Whether torch's compiled CPU kernel rejects a query, key and value that share memory, as views of one projection may.
-ONE_BUFFER_REFUSED = torch.__version__ < "2.13"
 
 
 def _supports(call: Call) -> str | None:
@@ -82,17 +80,17 @@ def _run(call: Call) -> Tensor:
             mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=query.device
         )
         mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), call.q_offset, made)
+    scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
-        # For some views of a projection torch's CPU kernels read wrong values, or do not compile.
-        if torch.compiler.is_compiling():
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-            if ONE_BUFFER_REFUSED:
-                key, value = key * 1, value * 1  # Inductor removes a clone, but not this
-    scale = call.scale
-    if _inference_only(query) and query.shape[-1] < LEAST_CHANNELS and key.shape[2] % KEYS_AT_ONCE:
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        query, key = (F.pad(tensor, (0, LEAST_CHANNELS - query.shape[-1])) for tensor in (query, key))
+        if torch.compiler.is_compiling():  # for some views of one tensor torch's CPU kernels read wrong values, or do not compile
+            query, key, value = (
+                tensor.contiguous() * 1 for tensor in (query, key, value)
+            )  # Inductor removes a clone, but not this
+        widths = key.shape[2], *(() if mask is None else mask.BLOCK_SIZE[1:])
+        if query.shape[-1] < MIN_CPU_HEAD and any(width % KEYS_AT_ONCE for width in widths):
+            scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+            query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
     hashes = call.hashes()
     if hashes is None:

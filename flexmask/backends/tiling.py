@@ -85,13 +85,15 @@ class Tiling:
 
     def dense_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias of a dense tiling, with fully masked rows of -inf, for a kernel that gives 0 for them."""
-        ((_, bias, _),) = self.with_biases(None, dtype)
+        (tile,) = self.tiles
         if self.fully_masked is None:
-            return bias
-        if (dtype, None) not in self._biases:
-            zeros = self._unmasked_bounds.new_zeros((1, 1, 1, self.kv_len), dtype=dtype)
-            return self._kept((dtype, None), (zeros if bias is None else bias).masked_fill(self.fully_masked, -math.inf))
-        return self._biases[dtype, None]
+            return self._bias(tile, dtype)
+        if (dtype, None) in self._biases:
+            return self._biases[dtype, None]
+        bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
+        if bias is None:  # all other rows attend to all keys
+            bias = self._unmasked_bounds.new_zeros((1, 1, 1, self.kv_len), dtype=dtype)
+        return self._kept((dtype, None), bias.masked_fill(self.fully_masked, -math.inf))
 
     def _bias(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
         key = dtype, tile.mask_id

@@ -44,7 +44,7 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
     """
     shape = batch, *grids[0].shape[1:]
     if is_captured():
-        grids = [grid.to(torch.int32) for grid in grids]  # which Inductor transposes about eight times faster than bool
+        grids = [grid.to(torch.int32) for grid in grids]  # Inductor transposes it about eight times faster than bool
     by_query = [grid.expand(shape) for grid in grids]
     by_key = [grid.mT for grid in by_query]
     if by_query[0].shape == by_key[0].shape:
@@ -85,6 +85,7 @@ def _lists_of_grids(grids: Sequence[Tensor]) -> list[BlockList]:
     first = grids[0]
     width = first.shape[-1]
     if width == 1:
+        # Copies, as the grids of a graph are int32 already, and may broadcast.
         zeros = [torch.zeros(grid.shape, dtype=torch.int32, device=grid.device) for grid in grids]
         return [(grid.squeeze(-1).to(torch.int32, copy=True), zero) for grid, zero in zip(grids, zeros, strict=True)]
     if first.numel() > SMALL and not _sync.needs_sync(first):
@@ -105,9 +106,8 @@ def _sparse_list(grid: Tensor) -> BlockList | None:
 def _ranked_lists(grids: Tensor) -> list[BlockList]:
     """The lists of grids ``[n, B, H, rows, columns]`` of bool, or of 0 and 1 as int32, without a host sync."""
     width = grids.shape[-1]
-    rank = grids.cumsum(
-        -1, dtype=grids.dtype if grids.dtype == torch.int32 else None
-    )  # from 1: each set block goes to the place of its rank, the others to a place that is cut off
+    # From 1: each set block goes to the place of its rank, the others to a place that is cut off.
+    rank = grids.cumsum(-1, dtype=torch.int32 if grids.dtype == torch.int32 else torch.int64)
     columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
     indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
     indices.scatter_(-1, (rank * grids).long(), columns)

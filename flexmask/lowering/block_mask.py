@@ -86,9 +86,10 @@ def block_lists(
     repeated = heads if batch > 1 else None
     grid, rows = BlockGrid(context, *sizes), bounds.upper
     count = block_count(context, sizes)
+    # A block row that reaches beyond the last query has no full block. The blocks of one key interval of all queries are one run.
     if not grid.complete_rows and bounds.exact and rows.slots == rows.lo.shape[2] == 1 and count <= MAX_ROOM.on(rows.lo):
         lists = run_lists(*grid.touched_ends(rows), batch, repeated, grid.kv_blocks)
-        return lists + no_lists(lists) if separate else lists  # in decoding no block is full
+        return lists + no_lists(lists) if separate else lists
     if count > MAX_GRID.on(rows.lo):
         packed = count > MAX_ROOM.on(rows.lo)
         return interval_lists(_listed_sets(bounds, BlockSets(context, *sizes), separate), batch, repeated, packed=packed)

@@ -32,7 +32,8 @@ class Plan:
 
     The first call with data of some shapes captures the lowering as a graph, in about a second. Later calls run the graph, with
     no analysis and no host sync. With a tensor ``q_offset``, what the data alone decides is computed again only where its values
-    change; a copy of the data is kept to tell. In code that ``torch.compile`` traces, the graph becomes a part of the model's graph.
+    change; a copy of the data is kept to tell. In code that ``torch.compile`` traces, the graph becomes a part of the model's
+    graph.
 
     Attributes:
         mask: the mask, with its parameters.

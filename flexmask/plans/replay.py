@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,73 +21,94 @@ from flexmask import _sync
 __all__ = ["Replay"]
 
 
+class _Known(NamedTuple):
+    """What a graph computes from its data alone.
+
+    Attributes:
+        versions: of the data, see :func:`flexmask._sync.data_version`.
+        data: the tensors that it was computed from, whose memory stays in use, as results may be views of them.
+        results: what was computed.
+    """
+
+    versions: list[Any]
+    data: list[Tensor]
+    results: Sequence[Any]
+
+
 class Replay:
-    """The function of a captured graph, for tensors that have values.
+    """Runs a captured graph, on tensors that have values. What does not depend on ``q_offset`` runs once, until the data changes.
 
     Args:
         module: the graph, of ATen operators.
-        steps: whether the last tensor is ``q_offset``, which changes from step to step.
+        steps: whether the last tensor is ``q_offset``.
     """
 
     def __init__(self, module: GraphModule, *, steps: bool) -> None:
-        self._whole = _bound(module)
-        self._parts = [_bound(part) for part in _split(module)] if steps else None
-        self._known: tuple[list[Any], Sequence[Any]] | None = None
+        self._whole = _with_torch_functions(module)
+        parts = _split(module) if steps else None
+        self._parts = parts and [_with_torch_functions(part) for part in parts]
+        self._known: _Known | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results of the graph, in memory of their own."""
-        if self._parts is None or not all(map(_sync.has_data_version, tensors)):
+        """The results of the graph. Those of two calls share no memory."""
+        if self._parts is None or not all(map(_sync.has_data_version, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(*tensors)
-        of_data, of_step = self._parts
+        before_steps, step = self._parts
         *data, offset = tensors
         known = self._known  # read once, as another thread may replace it
-        if known is None or not all(map(_sync.is_unchanged, data, known[0])):
-            self._known = known = [_sync.data_version(tensor) for tensor in data], of_data.forward(*data)
-        return of_step.forward(offset, *known[1])
+        if known is None or not all(map(_sync.is_unchanged, data, known.versions)):
+            versions = [_sync.data_version(tensor) for tensor in data]
+            # On the CPU versions are copies, which writes to the caller's tensors do not change.
+            own = [version if isinstance(version, Tensor) else tensor for version, tensor in zip(versions, data, strict=True)]
+            self._known = known = _Known(versions, own, before_steps.forward(*own))
+        return step.forward(offset, *known.results)
 
 
-def _split(module: GraphModule) -> tuple[GraphModule, GraphModule]:
-    """The part of a graph that does not depend on its last tensor, and the rest: from that tensor and the results of the part.
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether kernels are recorded in a CUDA graph, which runs later with other values."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    Results of the graph and what it writes in place belong to the rest, so that calls share no memory.
+
+def _split(module: GraphModule) -> tuple[GraphModule, GraphModule] | None:
+    """A graph in two parts: what does not depend on its last tensor, and the rest, from that tensor and the results of the part.
+
+    Results and what is written in place belong to the rest, so that calls share no memory. None where some are views of inputs.
     """
     *data, last = module.graph.find_nodes(op="placeholder")
-    rest = {last}
-
-    def add(node: Node) -> None:
-        if node.op == "call_function":
-            rest.add(node)
-            if _is_view(node):
-                add(node.args[0])  # type: ignore[arg-type]
-
-    nodes = list(module.graph.nodes)
+    nodes, rest = list(module.graph.nodes), {last}
+    fresh: list[Any] = []
     for node in nodes:
         if node.op == "output":
-            for result in node.all_input_nodes:
-                add(result)
-        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            add(node)
-            add(node.args[0])
+            fresh += node.all_input_nodes
+        elif isinstance(node.target, OpOverload):
+            for place, argument in enumerate(node.target._schema.arguments):
+                if argument.is_write:
+                    fresh += [node, node.kwargs[argument.name] if argument.name in node.kwargs else node.args[place]]
+    while fresh:
+        node = fresh.pop()
+        if node.op != "call_function":
+            return None
+        rest.add(node)
+        fresh += [node.args[0]] if _is_view(node) else []
     for node in nodes:
         if not rest.isdisjoint(node.all_input_nodes):
             rest.add(node)
-    kept = [node for node in nodes if node not in rest and not rest.isdisjoint(node.users)]
-    inner = [node for node in nodes if node.op not in ("placeholder", "output")]
-    of_data = _part(data, [node for node in inner if node not in rest], kept)
-    return (
-        GraphModule(module, of_data),
-        GraphModule(module, _part([last, *kept], [node for node in inner if node in rest], nodes[-1].args[0])),
-    )
+    carried = [node for node in nodes if node not in rest and not rest.isdisjoint(node.users)]
+    computed = [node for node in nodes if node.op not in ("placeholder", "output")]
+    first = _part(data, [node for node in computed if node not in rest], carried)
+    second = _part([last, *carried], [node for node in computed if node in rest], nodes[-1].args[0])
+    return GraphModule(module, first), GraphModule(module, second)
 
 
 def _is_view(node: Node) -> bool:
     """Whether the result of a node shares the memory of its first argument."""
-    if node.target is getitem:
+    if node.target in (getitem, torch.ops.aten._unsafe_view.default):  # whose schemas do not say so
         return True
     return isinstance(node.target, OpOverload) and any(result.alias_info for result in node.target._schema.returns)
 
 
 def _part(inputs: Sequence[Node], nodes: Sequence[Node], results: Any) -> Graph:
+    """The graph of some nodes, from inputs to results."""
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
@@ -96,7 +117,7 @@ def _part(inputs: Sequence[Node], nodes: Sequence[Node], results: Any) -> Graph:
     return graph
 
 
-def _bound(module: GraphModule) -> GraphModule:
+def _with_torch_functions(module: GraphModule) -> GraphModule:
     """The graph with torch's own functions and methods, which parse arguments faster than operators do."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -138,6 +138,21 @@ def test_query_key_and_value_that_share_memory(given: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("length", [20, 24])
+@pytest.mark.parametrize("computed", [(0, 1), (1, 2), (0,), (2,)])
+def test_views_next_to_what_the_graph_computes(computed: tuple[int, ...], length: int) -> None:
+    stacked, block_mask = torch.randn(3, 1, 2, length, 16), fm.causal().block_mask(length)
+
+    def attend(stacked: Tensor, mask: Any, backend: str) -> Tensor:
+        parts = [part * 2 if place in computed else part for place, part in enumerate(stacked)]
+        return fm.attention(parts[0], parts[1], parts[2], mask, backend=backend)
+
+    with torch.no_grad():
+        found = torch.compile(attend, fullgraph=True, dynamic=False)(stacked, block_mask, "flex")
+    torch.testing.assert_close(found, attend(stacked, fm.causal(), "sdpa"))
+
+
+@pytest.mark.slow
 def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmask.backends.flex.MAX_KERNELS", 1)
     torch.compiler.reset()
