@@ -141,6 +141,7 @@ def test_query_key_and_value_that_share_memory(given: str) -> None:
 @pytest.mark.parametrize("length", [20, 24])
 @pytest.mark.parametrize("computed", [(0, 1), (1, 2), (0,), (2,)])
 def test_views_next_to_what_the_graph_computes(computed: tuple[int, ...], length: int) -> None:
+    torch.compiler.reset()
     stacked, block_mask = torch.randn(3, 1, 2, length, 16), fm.causal().block_mask(length)
 
     def attend(stacked: Tensor, mask: Any, backend: str) -> Tensor:
