@@ -83,10 +83,9 @@ def _run(call: Call) -> Tensor:
     scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
-        if torch.compiler.is_compiling():  # for some views of one tensor torch's CPU kernels read wrong values, or do not compile
-            query, key, value = (
-                tensor.contiguous() * 1 for tensor in (query, key, value)
-            )  # Inductor removes a clone, but not this
+        # For some views of one tensor torch's CPU kernels read wrong values, or do not compile.
+        if torch.compiler.is_compiling():  # a product, as Inductor removes a clone
+            query, key, value = (tensor.contiguous() * 1 for tensor in (query, key, value))
         widths = key.shape[2], *(() if mask is None else mask.BLOCK_SIZE[1:])
         if query.shape[-1] < MIN_CPU_HEAD and any(width % KEYS_AT_ONCE for width in widths):
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

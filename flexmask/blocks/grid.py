@@ -26,7 +26,7 @@ class BlockGrid(BlockLayout):
 
     def touched(self, rows: Rows) -> Tensor:
         start, stop = self.touched_ends(rows)
-        return self.between(start, stop) if rows.lo.shape[2] == 1 else self._count(start, stop) > 0
+        return self._between(start, stop) if rows.lo.shape[2] == 1 else self._count(start, stop) > 0
 
     def touched_ends(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The first block that each interval touches and one more than the last, ``int32[B', H', q_len, K]``."""
@@ -41,14 +41,14 @@ class BlockGrid(BlockLayout):
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=rows.lo.device)
         if rows.lo.shape[2] == 1:
             block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
-            return self.between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
+            return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
         if rows.slots == 1:  # the intersection of intervals is an interval
             lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (rows.lo, rows.hi))
             start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
             if complete < self.q_blocks:  # positions are padded: Inductor fails to compile padded truth values
                 rest = (0, 0, 0, self.q_blocks - complete)
                 start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
-            return self.between(start, stop)
+            return self._between(start, stop)
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
         return self._count(start, torch.maximum(start, stop)) == self.q_size
 
@@ -75,7 +75,7 @@ class BlockGrid(BlockLayout):
         full = counts == self.q_size * self.kv_size
         return (counts > 0) & ~full, full
 
-    def between(self, start: Tensor, stop: Tensor) -> Tensor:
+    def _between(self, start: Tensor, stop: Tensor) -> Tensor:
         """The blocks in some interval ``[start, stop)``, given ``[B, H, rows, K]``."""
         column = torch.arange(self.kv_blocks, dtype=torch.int32, device=start.device)
         if start.shape[-1] == 1:
