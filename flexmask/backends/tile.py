@@ -22,7 +22,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tile:
     """Queries of some batch elements and heads, and key intervals that contain all keys that they attend to.
 
@@ -56,9 +56,16 @@ class Tile:
         heads = slice(self.key_heads.start * self.group, self.key_heads.stop * self.group)
         return _slice(self.elements), heads, _slice(self.rows)
 
+    @property
+    def _key_slices(self) -> list[tuple[slice, slice, slice]]:
+        """The parts of [B, H_kv, KV, D] that the tile attends to, one for each run."""
+        return [(_slice(self.elements), _slice(self.key_heads), slice(lo, hi)) for lo, hi in self.runs]
+
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [b, n, g * m, D]."""
         part = tensor[self.slices]
+        if self.group == 1:
+            return part
         return part.reshape(len(self.elements), len(self.key_heads), self.group * len(self.rows), part.size(3))
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,6 +74,8 @@ class Tile:
 
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
+        if self.group == 1:
+            return part
         return part.reshape(len(self.elements), len(self.key_heads) * self.group, len(self.rows), part.size(3))
 
     def write(self, total: Tensor, part: Tensor) -> None:
@@ -75,9 +84,10 @@ class Tile:
 
     def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [b, n, t, D], a view where the keys are one run."""
-        part = tensor[_slice(self.elements), _slice(self.key_heads)]
-        runs = [part[:, :, lo:hi] for lo, hi in self.runs]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, 2) if runs else part[:, :, :0]
+        parts = [tensor[run] for run in self._key_slices]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, 2) if parts else tensor[_slice(self.elements), _slice(self.key_heads), :0]
 
     def gather_cells(self, tensor: Tensor) -> Tensor:
         """[B', H', Q', KV] -> the rows and keys of the tile."""
@@ -87,11 +97,9 @@ class Tile:
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [b, n, t, D] to the keys of the tile in [B, H_kv, KV, D]."""
-        into = total[_slice(self.elements), _slice(self.key_heads)]
-        start = 0
-        for lo, hi in self.runs:
-            into[:, :, lo:hi].add_(part[:, :, start : start + hi - lo])
-            start += hi - lo
+        parts = part.split([hi - lo for lo, hi in self.runs], 2) if len(self.runs) > 1 else (part,)
+        for run, own in zip(self._key_slices, parts, strict=False):
+            total[run].add_(own)
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The batch, head, query and key indices, each one-dimensional."""

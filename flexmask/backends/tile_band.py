@@ -17,7 +17,7 @@ __all__ = ["Band", "join_bands"]
 MAX_BAND_SCORES = 2**22
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Band(Tile):
     """Tiles of one batch element, each m rows and keys after the one before, where c tiles take the place of batch elements.
 

@@ -55,7 +55,6 @@ def forward(
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
     tiling = shared_tiling(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
-    nonfinite = False
     with without_autocast(query):
         for tile, bias, fully_masked_rows in tiling.with_biases(cells, query.dtype):
             q, k, v = tile.parts(query, key, value)
@@ -67,13 +66,12 @@ def forward(
                 part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
             if fully_masked_rows is not None:
                 part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
-            nonfinite = nonfinite or has_nonfinite(part)  # here, while the part is in the cache of the CPU
             tile.write(out, part)
             if is_fused:
                 tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
     if tiling.fully_masked is not None:
         out.masked_fill_(tiling.fully_masked, 0)
-    if nonfinite:
+    if has_nonfinite(out):
         _recompute_nonfinite(out, query, key, value, bounds, cells, scale, drop)
     return out, logsumexp
 
@@ -125,7 +123,6 @@ def backward(
     dtype, precise = query.dtype, precise_dtype(query)
     grad, query, key, value, out = (tensor.to(precise) for tensor in (grad, query, key, value, out))
     grad_query, grad_key, grad_value = (empty_output(tensor, tensor).zero_() for tensor in (query, key, value))
-    nonfinite = False
     with without_autocast(query):
         for tile, bias, fully_masked_rows in tiling.with_biases(cells, precise):
             q, k, v = parts = tile.parts(query, key, value)
@@ -137,11 +134,10 @@ def backward(
                 grads = fused_backward(part_grad, q, k, v, part_out, part_logsumexp, bias, scale)
             else:
                 grads = _unfused_gradients(tile, parts, part_grad, part_out, bias, scale, drop)
-            nonfinite = nonfinite or has_nonfinite(grads[0])
             tile.write(grad_query, grads[0])
             tile.add_to_keys(grad_key, grads[1])
             tile.add_to_keys(grad_value, grads[2])
-        if nonfinite:
+        if has_nonfinite(grad_query):
             grad_query, grad_key, grad_value = (tensor.zero_() for tensor in (grad_query, grad_key, grad_value))
             for tile in shared_tiling(bounds, query, key, most_scores=_unfused_scores(query)).tiles:
                 q, k, v = tile.parts(query, key, value)
