@@ -79,7 +79,7 @@ class Decoder(nn.Module):
 def compiled_training(length: int = 2048) -> Section:
     """Loss and gradients under ``torch.compile``, in eager mode, and with dense attention."""
     rows = []
-    for width, documents in ((128, 4), (128, 8), (512, 4)):
+    for width, documents in ((128, 4), (128, 8), (128, 16), (512, 4)):
         candidates: dict[str, Callable[[], Measurement]] = {
             name: partial(_measured, width, length, documents, kind, is_compiled=name.startswith("compiled"))
             for name, kind in NAMES.items()

@@ -82,7 +82,10 @@ def is_transformed(*tensors: Tensor) -> bool:
     """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent."""
     if torch.compiler.is_compiling():
         return False
-    return _has_transforms() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    if _has_transforms():
+        return True
+    has_level = getattr(forward_ad, "_current_level", 0) >= 0
+    return has_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -270,20 +270,24 @@ def checked_call(
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     _check_tensors(query=query, key=key, value=value)
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise LoweringError(f"attention takes [B, H, length, D]; got {shapes}{FEWER_AXES_HINTS.get(query.dim(), '')}")
-    if len({tensor.dtype for tensor in (query, key, value)}) > 1 or not query.is_floating_point():
+        hint = FEWER_AXES_HINTS.get(query.dim(), "")
+        raise LoweringError(f"attention takes [B, H, length, D]; got {_shapes(query, key, value)}{hint}")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise OperandError(
             f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
         )
-    if len({tensor.device for tensor in (query, key, value)}) > 1:
+    if not query.device == key.device == value.device:
         raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")
     reason = _misfit(query.shape, key.shape, value.shape, enable_gqa)
     if reason:
         swapped = [(shape[0], shape[2], shape[1], shape[3]) for shape in (query.shape, key.shape, value.shape)]
         hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED_AXES_HINT}"
-        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {shapes}{hint}")
+        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {_shapes(query, key, value)}{hint}")
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
 
 def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ from flexmask.plans.foreign import from_block_mask
 from flexmask.plans.fused import Fused, fused_kind
 
 __all__ = ["TILED_SDPA", "block_sdpa", "fused_sdpa"]
+
+#: The key intervals and the cells of a mask.
+Visible: TypeAlias = tuple[Tensor, Cells]
 
 
 def block_sdpa(
@@ -80,6 +83,21 @@ def block_sdpa(
     _check(query, key, value, bounds, cells)
     if dropout_p and hashes is None:
         raise LoweringError(f"dropout_p={dropout_p} needs hashes=(rows, keys), from flexmask.backends.dropout")
+    return _attend(query, key, value, (bounds, cells), score_mod, scale, dropout_p, hashes)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    score_mod: ScoreMod | None,
+    scale: float | None,
+    dropout_p: float,
+    hashes: Hashes | None,
+) -> Tensor:
+    """As `block_sdpa`, for arguments that fit each other."""
+    bounds, cells = visible
     if scale is None:
         scale = _default_scale(query)
     rows, keys = hashes if dropout_p and hashes is not None else (None, None)
@@ -171,9 +189,6 @@ def _broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
 
 # ---------------------------------------------------------------- the backend
 
-#: The key intervals and the cells of a mask.
-Visible: TypeAlias = tuple[Tensor, Cells]
-
 
 def _supports(call: Call) -> str | None:
     if isinstance(call.mask, BlockMask) and not has_values(call.query) and not is_captured():
@@ -190,9 +205,8 @@ def _run(call: Call) -> Tensor:
     fused, visible = _visible(call, plain=plain)
     if visible is None:
         return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)
-    bounds, cells = visible
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "hashes": hashes}
-    return block_sdpa(query, key, value, bounds, cells=cells, score_mod=call.score_mod, **options)
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    return _attend(query, key, value, visible, call.score_mod, call.scale, call.dropout_p, hashes)
 
 
 def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
