@@ -51,6 +51,11 @@ class Tile:
         return len(self.elements) * len(self.key_heads) * self.group * len(self.rows) * keys
 
     @property
+    def height(self) -> int:
+        """The rows of its folded queries, g * m."""
+        return self.group * len(self.rows)
+
+    @property
     def slices(self) -> tuple[slice, slice, slice]:
         """The part of [B, H, Q, ...] that the tile covers."""
         heads = slice(self.key_heads.start * self.group, self.key_heads.stop * self.group)

@@ -43,6 +43,11 @@ class Band(Tile):
         (lo, hi), *_ = self.runs
         return len(self.key_heads) * self.group * len(self.rows) * (hi - lo)
 
+    @property
+    def height(self) -> int:
+        """The rows of its folded queries, g * m."""
+        return self.group * self.step
+
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [c, n, g * m, D], a view where g is 1."""
         return self._by_tile(tensor).reshape(self.count, len(self.key_heads), self.group * self.step, tensor.size(3))

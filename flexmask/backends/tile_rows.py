@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["block_starts", "document_starts"]
+__all__ = ["block_starts", "document_starts", "score_cost"]
 
 BLOCK_ROWS = 128
 # In bands blocks are halved down to this where that leaves out a fifth of the scores.
 MIN_BLOCK_ROWS = 32
+# Kernels take so much longer for a score with each halving of the rows.
+HALVING_COST = 1.3
 
 
-def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, in_bands: bool) -> Sequence[int]:
+def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, in_bands: bool) -> list[Sequence[int]]:
     """The first row of each block, in ascending order; a block has at most `BLOCK_ROWS` rows.
 
     Args:
@@ -23,16 +26,29 @@ def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, i
         scores: of one row and one key, B * H.
         call_scores: how many scores cost as much as one more block.
         in_bands: whether tiles along the diagonal are joined to bands, so that many blocks of equal rows cost little.
+
+    Returns:
+        The choices, of which the tiles tell the cheapest: one, or for documents also blocks of equal rows.
     """
     regular = range(0, q_len, BLOCK_ROWS)
     if bounds.size(2) != q_len or q_len <= BLOCK_ROWS or not bounds.size(3):
-        return regular
+        return [regular]
     starts, keys = document_starts(bounds)
+    choices: list[Sequence[int]] = []
+    if 1 < len(starts) <= q_len // MIN_BLOCK_ROWS:
+        choices.append(_cut(starts, keys, q_len, call_scores // scores))
     if in_bands:
-        rows = _even_rows(starts, q_len) or _block_rows(bounds)
+        if even := _even_rows(starts, q_len):
+            return [range(0, q_len, even)]
+        rows = _block_rows(bounds)
         if rows < BLOCK_ROWS:
-            return range(0, q_len, rows)
-    return _cut(starts, keys, q_len, call_scores // scores) if 1 < len(starts) <= q_len // MIN_BLOCK_ROWS else regular
+            choices.append(range(0, q_len, rows))
+    return choices or [regular]
+
+
+def score_cost(rows: int) -> float:
+    """The time of a score in a tile of so many rows, of which a block of `BLOCK_ROWS` takes 1."""
+    return HALVING_COST ** max(0.0, math.log2(BLOCK_ROWS / rows))
 
 
 def document_starts(bounds: Tensor) -> tuple[list[int], list[int]]:

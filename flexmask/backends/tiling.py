@@ -15,7 +15,7 @@ from flexmask._transforms import has_values, is_captured
 from flexmask.backends import tile_rows
 from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.backends.tile_band import join_bands
-from flexmask.backends.tile_rows import block_starts
+from flexmask.backends.tile_rows import block_starts, score_cost
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
@@ -140,42 +140,66 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
     if 0 in (batch, heads, q_len):
         return Tiling([], bounds, kv_len, True)
-    elements, key_heads = range(batch), range(n_key_heads)
-    group = heads // n_key_heads
+    whole = _Whole(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     if is_captured() or not has_values(bounds):
-        return Tiling(_any_keys(bounds, elements, key_heads, group, q_len, kv_len), bounds, kv_len, not is_captured())
+        return Tiling(_any_keys(whole), bounds, kv_len, not is_captured())
     scores = batch * heads * q_len * kv_len
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
-        return _dense(_fewest(bounds, kv_len), bounds, elements, key_heads, group, q_len, kv_len)
+        return _dense(whole, _fewest(bounds, kv_len))
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
-    starts = block_starts(bounds, q_len, batch * heads, CALL_SCORES, in_bands=in_bands)
-    blocks = _Blocks.read(bounds, kv_len, group, starts)
+    choices = block_starts(bounds, q_len, batch * heads, CALL_SCORES, in_bands=in_bands)
+    found = [_tiles(whole, starts, most_scores, in_bands=in_bands) for starts in choices]
+    tiles, fewest = min(found, key=lambda choice: _cost(choice[0]))
+    if try_dense and CALL_SCORES + scores <= _cost(tiles):
+        return _dense(whole, fewest)
+    return Tiling(tiles, bounds, kv_len, fewest > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What the tiles cover together: the arguments of `plan_tiles`, and the parts of a `Tile`, of all rows and keys."""
+
+    bounds: Tensor
+    elements: range
+    key_heads: range
+    group: int
+    q_len: int
+    kv_len: int
+
+
+def _tiles(whole: _Whole, starts: Sequence[int], most_scores: int | None, *, in_bands: bool) -> tuple[list[Tile], int]:
+    """The tiles of the blocks of rows that start there, and the least number of visible keys of a row."""
+    elements, key_heads, group = whole.elements, whole.key_heads, whole.group
+    blocks = _Blocks.read(whole.bounds, whole.kv_len, group, starts)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
-    for block, rows in enumerate(map(range, starts, (*starts[1:], q_len))):
+    for block, rows in enumerate(map(range, starts, (*starts[1:], whole.q_len))):
         if most_scores is None:
             tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
         for area in _areas(blocks, block, elements, key_heads):
-            runs, whole = blocks.key_runs(block, *area)
+            runs, all_visible = blocks.key_runs(block, *area)
             if not runs:
                 continue
             for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
-                tiles.append(Tile(*part, group, rows, runs, whole, mask_ids.setdefault(mask_key, len(mask_ids))))
+                tiles.append(Tile(*part, group, rows, runs, all_visible, mask_ids.setdefault(mask_key, len(mask_ids))))
     if in_bands:
-        tiles = list(join_bands(tiles, kv_len, CALL_SCORES))
-    fewest = min(blocks.fewest)
-    if try_dense and CALL_SCORES + scores <= sum(CALL_SCORES + tile.scores for tile in tiles):
-        return _dense(fewest, bounds, elements, key_heads, group, q_len, kv_len)
-    return Tiling(tiles, bounds, kv_len, fewest > 0)
+        tiles = list(join_bands(tiles, whole.kv_len, CALL_SCORES))
+    return tiles, min(blocks.fewest)
 
 
-def _dense(fewest: int, bounds: Tensor, elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> Tiling:
+def _cost(tiles: Sequence[Tile]) -> float:
+    """The time of the tiles, as a number of scores."""
+    return sum(CALL_SCORES + tile.scores * score_cost(tile.height) for tile in tiles)
+
+
+def _dense(whole: _Whole, fewest: int) -> Tiling:
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
-    tile = Tile(elements, key_heads, group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
-    return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=group == 1)
+    rows, runs = range(whole.q_len), ((0, whole.kv_len),)
+    tile = Tile(whole.elements, whole.key_heads, whole.group, rows, runs, fewest == whole.kv_len, 0)
+    return Tiling([tile], whole.bounds, whole.kv_len, fewest > 0, is_dense=whole.group == 1)
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:
@@ -197,15 +221,19 @@ def _check_within(wrong: int, kv_len: int) -> None:
         raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
 
 
-def _any_keys(bounds: Tensor, elements: range, key_heads: range, group: int, q_len: int, kv_len: int) -> list[Tile]:
+def _any_keys(whole: _Whole) -> list[Tile]:
     """A few tiles of all keys, for bounds whose values are not those of each run of a captured graph, or that have none.
 
     Outside a graph only the shape of the output matters.
     """
+    q_len = whole.q_len
     step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
     blocks = (range(start, min(start + step, q_len)) for start in range(0, q_len, step))
-    runs = ((0, kv_len),) if bounds.size(3) else ()
-    return [Tile(elements, key_heads, group, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)]
+    runs = ((0, whole.kv_len),) if whole.bounds.size(3) else ()
+    return [
+        Tile(whole.elements, whole.key_heads, whole.group, rows, runs, not is_captured(), block)
+        for block, rows in enumerate(blocks)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
