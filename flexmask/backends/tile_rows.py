@@ -48,7 +48,7 @@ def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, i
 
 def score_cost(rows: int) -> float:
     """The time of a score in a tile of so many rows, of which a block of `BLOCK_ROWS` takes 1."""
-    return HALVING_COST ** max(0.0, math.log2(BLOCK_ROWS / rows))
+    return math.pow(HALVING_COST, max(0.0, math.log2(BLOCK_ROWS / rows)))
 
 
 def document_starts(bounds: Tensor) -> tuple[list[int], list[int]]:

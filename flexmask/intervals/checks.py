@@ -149,6 +149,8 @@ def end_of_index(index: Index, context: Context) -> int | Tensor | None:
         return extent(index, context)[1] + 1
     if context.device.type != "cpu" or {"q", "kv"} <= index.symbols or (isinstance(index, Symbol) and not is_captured()):
         return None
+    if isinstance(index, Symbol) and isinstance(context.q_offset, Tensor):  # the queries
+        return context.q_offset.max() + context.q_len
     end = _evaluated(index, context).max() + 1
     return end if is_captured() else int(end)
 

@@ -217,6 +217,7 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
         examples = [torch.empty(_shape(tensor), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         with _CAPTURING:
             graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        _drop_identities(graph.graph)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return graph
@@ -225,6 +226,16 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
         torch._C._ensureCUDADeviceGuardSet()
     with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
         return Graph(thread.submit(capture).result(), layout, setting)
+
+
+def _drop_identities(graph: torch.fx.Graph) -> None:
+    """Drops views that are their argument as it is, e.g. a tensor expanded to the sizes that it has."""
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        if node.target in (aten.expand.default, aten.view.default, aten.slice.Tensor):
+            places = [(seen.shape, seen.stride(), seen.storage_offset()) for seen in (node.meta["val"], node.args[0].meta["val"])]
+            if places[0] == places[1]:
+                node.replace_all_uses_with(node.args[0])
 
 
 def lower_in_graph(

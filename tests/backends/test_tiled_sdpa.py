@@ -513,6 +513,14 @@ class TestCost:
         assert len(tiles) <= 19
         assert sum(tile.scores for tile in tiles) < 1.4 * 8 * mask.sum()
 
+    def test_bands_are_for_short_documents(self) -> None:
+        """Bands of longer ones would have 2.1 times the visible cells."""
+        query = torch.empty(1, 8, 2048, 1)
+        for sizes, waste in (([257, 10, 261, 30, 257, 205, 31, 122, 63, 390, 279, 143], 1.8), ([7, 25] * 64, 3)):
+            mask = causal(2048, 2048) & packed(*sizes)
+            tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
+            assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()
+
     @pytest.mark.parametrize("name", [name for name in MASKS if "nothing" not in name])
     def test_starts_of_documents(self, name: str) -> None:
         cells = MASKS[name]().flatten(0, 1).any(0).tolist()
