@@ -85,10 +85,11 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     Raises:
         LoweringError: some position belongs to no document. Values in another device's memory are not read.
     """
+    those = "all tokens" if isinstance(needed, int) else "the queries, which end at q_offset + q_len"
     _sync.require(
         lambda: (_totals(rule, source) >= needed).all(),
         source.device,
-        f"document: {rule} must cover all tokens; give padding=True where those behind the last document are padding",
+        f"document: {rule} must cover {those}; give padding=True where tokens behind the last document are padding",
     )
     if _sync.needs_sync(source) or (isinstance(needed, Tensor) and _sync.needs_sync(needed)):
         return

@@ -114,10 +114,12 @@ class LoweredMask:
         hint = "" if name.startswith("_") else f". {HINT}"
         raise AttributeError(f"'LoweredMask' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same value with its tensors on a device."""
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same value with its tensors on a device; for ``non_blocking`` see :meth:`torch.Tensor.to`."""
+        if not isinstance(device, torch.device | str):
+            raise OperandError(f"LoweredMask.to takes a torch.device or its name, e.g. 'cuda:0', got {kind_of(device)}")
         tensors, layout = self.flatten()
-        return self.unflatten([tensor.to(device) for tensor in tensors], layout)
+        return self.unflatten([tensor.to(device, non_blocking=non_blocking) for tensor in tensors], layout)
 
     def __getitem__(self, index: int | slice) -> Self:
         """The mask of some sequences of the batch: an index, which keeps the axis, or a slice."""
@@ -181,4 +183,5 @@ def flat_lists(lists: list[BlockList]) -> tuple[Tensor, ...]:
     return tuple(tensor for block_list in lists for tensor in block_list)
 
 
+torch.serialization.add_safe_globals([LoweredMask])  # it holds tensors and numbers alone, so torch.load may make one
 register_pytree_node(LoweredMask, LoweredMask.flatten, LoweredMask.unflatten, serialized_type_name="flexmask.LoweredMask")
