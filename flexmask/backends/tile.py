@@ -22,7 +22,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
     """Queries of some batch elements and heads, and key intervals that contain all keys that they attend to.
 
@@ -51,7 +51,7 @@ class Tile:
         return len(self.elements) * len(self.key_heads) * self.group * len(self.rows) * keys
 
     @property
-    def height(self) -> int:
+    def folded_rows(self) -> int:
         """The rows of its folded queries, g * m."""
         return self.group * len(self.rows)
 
@@ -71,7 +71,7 @@ class Tile:
         part = tensor[self.slices]
         if self.group == 1:
             return part
-        return part.reshape(len(self.elements), len(self.key_heads), self.group * len(self.rows), part.size(3))
+        return part.reshape(len(self.elements), len(self.key_heads), self.folded_rows, part.size(3))
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The folded queries of the tile, its keys and its values."""
@@ -102,8 +102,8 @@ class Tile:
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [b, n, t, D] to the keys of the tile in [B, H_kv, KV, D]."""
-        parts = part.split([hi - lo for lo, hi in self.runs], 2) if len(self.runs) > 1 else (part,)
-        for run, own in zip(self._key_slices, parts, strict=False):
+        parts = part.split([hi - lo for lo, hi in self.runs], 2) if self.runs else ()
+        for run, own in zip(self._key_slices, parts, strict=True):
             total[run].add_(own)
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

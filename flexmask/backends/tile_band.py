@@ -17,7 +17,7 @@ __all__ = ["Band", "join_bands"]
 MAX_BAND_SCORES = 2**22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Band(Tile):
     """Tiles of one batch element, each m rows and keys after the one before, where c tiles take the place of batch elements.
 
@@ -44,13 +44,13 @@ class Band(Tile):
         return len(self.key_heads) * self.group * len(self.rows) * (hi - lo)
 
     @property
-    def height(self) -> int:
-        """The rows of its folded queries, g * m."""
+    def folded_rows(self) -> int:
+        """The rows of the folded queries of a tile, g * m."""
         return self.group * self.step
 
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [c, n, g * m, D], a view where g is 1."""
-        return self._by_tile(tensor).reshape(self.count, len(self.key_heads), self.group * self.step, tensor.size(3))
+        return self._by_tile(tensor).reshape(self.count, len(self.key_heads), self.folded_rows, tensor.size(3))
 
     def write(self, total: Tensor, part: Tensor) -> None:
         """Write [c, n, g * m, D] to the rows of the band in [B, H, Q, D]."""

@@ -13,12 +13,14 @@ __all__ = ["block_starts", "document_starts", "score_cost"]
 BLOCK_ROWS = 128
 # In bands blocks are halved down to this where that leaves out a fifth of the scores.
 MIN_BLOCK_ROWS = 32
-# Kernels take so much longer for a score with each halving of the rows.
-HALVING_COST = 1.3
+# Factor on the time of a score for each halving of a tile's rows below BLOCK_ROWS.
+HALVING_COST = 1.2
 
 
 def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, in_bands: bool) -> list[Sequence[int]]:
-    """The first row of each block, in ascending order; a block has at most `BLOCK_ROWS` rows.
+    """Candidates for the first rows of the blocks, of which the caller takes the one whose tiles cost least.
+
+    The rows are in ascending order. A block has at most `BLOCK_ROWS` of them.
 
     Args:
         bounds: int [B', H', Q', K, 2].
@@ -28,7 +30,7 @@ def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, i
         in_bands: whether tiles along the diagonal are joined to bands, so that many blocks of equal rows cost little.
 
     Returns:
-        The choices, of which the tiles tell the cheapest: one, or for documents also blocks of equal rows.
+        Blocks that end where documents do, where there are several, and blocks of equal rows, where bands of them may be cheaper.
     """
     regular = range(0, q_len, BLOCK_ROWS)
     if bounds.size(2) != q_len or q_len <= BLOCK_ROWS or not bounds.size(3):

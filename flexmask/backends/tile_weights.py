@@ -57,7 +57,7 @@ class DropoutState:
         """Which weights of a tile are kept: int32 [b, n, g * m, t] of 0 and 1."""
         first, second = self.rows[tile.slices].unsqueeze(3).unbind(-1)
         keep = keep_weights(first, second, tile.gather_cells(self.keys), self.p)
-        return keep.reshape(len(tile.elements), len(tile.key_heads), tile.group * len(tile.rows), keep.size(3))
+        return keep.reshape(len(tile.elements), len(tile.key_heads), tile.folded_rows, keep.size(3))
 
     def factors(self, tile: Tile, like: Tensor) -> Tensor:
         """The factors of the folded weights of a tile: 0 where dropped, else `scale`."""

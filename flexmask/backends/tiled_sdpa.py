@@ -83,21 +83,22 @@ def block_sdpa(
     _check(query, key, value, bounds, cells)
     if dropout_p and hashes is None:
         raise LoweringError(f"dropout_p={dropout_p} needs hashes=(rows, keys), from flexmask.backends.dropout")
-    return _attend(query, key, value, (bounds, cells), score_mod, scale, dropout_p, hashes)
+    return _attend(query, key, value, bounds, cells, score_mod=score_mod, scale=scale, dropout_p=dropout_p, hashes=hashes)
 
 
 def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visible: Visible,
+    bounds: Tensor,
+    cells: Cells,
+    *,
     score_mod: ScoreMod | None,
     scale: float | None,
     dropout_p: float,
     hashes: Hashes | None,
 ) -> Tensor:
     """As `block_sdpa`, for arguments that fit each other."""
-    bounds, cells = visible
     if scale is None:
         scale = _default_scale(query)
     rows, keys = hashes if dropout_p and hashes is not None else (None, None)
@@ -206,7 +207,9 @@ def _run(call: Call) -> Tensor:
     if visible is None:
         return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-    return _attend(query, key, value, visible, call.score_mod, call.scale, call.dropout_p, hashes)
+    return _attend(
+        query, key, value, *visible, score_mod=call.score_mod, scale=call.scale, dropout_p=call.dropout_p, hashes=hashes
+    )
 
 
 def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:

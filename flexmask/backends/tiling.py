@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -15,22 +14,17 @@ from flexmask._transforms import has_values, is_captured
 from flexmask.backends import tile_rows
 from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.backends.tile_band import join_bands
+from flexmask.backends.tile_blocks import Blocks, check_within, key_count, union
 from flexmask.backends.tile_rows import block_starts, score_cost
-from flexmask.errors import LoweringError
-from flexmask.intervals.rows import union_runs
 
 __all__ = ["Tiling", "may_be_dense", "plan_tiles"]
 
-# Kernels are up to a fifth faster where a tile's keys are whole vectors.
-ALIGNMENT = 16
-# Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.
-GAP = 128
 # Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
 JOINT_WORK = 1.25
 CALL_WORK = 64
 # A call of a kernel costs as much as this many scores: one call for all rows may be cheaper than tiles. It is tried up to a size.
-CALL_SCORES = 2**16
+CALL_SCORES = 2**15
 # Reading the bounds costs as much as this many scores.
 READ_SCORES = 2**19
 MAX_DENSE_SCORES = 2**23
@@ -124,7 +118,7 @@ def may_be_dense(query: Tensor, key: Tensor, most_scores: int | None) -> bool:
 
 
 def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False) -> Tiling:
-    """The tiles that cover all visible cells. Reads the bounds on the host once, except in a graph that is captured.
+    """The tiles that cover all visible cells. Reads the bounds on the host, except in a graph that is captured.
 
     Args:
         bounds: int [B', H', Q', K, 2], the disjoint key intervals of each row.
@@ -140,25 +134,25 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
     if 0 in (batch, heads, q_len):
         return Tiling([], bounds, kv_len, True)
-    whole = _Whole(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
+    call = _Call(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     if is_captured() or not has_values(bounds):
-        return Tiling(_any_keys(whole), bounds, kv_len, not is_captured())
+        return Tiling(_any_keys(call), bounds, kv_len, not is_captured())
     scores = batch * heads * q_len * kv_len
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
-        return _dense(whole, _fewest(bounds, kv_len))
+        return _dense(call, _fewest(bounds, kv_len))
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
     choices = block_starts(bounds, q_len, batch * heads, CALL_SCORES, in_bands=in_bands)
-    found = [_tiles(whole, starts, most_scores, in_bands=in_bands) for starts in choices]
+    found = [_tiles(call, starts, most_scores, in_bands=in_bands) for starts in choices]
     tiles, fewest = min(found, key=lambda choice: _cost(choice[0]))
     if try_dense and CALL_SCORES + scores <= _cost(tiles):
-        return _dense(whole, fewest)
+        return _dense(call, fewest)
     return Tiling(tiles, bounds, kv_len, fewest > 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
-    """What the tiles cover together: the arguments of `plan_tiles`, and the parts of a `Tile`, of all rows and keys."""
+class _Call:
+    """A call of attention: the bounds, and what all tiles cover together, as for one `Tile`."""
 
     bounds: Tensor
     elements: range
@@ -168,13 +162,13 @@ class _Whole:
     kv_len: int
 
 
-def _tiles(whole: _Whole, starts: Sequence[int], most_scores: int | None, *, in_bands: bool) -> tuple[list[Tile], int]:
+def _tiles(call: _Call, starts: Sequence[int], most_scores: int | None, *, in_bands: bool) -> tuple[list[Tile], int]:
     """The tiles of the blocks of rows that start there, and the least number of visible keys of a row."""
-    elements, key_heads, group = whole.elements, whole.key_heads, whole.group
-    blocks = _Blocks.read(whole.bounds, whole.kv_len, group, starts)
+    elements, key_heads, group = call.elements, call.key_heads, call.group
+    blocks = Blocks.read(call.bounds, call.kv_len, group, starts)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
-    for block, rows in enumerate(map(range, starts, (*starts[1:], whole.q_len))):
+    for block, rows in enumerate(map(range, starts, (*starts[1:], call.q_len))):
         if most_scores is None:
             tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
@@ -182,24 +176,24 @@ def _tiles(whole: _Whole, starts: Sequence[int], most_scores: int | None, *, in_
             runs, all_visible = blocks.key_runs(block, *area)
             if not runs:
                 continue
-            for part in _cut(*area, most_scores // (group * len(rows) * _size(runs))):
+            for part in _cut(*area, most_scores // (group * len(rows) * key_count(runs))):
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, all_visible, mask_ids.setdefault(mask_key, len(mask_ids))))
     if in_bands:
-        tiles = list(join_bands(tiles, whole.kv_len, CALL_SCORES))
+        tiles = list(join_bands(tiles, call.kv_len, CALL_SCORES))
     return tiles, min(blocks.fewest)
 
 
 def _cost(tiles: Sequence[Tile]) -> float:
     """The time of the tiles, as a number of scores."""
-    return sum(CALL_SCORES + tile.scores * score_cost(tile.height) for tile in tiles)
+    return sum(CALL_SCORES + tile.scores * score_cost(tile.folded_rows) for tile in tiles)
 
 
-def _dense(whole: _Whole, fewest: int) -> Tiling:
+def _dense(call: _Call, fewest: int) -> Tiling:
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
-    rows, runs = range(whole.q_len), ((0, whole.kv_len),)
-    tile = Tile(whole.elements, whole.key_heads, whole.group, rows, runs, fewest == whole.kv_len, 0)
-    return Tiling([tile], whole.bounds, whole.kv_len, fewest > 0, is_dense=whole.group == 1)
+    rows, runs = range(call.q_len), ((0, call.kv_len),)
+    tile = Tile(call.elements, call.key_heads, call.group, rows, runs, fewest == call.kv_len, 0)
+    return Tiling([tile], call.bounds, call.kv_len, fewest > 0, is_dense=call.group == 1)
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:
@@ -212,129 +206,25 @@ def _fewest(bounds: Tensor, kv_len: int) -> int:
     sizes = (hi - lo).clamp(min=0)
     outside = ((lo < 0) | (hi > kv_len)) & (sizes > 0)
     fewest, wrong = torch.stack((sizes.sum(-1).amin(), outside.any())).tolist()
-    _check_within(wrong, kv_len)
+    check_within(wrong, kv_len)
     return int(fewest)
 
 
-def _check_within(wrong: int, kv_len: int) -> None:
-    if wrong:
-        raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
-
-
-def _any_keys(whole: _Whole) -> list[Tile]:
+def _any_keys(call: _Call) -> list[Tile]:
     """A few tiles of all keys, for bounds whose values are not those of each run of a captured graph, or that have none.
 
     Outside a graph only the shape of the output matters.
     """
-    q_len = whole.q_len
+    q_len = call.q_len
     step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
     blocks = (range(start, min(start + step, q_len)) for start in range(0, q_len, step))
-    runs = ((0, whole.kv_len),) if whole.bounds.size(3) else ()
+    runs = ((0, call.kv_len),) if call.bounds.size(3) else ()
     return [
-        Tile(whole.elements, whole.key_heads, whole.group, rows, runs, not is_captured(), block)
-        for block, rows in enumerate(blocks)
+        Tile(call.elements, call.key_heads, call.group, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """The visible keys of each block of rows, on the host. Where Q' is 1 there is one block, for all rows.
-
-    Args:
-        batch: B'.
-        heads: H'.
-        group: how many query heads share a key head.
-        kv_len: KV.
-        count: the blocks.
-        alignment: what the ends of a tile's keys are multiples of.
-        runs: key intervals that contain all keys that rows of the block attend to, [B' x H' x blocks].
-        fewest: the least number of visible keys of a row, [B' x H' x blocks].
-        lowest: the first visible key, [blocks].
-        shapes: equal for blocks with equal key intervals, relative to their first keys, [blocks].
-    """
-
-    batch: int
-    heads: int
-    group: int
-    kv_len: int
-    count: int
-    alignment: int
-    runs: list[Runs]
-    fewest: list[int]
-    lowest: list[int]
-    shapes: list[int]
-
-    @classmethod
-    def read(cls, bounds: Tensor, kv_len: int, group: int, starts: Sequence[int]) -> _Blocks:
-        bounds = bounds.cpu()
-        if bounds.size(3) == 0:
-            bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
-        batch, heads, q_len, slots, _ = bounds.shape
-        first = torch.tensor(starts if q_len > 1 else [0])
-        ends = torch.cat((first[1:], first.new_tensor([q_len])))
-        rows, count = int((ends - first).amax()), len(first)
-        total = batch * heads * count
-        lo, hi = bounds.unbind(-1)
-        used = lo < hi
-        outside = (used & ((lo < 0) | (hi > kv_len))).any()
-        lo, hi = lo.where(used, kv_len), hi.where(used, kv_len)
-        row = first[:, None] + torch.arange(rows)
-        beyond, row = row >= ends[:, None], row.clamp(max=q_len - 1)
-        fewest = (hi - lo).sum(-1)[:, :, row].masked_fill(beyond, kv_len).view(total, rows).amin(-1)
-        lo, hi = (end[:, :, row].masked_fill(beyond[..., None], kv_len).view(total, rows * slots) for end in (lo, hi))
-        block, start, stop = _merge(lo, hi, kv_len)
-        lowest, shapes = _shapes(*(end.view(batch * heads, count, rows * slots) for end in (lo, hi)))
-        parts = (outside[None], fewest, lowest, shapes, block, start, stop)
-        sizes = [len(part) for part in parts]
-        numbers = torch.cat(parts).tolist()
-        (wrong,), *host = (numbers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
-        _check_within(wrong, kv_len)
-        runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
-        for at, *run in zip(*host[3:], strict=True):
-            runs[at].append((run[0], run[1]))
-        alignment = 1 if rows % ALIGNMENT and count > 1 else ALIGNMENT  # else the tiles of a band would have different keys
-        return cls(batch, heads, group, kv_len, count, alignment, [tuple(own) for own in runs], *host[:3])
-
-    def key_runs(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
-        """The keys that these batch elements and heads attend to, together, and whether each row attends to all of them."""
-        heads = range(key_heads.start * self.group, key_heads.stop * self.group)
-        entries = [
-            (b * self.heads + h) * self.count + block % self.count
-            for b in (elements if self.batch > 1 else (0,))
-            for h in (heads if self.heads > 1 else (0,))
-        ]
-        runs = _union([self.runs[entry] for entry in entries])
-        size = _size(runs)
-        if all(self.fewest[entry] == size for entry in entries):
-            return runs, True
-        aligned = [(lo - lo % self.alignment, min(hi + -hi % self.alignment, self.kv_len)) for lo, hi in runs]
-        return _close(aligned), False
-
-    def mask_key(self, block: int, rows: int, elements: range, key_heads: range, runs: Runs) -> tuple[object, ...]:
-        """Equal for tiles with equal masks."""
-        block %= self.count
-        lowest = self.lowest[block]
-        own = (elements if self.batch > 1 else None, key_heads if self.heads > 1 else None)
-        return self.shapes[block], rows, own, tuple((lo - lowest, hi - lowest) for lo, hi in runs)
-
-
-def _shapes(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """The first visible key of each block, and a number that is equal for blocks with equal key intervals relative to it."""
-    lowest = lo.amin((0, 2))
-    ends = torch.stack((lo, hi), -1) - lowest[:, None, None]
-    ends = ends.where((lo < hi).unsqueeze(-1), 0)
-    return lowest, torch.unique(ends.transpose(0, 1).flatten(1), dim=0, return_inverse=True)[1]
-
-
-def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Intervals [blocks, n], kv_len where unused -> runs (block, lo, hi) that contain them, with short gaps closed."""
-    lo, hi, opens, closes = union_runs(lo.where(lo < kv_len, kv_len + GAP + 1), hi, GAP)  # which joins no used interval
-    used = lo < kv_len
-    first = opens & used
-    return first.nonzero()[:, 0], lo[first], hi[closes & used]
-
-
-def _areas(blocks: _Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:
+def _areas(blocks: Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:
     """Batch elements and key heads to compute in one tile, for one block of rows."""
     batches = [elements]
     if blocks.batch > 1:
@@ -353,14 +243,14 @@ def _join(choices: list[Runs]) -> list[range]:
     joint: Runs = ()
     work = 0
     for i, runs in enumerate(choices):
-        together = _union([joint, runs])
-        work += _size(runs)
-        if ranges and _size(together) * (i + 1 - ranges[-1].start) <= JOINT_WORK * work + CALL_WORK:
+        together = union([joint, runs])
+        work += key_count(runs)
+        if ranges and key_count(together) * (i + 1 - ranges[-1].start) <= JOINT_WORK * work + CALL_WORK:
             ranges[-1] = range(ranges[-1].start, i + 1)
             joint = together
         else:
             ranges.append(range(i, i + 1))
-            joint, work = runs, _size(runs)
+            joint, work = runs, key_count(runs)
     return ranges
 
 
@@ -379,25 +269,3 @@ def _even_parts(whole: range, most: int) -> list[range]:
     parts = -(-len(whole) // most)
     step = -(-len(whole) // parts)
     return [whole[i : i + step] for i in range(0, len(whole), step)]
-
-
-def _union(several: Sequence[Runs]) -> Runs:
-    """Runs that contain all of several, with short gaps closed."""
-    distinct = set(several)
-    if len(distinct) == 1:
-        return several[0]
-    return _close(sorted(chain.from_iterable(distinct)))
-
-
-def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
-    merged: list[tuple[int, int]] = []
-    for lo, hi in ascending:
-        if merged and lo <= merged[-1][1] + GAP:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], hi))
-        else:
-            merged.append((lo, hi))
-    return tuple(merged)
-
-
-def _size(runs: Runs) -> int:
-    return sum(hi - lo for lo, hi in runs)

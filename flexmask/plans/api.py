@@ -32,8 +32,8 @@ class Plan:
 
     The first call with data of some shapes captures the lowering as a graph, in about a second. Later calls run the graph, with
     no analysis and no host sync. With a tensor ``q_offset``, what the data alone decides is computed again only where its values
-    change; the plan keeps a copy of the data to notice that. In code that ``torch.compile`` traces, the graph becomes a part of the model's
-    graph.
+    change; the plan keeps a copy of the data to notice that. In code that ``torch.compile`` traces, the graph becomes a part of
+    the model's graph.
 
     Attributes:
         mask: the mask, with its parameters.
@@ -136,16 +136,16 @@ def plan(
             ...
             out = flexmask.attention(query, key, value, lowered)  # in each layer
 
-    A plan for decoding is for one query and all places of the cache. Each call says where the query is; without ``q_offset`` it is
-    at position 0, also where the plan is used with a :class:`flexmask.KVCache`::
+    A plan for decoding is for one query and all places of the cache. Each call says where the query is; without ``q_offset`` it
+    is at position 0, also where the plan is used with a :class:`flexmask.KVCache`::
 
         plan = flexmask.plan("causal & key_padding(lengths)", q_len=1, kv_len=1024)
         lowered = plan(lengths=lengths, q_offset=position)
 
     Args:
         mask: a mask, its text, or a ``mask_mod``. Data that changes is a parameter of the mask: in text each name that is not one
-            of flexmask, in Python ``flexmask.param("cu")``. A ``mask_mod`` is traced once and has no parameters: a tensor that it captures stays the one
-            of this call, in which only changes in place are seen.
+            of flexmask, in Python ``flexmask.param("cu")``. A ``mask_mod`` is traced once and has no parameters: a tensor that
+            it captures stays the one of this call, in which only changes in place are seen.
         q_len: number of queries.
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.

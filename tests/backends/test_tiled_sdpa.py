@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask.backends import tile_rows, tiling_cache
+from flexmask.backends import tile_blocks, tile_rows, tiling_cache
 from flexmask.backends import tiling as tile_plan
 from flexmask.backends.dropout import hashes_of
 from flexmask.backends.tile import Tile
@@ -171,8 +171,8 @@ def one_thread() -> Iterator[None]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that few tokens make many, with several runs of keys."""
     monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 16)
-    monkeypatch.setattr(tile_plan, "GAP", 3)
-    monkeypatch.setattr(tile_plan, "ALIGNMENT", 2)
+    monkeypatch.setattr(tile_blocks, "GAP", 3)
+    monkeypatch.setattr(tile_blocks, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 0)
     monkeypatch.setattr(tile_plan, "READ_SCORES", 0)
@@ -487,12 +487,12 @@ class TestCost:
         assert len(made) == len(set(made)) == 3
 
     def test_short_sequences_take_one_call(self) -> None:
-        """Tiles are worth their calls only where they leave out enough: 4 tiles at 512 tokens do, of 8 heads, 2 at 256 do not."""
-        for length, number in ((64, 1), (256, 1), (512, 4)):
+        """Tiles are worth their calls only where they leave out enough: 8 tiles at 512 tokens do, of 8 heads, 4 at 256 do not."""
+        for length, number in ((64, 1), (256, 1), (512, 8)):
             query = torch.empty(1, 8, length, 1)
             tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
             assert len(tiles) == number
-        assert {len(tile.rows) for tile in tiles} == {128}
+        assert {len(tile.rows) for tile in tiles} == {64}
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),
@@ -513,13 +513,18 @@ class TestCost:
         assert len(tiles) <= 19
         assert sum(tile.scores for tile in tiles) < 1.4 * 8 * mask.sum()
 
-    def test_bands_are_for_short_documents(self) -> None:
-        """Bands of longer ones would have 2.1 times the visible cells."""
-        query = torch.empty(1, 8, 2048, 1)
-        for sizes, waste in (([257, 10, 261, 30, 257, 205, 31, 122, 63, 390, 279, 143], 1.8), ([7, 25] * 64, 3)):
-            mask = causal(2048, 2048) & packed(*sizes)
-            tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
-            assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()
+    @pytest.mark.parametrize(
+        ("sizes", "heads", "waste"),
+        [([257, 10, 261, 30, 257, 205, 31, 122, 63, 390], 8, 1.8), ([13, 87, 40, 110, 22, 71, 9] * 6, 1, 3.3)],
+        ids=["long", "short"],
+    )
+    def test_bands_are_for_short_documents(self, sizes: list[int], heads: int, waste: float) -> None:
+        """Bands of the long ones would have 2.1 times the visible cells, blocks of 128 rows of the short ones 5.5 times."""
+        total = sum(sizes)
+        mask = causal(total, total) & packed(*sizes)
+        query = torch.empty(1, heads, total, 1)
+        tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
+        assert sum(tile.scores for tile in tiles) <= heads * waste * mask.sum()
 
     @pytest.mark.parametrize("name", [name for name in MASKS if "nothing" not in name])
     def test_starts_of_documents(self, name: str) -> None:
