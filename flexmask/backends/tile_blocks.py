@@ -138,6 +138,7 @@ def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
 
 
 def key_count(runs: Runs) -> int:
+    """The number of keys in runs."""
     return sum(hi - lo for lo, hi in runs)
 
 

@@ -36,15 +36,13 @@ def block_starts(bounds: Tensor, q_len: int, scores: int, call_scores: int, *, i
     if bounds.size(2) != q_len or q_len <= BLOCK_ROWS or not bounds.size(3):
         return [regular]
     starts, keys = document_starts(bounds)
+    if in_bands and (even := _even_rows(starts, q_len)):
+        return [range(0, q_len, even)]
     choices: list[Sequence[int]] = []
     if 1 < len(starts) <= q_len // MIN_BLOCK_ROWS:
         choices.append(_cut(starts, keys, q_len, call_scores // scores))
-    if in_bands:
-        if even := _even_rows(starts, q_len):
-            return [range(0, q_len, even)]
-        rows = _block_rows(bounds)
-        if rows < BLOCK_ROWS:
-            choices.append(range(0, q_len, rows))
+    if in_bands and (rows := _block_rows(bounds)) < BLOCK_ROWS:
+        choices.append(range(0, q_len, rows))
     return choices or [regular]
 
 

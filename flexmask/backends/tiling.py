@@ -23,8 +23,10 @@ __all__ = ["Tiling", "may_be_dense", "plan_tiles"]
 # call that they save counts as this many keys.
 JOINT_WORK = 1.25
 CALL_WORK = 64
-# A call of a kernel costs as much as this many scores: one call for all rows may be cheaper than tiles. It is tried up to a size.
-CALL_SCORES = 2**15
+# The calls for a tile cost as much as this many scores, and one call of a fused kernel, as in bands, as the second number: one
+# call for all rows may be cheaper than tiles. It is tried up to a size.
+CALL_SCORES = 2**16
+FUSED_CALL_SCORES = 2**15
 # Reading the bounds costs as much as this many scores.
 READ_SCORES = 2**19
 MAX_DENSE_SCORES = 2**23
@@ -126,7 +128,7 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         key: [B, H_kv, KV, D].
         most_scores: a tile with more scores is cut along batch and heads. None: one tile for each block of rows, even
             where all its rows are fully masked.
-        in_bands: whether tiles along the diagonal are joined to bands.
+        in_bands: whether each tile is one call of a fused kernel, and tiles along the diagonal are joined to bands.
 
     Raises:
         LoweringError: an interval outside 0..KV.
@@ -141,11 +143,13 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
         return _dense(call, _fewest(bounds, kv_len))
+    call_scores = FUSED_CALL_SCORES if in_bands else CALL_SCORES
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
-    choices = block_starts(bounds, q_len, batch * heads, CALL_SCORES, in_bands=in_bands)
+    choices = block_starts(bounds, q_len, batch * heads, call_scores, in_bands=in_bands)
     found = [_tiles(call, starts, most_scores, in_bands=in_bands) for starts in choices]
-    tiles, fewest = min(found, key=lambda choice: _cost(choice[0]))
-    if try_dense and CALL_SCORES + scores <= _cost(tiles):
+    costs = [_cost(tiles, call_scores) for tiles, _ in found]
+    tiles, fewest = found[costs.index(min(costs))]
+    if try_dense and call_scores + scores <= min(costs):
         return _dense(call, fewest)
     return Tiling(tiles, bounds, kv_len, fewest > 0)
 
@@ -180,13 +184,13 @@ def _tiles(call: _Call, starts: Sequence[int], most_scores: int | None, *, in_ba
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, all_visible, mask_ids.setdefault(mask_key, len(mask_ids))))
     if in_bands:
-        tiles = list(join_bands(tiles, call.kv_len, CALL_SCORES))
+        tiles = list(join_bands(tiles, call.kv_len, FUSED_CALL_SCORES))
     return tiles, min(blocks.fewest)
 
 
-def _cost(tiles: Sequence[Tile]) -> float:
+def _cost(tiles: Sequence[Tile], call_scores: int) -> float:
     """The time of the tiles, as a number of scores."""
-    return sum(CALL_SCORES + tile.scores * score_cost(tile.folded_rows) for tile in tiles)
+    return sum(call_scores + tile.scores * score_cost(tile.folded_rows) for tile in tiles)
 
 
 def _dense(call: _Call, fewest: int) -> Tiling:

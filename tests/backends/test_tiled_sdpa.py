@@ -175,6 +175,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_blocks, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 0)
+    monkeypatch.setattr(tile_plan, "FUSED_CALL_SCORES", 0)
     monkeypatch.setattr(tile_plan, "READ_SCORES", 0)
 
 
@@ -183,6 +184,7 @@ def small_bands(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of small tiles wherever tiles lie along the diagonal."""
     monkeypatch.setattr(tile_rows, "MIN_BLOCK_ROWS", 4)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 2**16)
+    monkeypatch.setattr(tile_plan, "FUSED_CALL_SCORES", 2**16)
     monkeypatch.setattr(tile_plan, "MAX_DENSE_SCORES", 0)
 
 
@@ -487,12 +489,12 @@ class TestCost:
         assert len(made) == len(set(made)) == 3
 
     def test_short_sequences_take_one_call(self) -> None:
-        """Tiles are worth their calls only where they leave out enough: 8 tiles at 512 tokens do, of 8 heads, 4 at 256 do not."""
-        for length, number in ((64, 1), (256, 1), (512, 8)):
+        """Tiles are worth their calls only where they leave out enough: 4 tiles at 512 tokens do, of 8 heads, 2 at 256 do not."""
+        for length, number in ((64, 1), (256, 1), (512, 4)):
             query = torch.empty(1, 8, length, 1)
             tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
             assert len(tiles) == number
-        assert {len(tile.rows) for tile in tiles} == {64}
+        assert {len(tile.rows) for tile in tiles} == {128}
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),
