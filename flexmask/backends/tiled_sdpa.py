@@ -104,9 +104,21 @@ def _attend(
     rows, keys = hashes if dropout_p and hashes is not None else (None, None)
     if score_mod is not None:
         return attend_with_score_mod(query, key, value, bounds, cells, score_mod, scale, DropoutState.make(dropout_p, rows, keys))
-    if cells is None and rows is None and (out := _whole_sdpa(query, key, value, bounds, scale)) is not None:
-        return out
+    if cells is None and rows is None:
+        if (run := _one_interval(bounds, query, key, value)) is not None:
+            return fused_sdpa(query, key[:, :, run], value[:, :, run], is_causal=False, scale=scale)
+        if (out := _whole_sdpa(query, key, value, bounds, scale)) is not None:
+            return out
     return attend_tiles(query, key, value, bounds, cells, scale, dropout_p, rows, keys)
+
+
+def _one_interval(bounds: Tensor, query: Tensor, key: Tensor, value: Tensor) -> slice | None:
+    """The keys of every row where they are one interval, as those of one query often are; None where tiles are needed."""
+    is_plain = has_fused_kernel(query, key, value) and not is_observed(query) and not is_transformed(query, key, value)
+    if bounds.numel() != 2 or not is_plain:
+        return None
+    lo, hi = bounds.flatten().tolist()
+    return slice(lo, hi) if 0 <= lo < hi <= key.size(2) else None
 
 
 def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor | None:

@@ -49,13 +49,21 @@ class Key:
     def __hash__(self) -> int:
         return self._hash
 
-    def renumbered(self, numbers: dict[int, int]) -> Key:
-        """The same key with each id of a tensor replaced by a number, and with the checks of data."""
-        return Key((*(_renumbered(part, self._parts[0], numbers) for part in self._parts), *self._checks))
+    def renumbered(self, numbers: dict[int, int], known: dict[int, Key]) -> Key:
+        """The same key with each id of a tensor replaced by a number, and with the checks of data.
+
+        Args:
+            numbers: by the ids of the tensors.
+            known: the results so far by the ids of the keys, as many expressions may share one.
+        """
+        if id(self) not in known:
+            own = (_renumbered(part, self._parts[0], numbers, known) for part in self._parts)
+            known[id(self)] = Key((*own, *self._checks))
+        return known[id(self)]
 
     def with_checks(self, *checks: Any) -> Key:
         """An equal key of data that is checked."""
-        return Key(self._parts, checks)
+        return Key(self._parts, (*self._checks, *checks))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -69,13 +77,13 @@ class Key:
         return True
 
 
-def _renumbered(part: Any, kind: str, numbers: dict[int, int]) -> Any:
+def _renumbered(part: Any, kind: str, numbers: dict[int, int], known: dict[int, Key]) -> Any:
     if kind in HOLDS_TENSOR:
         return numbers.get(part, part)
     if isinstance(part, Key):
-        return part.renumbered(numbers)
+        return part.renumbered(numbers, known)
     if isinstance(part, tuple | frozenset):
-        return type(part)(_renumbered(item, "", numbers) for item in part)
+        return type(part)(_renumbered(item, "", numbers, known) for item in part)
     return part
 
 
@@ -101,7 +109,7 @@ class Structure:
     def key(self) -> Key:
         """The key of the expression, with tensors numbered in the order of :attr:`Node.tensors`."""
         if self._tensors is not None:
-            self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)})
+            self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)}, {})
             self._tensors = None
         return self._key
 

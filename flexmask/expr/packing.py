@@ -29,11 +29,13 @@ class DocumentTable(Table):
         rule: how it is computed: see :func:`flexmask.intervals.documents.document_table`.
         source: the lengths, offsets, positions or ids that it is computed from.
         padding: whether positions beyond ``lengths`` or ``cu_seqlens`` are allowed, as padding.
+        may_be_longer: whether these may cover more positions than there are, as those of a sequence that grows.
     """
 
     rule: Literal["lengths", "cu_seqlens", "position_ids", "starts"]
     source: Table | Param
     padding: bool = False
+    may_be_longer: bool = False
 
     @property
     def shape(self) -> tuple[int | None, ...]:

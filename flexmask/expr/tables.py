@@ -132,7 +132,7 @@ class TensorTable(Table):
     name: str = ""
 
     def _make_key(self) -> Key:
-        return Key(("TensorTable", id(self.tensor)))
+        return Key(("TensorTable", id(self.tensor)), (self.may_be_longer, self.name))
 
     def _make_tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)

@@ -25,6 +25,7 @@ from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_edges, document_table
 from flexmask.intervals.parts import parts_of
+from flexmask.intervals.shared_form import shared_form
 from flexmask.intervals.sizes import checked_sizes
 
 __all__ = ["MAX_OFFSET", "bind", "check_bound"]
@@ -50,10 +51,12 @@ def bind(
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
+    own, mask = mask, shared_form(mask)
+    given = {id(place): tensor for place, tensor in zip(mask.tensors, own.tensors, strict=True)}
     parts = parts_of(mask)
     q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
     kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
-    where = _device(parts.tensors, device, q_offset)
+    where = _device(parts.tensors, given, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
@@ -62,12 +65,13 @@ def bind(
     offset, q_end = _offset(q_offset, q_len)
     needed = {"kv": kv_len, "q": q_end}
     sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
-    context = Context(mask.expand(), q_len, kv_len, sizes["b"], batch or sizes["b"], sizes["h"], offset, q_end, where)
+    counts = sizes["b"], batch or sizes["b"], sizes["h"]
+    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, given=given, memo=own.memo)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
     for tensor in parts.tensors:
         if isinstance(tensor, CapturedTensor):
-            context.tables[tensor.key] = usable(tensor.tensor, lambda: f"the data of {mask.brief()}")
+            context.tables[tensor.key] = usable(context.given[id(tensor.tensor)], lambda: f"the data of {mask.brief()}")
     for ranged in parts.ranged:
         _check_range(ranged, context)
     check_ranges(parts.computed, context)
@@ -78,15 +82,20 @@ def bind(
 
 def check_bound(mask: Mask) -> None:
     """Raises a LoweringError if a mask has unbound parameters."""
-    if parts_of(mask).params:
+    if mask.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
 
 
-def _device(tensors: list[TensorTable | CapturedTensor], device: torch.device | str | None, q_offset: object) -> torch.device:
+def _device(
+    tensors: list[TensorTable | CapturedTensor],
+    given: dict[int, Tensor],
+    device: torch.device | str | None,
+    q_offset: object,
+) -> torch.device:
     found: dict[torch.device, TensorTable | CapturedTensor | None] = {}
     for tensor in tensors:
-        found.setdefault(tensor.tensor.device, tensor)
+        found.setdefault(given[id(tensor.tensor)].device, tensor)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)
     wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
@@ -125,7 +134,7 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
     """The data of a table on the context's device, checked."""
     match table:
         case TensorTable(tensor):
-            tensor = usable(tensor, lambda: f"the data of {context.mask.brief()}")
+            tensor = usable(context.given[id(tensor)], lambda: f"the data of {context.mask.brief()}")
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
             where = str(context.device)
@@ -141,6 +150,16 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
     raise AssertionError(f"not a table: {table!r}")
 
 
+def _values(table: Table, context: Context) -> Tensor:
+    """The data of a table, where it is."""
+    match table:
+        case TensorTable(tensor):
+            return context.given[id(tensor)]
+        case Ranged(source):
+            return _values(source, context)
+    return table.to_tensor()
+
+
 def _add_table(table: Table | Param, context: Context) -> None:
     """Adds the data of a lookup to a context; of documents given by lengths their edges, from which the other data follows."""
     lengths = table.source if isinstance(table, DocumentTable) and table.rule == "starts" else table
@@ -154,14 +173,18 @@ def _add_table(table: Table | Param, context: Context) -> None:
     context.tables.derived[table.key] = lambda: _tensor(table, without_data)
 
 
-def _derived(table: DocumentTable, context: Context, derive: Callable[[str, Tensor, int], Tensor]) -> Tensor:
+def _derived(table: DocumentTable, context: Context, derive: Callable[..., Tensor]) -> Tensor:
     """What is computed from the source of a table of documents; kept where that never changes."""
     positions = max(context.kv_len, context.q_end or 0)
+
+    def derived() -> Tensor:
+        return derive(table.rule, _tensor(table.source, context), positions, may_be_longer=table.may_be_longer)
+
     if not (table.constant and can_keep_tensors()):
-        return derive(table.rule, _tensor(table.source, context), positions)
+        return derived()
     place, made = table.memo.get(derive.__name__, (None, None))
     if place != (positions, context.device):
-        made = derive(table.rule, _tensor(table.source, context), positions)
+        made = derived()
         table.memo[derive.__name__] = (positions, context.device), made
     return cast(Tensor, made)
 
@@ -169,11 +192,11 @@ def _derived(table: DocumentTable, context: Context, derive: Callable[[str, Tens
 def _check_covers(lookup: Lookup, context: Context) -> None:
     """Checks that documents given by lengths cover the positions that are looked up."""
     match lookup.table:
-        case DocumentTable(rule, Table() as source, False) as table if rule in COVERING:
+        case DocumentTable(rule, Table() as source, padding=False) as table if rule in COVERING:
             needed = end_of_index(lookup.indices[-1], context)
             if needed is None or (isinstance(needed, int) and needed <= table.memo.get("covered", 0)):
                 return
-            check_covers(rule, source.to_tensor(), needed)
+            check_covers(rule, _values(source, context), needed)
             if source.constant and isinstance(needed, int):
                 table.memo["covered"] = needed
 

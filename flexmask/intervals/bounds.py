@@ -314,12 +314,13 @@ class _Analysis:
         data = self.column_data(column) if can_keep_tensors() else None
         context = self.context
         key = context.kv_len, context.batch, context.heads, context.device
-        known, versions, runs = column.memo.get("runs", (None, [], None))
+        kept = context.memo.setdefault("runs", {})
+        known, versions, runs = kept.get(column.key, (None, [], None))
         if data is not None and known == key and all(map(_sync.is_unchanged, data, versions)):
             return cast(ValueRuns, runs)
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            column.memo["runs"] = key, [_sync.data_version(tensor) for tensor in data], runs
+            kept[column.key] = key, [_sync.data_version(tensor) for tensor in data], runs
         return runs
 
     def column_data(self, column: Index) -> list[Tensor] | None:
@@ -330,7 +331,8 @@ class _Analysis:
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
             return [values] if self.context.q_len <= MAX_KEPT_QUERIES else None
-        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_data_version(table.tensor) else None
+        data = self.context.given[id(table.tensor)] if isinstance(table, TensorTable) else None
+        return None if data is None or not _sync.has_data_version(data) else [data]
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device

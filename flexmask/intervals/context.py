@@ -44,7 +44,7 @@ class Context:
     """What a mask is lowered with.
 
     Attributes:
-        mask: the mask with names expanded.
+        mask: the mask with names expanded, in its :func:`flexmask.intervals.shared_form.shared_form`.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.
@@ -57,6 +57,8 @@ class Context:
         edges: for documents given by lengths, where they begin and end, by the key of their table: see
             :func:`flexmask.intervals.documents.document_edges`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
+        given: the user's tensor for each tensor in ``mask``, by the id of the latter.
+        memo: that of the user's mask, for what follows from its data.
     """
 
     mask: Mask
@@ -71,6 +73,8 @@ class Context:
     tables: Tables = field(default_factory=Tables, repr=False)
     edges: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
+    given: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def with_lengths(self, node: N) -> N:
         """The expression with ``q_len`` and ``kv_len`` replaced by their values."""

@@ -13,7 +13,7 @@ from flexmask.expr.packing import COVERING
 __all__ = ["check_covers", "document_edges", "document_numbers", "document_table"]
 
 
-def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
+def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
     """Document ids or starts, ``int64[..., positions]``, from the data that a user gives.
 
     Args:
@@ -26,7 +26,7 @@ def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
         LoweringError: values that contradict themselves. Values in another device's memory are not read.
     """
     if rule in COVERING:
-        return _ids(document_edges(rule, source, positions), positions)
+        return _ids(document_edges(rule, source, positions, may_be_longer=may_be_longer), positions)
     changes = torch.ones_like(source, dtype=torch.bool)
     if rule == "position_ids":
         changes[..., 1:] = source.diff() != 1
@@ -37,13 +37,14 @@ def document_table(rule: str, source: Tensor, positions: int) -> Tensor:
     return torch.where(changes, at, 0).cummax(-1).values
 
 
-def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
+def document_edges(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
     """The first position of each document, then the first of the padding behind the last, and the number of positions.
 
     Args:
         rule: ``"lengths"`` or ``"cu_seqlens"``.
         source: see :func:`document_table`.
         positions: see :func:`document_table`.
+        may_be_longer: see :func:`document_table`.
 
     Returns:
         ``int64[..., n + 2]`` for ``n`` documents, non-decreasing.
@@ -53,8 +54,9 @@ def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
     """
     if rule == "lengths":
         ends = source.long().cumsum(-1)
-        _check_total(ends, positions, "lengths", source)
-        _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
+        if not may_be_longer:
+            _check_total(ends, positions, "lengths", source)
+            _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
     else:
         _sync.require(
             lambda: (source[..., 0] == 0).all() & (source[..., 1:] >= source[..., :-1]).all(),
@@ -67,7 +69,8 @@ def document_edges(rule: str, source: Tensor, positions: int) -> Tensor:
             raise LoweringError(f"document: cu_seqlens must start with 0 and not decrease, got {source.tolist()}")
         if source.shape[-1] < 2:
             raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
-        _check_total(source, positions, "cu_seqlens")
+        if not may_be_longer:
+            _check_total(source, positions, "cu_seqlens")
         ends = source[..., 1:].long()
     return F.pad(F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 0)), (0, 1), value=positions)
 

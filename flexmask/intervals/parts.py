@@ -9,7 +9,7 @@ from flexmask.expr.index import Absolute, Arithmetic, Symbol
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import CapturedTensor
-from flexmask.expr.tables import Lookup, Param, Ranged, TensorTable
+from flexmask.expr.tables import Lookup, Ranged, TensorTable
 from flexmask.intervals.checks import AXES, Computed, is_computed
 from flexmask.intervals.extent import Extent
 
@@ -20,7 +20,6 @@ __all__ = ["Parts", "may_be_longer", "parts_of"]
 class Parts:
     """The nodes of a mask that are validated, each once, operands before operations."""
 
-    params: list[Param]
     lookups: list[Lookup]
     tensors: list[TensorTable | CapturedTensor]
     ranged: list[Ranged]
@@ -32,11 +31,11 @@ class Parts:
 def parts_of(mask: Mask) -> Parts:
     """The parts of a mask, found once and kept with it."""
     if "parts" not in mask.memo:
-        parts = Parts([], [], [], [], [], [], [])
+        parts = Parts([], [], [], [], [], [])
         seen: set[Any] = set()
         ranges: dict[Any, Extent | None] = {}
         for node in mask.expand().walk():
-            if not isinstance(node, Param | Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
+            if not isinstance(node, Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
             use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, may_be_longer(node))
@@ -44,8 +43,6 @@ def parts_of(mask: Mask) -> Parts:
                 continue
             seen.add(use)
             match node:
-                case Param():
-                    parts.params.append(node)
                 case Lookup():
                     parts.lookups.append(node)
                     names = [index.name if isinstance(index, Symbol) else "" for index in node.indices]

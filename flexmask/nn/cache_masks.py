@@ -23,7 +23,7 @@ from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_bound
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.documents import check_covers, document_table
+from flexmask.intervals.documents import document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
@@ -79,9 +79,14 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     if not tokens.is_context:
         _check_padding(mask, tokens)
     rewriter, expanded = _Rewriter(mask, tokens), mask.expand()
+    place = "over_context" if tokens.is_context else "over_cache"
+    if not rewriter.shifts and place in mask.memo:
+        return cast(Mask, mask.memo[place])
     rewritten = cast(Mask, expanded.replace(rewriter.node))
     if rewritten is expanded:
-        return mask
+        rewritten = mask
+    if rewriter.is_same_in_each_call:
+        mask.memo[place] = rewritten
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
 
 
@@ -250,11 +255,17 @@ def _operands(mask: Mask) -> tuple[Mask, ...]:
 
 
 class _Rewriter:
-    """Rewrites the nodes of an expression over the whole sequence into those over the keys in the cache."""
+    """Rewrites the nodes of an expression over the whole sequence into those over the keys in the cache.
+
+    Attributes:
+        shifts: whether the first key in the cache is not that at position 0.
+        is_same_in_each_call: whether what was rewritten so far depends on nothing but the expression.
+    """
 
     def __init__(self, mask: Mask, tokens: CallTokens) -> None:
         self.mask, self.tokens, kv_start = mask, tokens, tokens.kv_start
         self.shifts = isinstance(kv_start, Tensor) or kv_start != 0
+        self.is_same_in_each_call = not self.shifts
         self.is_whole = not self.shifts and tokens.q_len == tokens.kv_end
         self.kv: Index = kv + (TensorTable(kv_start)[b] if isinstance(kv_start, Tensor) else kv_start)
         self.kv_at_least_0 = maximum(self.kv, 0) if isinstance(kv_start, Tensor) else self.kv  # keys below 0 are masked out
@@ -280,11 +291,12 @@ class _Rewriter:
         tokens, names = self.tokens, [index.name if isinstance(index, Symbol) else "" for index in indices]
         if tokens.is_context and "q" not in names:
             return source  # all keys of a context are in the cache
-        if {"q", "kv"} & set(names):
-            self.check_covers(source)
-        elif not isinstance(source, DocumentTable):
+        if not {"q", "kv"} & set(names) and not isinstance(source, DocumentTable):
             # A limit by the length is one by that of the whole sequence, which is not known.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
+        if (documents := _growing_documents(source)) is not None:
+            return documents
+        self.is_same_in_each_call = False
         sizes = dict(zip(names, source.shape, strict=True))
         self.check_ends(lookup, sizes)
         if self.is_whole and not isinstance(source, DocumentTable) and {sizes.get("q"), sizes.get("kv")} <= {tokens.kv_end, None}:
@@ -324,11 +336,6 @@ class _Rewriter:
             for node in self.mask.expand().walk()
         )
 
-    def check_covers(self, source: Table) -> None:
-        match source:
-            case DocumentTable(rule, Table() as below, False) if rule in COVERING:
-                check_covers(rule, below.to_tensor(), self.tokens.q_offset + self.tokens.q_len)
-
     def values(self, source: Table | Param) -> Tensor:
         match source:
             case TensorTable(tensor):
@@ -336,13 +343,15 @@ class _Rewriter:
             case Ranged(below):
                 return self.values(below)
             case DocumentTable(rule, below):
-                values = self.values(below)
-                return document_table(rule, values, self.positions(rule, values))
+                return document_table(rule, self.values(below), self.tokens.kv_end)
         return cast(Table, source).to_tensor().to(self.tokens.device)
 
-    def positions(self, rule: str, values: Tensor) -> int:
-        """The positions that ids derived from documents must cover: those of all tokens so far, and of all documents."""
-        if values.device.type != "cpu" or rule not in COVERING:
-            return self.tokens.kv_end
-        totals = values.sum(-1) if rule == "lengths" else values[..., -1]
-        return max(self.tokens.kv_end, int(totals.max()))
+
+def _growing_documents(table: Table) -> Table | None:
+    """Documents given by lengths, which may be those of the whole sequence; None for other tables."""
+    match table:
+        case DocumentTable(rule) if rule in COVERING:
+            return replace(table, may_be_longer=True)
+        case DocumentTable("starts", DocumentTable(rule) as ids) if rule in COVERING:
+            return replace(table, source=replace(ids, may_be_longer=True))
+    return None

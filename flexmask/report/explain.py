@@ -18,6 +18,7 @@ from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
+from flexmask.intervals.shared_form import shared_form
 from flexmask.intervals.sizes import lengths_hint
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
@@ -164,7 +165,7 @@ def explain(
         LoweringError: the mask cannot be lowered at these lengths, or has no such cell.
     """
     mask = as_mask(mask, device=device)
-    context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
+    context, form = bind(mask, q_len, kv_len, batch, heads, q_offset, device), shared_form(mask)
     sets = BlockSets(context, *block_sizes(block_size))
     bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
@@ -173,7 +174,7 @@ def explain(
     return Explanation(
         mask=str(mask),
         definition=str(mask.expand()),
-        leaves=tuple(_leaf(condition, context, bounds) for condition in _conditions(separate(mask.expand()))),
+        leaves=tuple(_leaf(condition, context, bounds) for condition in _conditions(separate(context.mask))),
         exact=bounds.exact,
         intervals=int(counts.max()),
         mean_intervals=float(counts.double().mean()),
@@ -182,7 +183,7 @@ def explain(
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
         stats=stats(context, block_size, bounds),
-        cell=None if cell is None else _reason(mask, context, cell, heads),
+        cell=None if cell is None else _reason(form, context, cell, heads),
     )
 
 

@@ -383,6 +383,34 @@ class TestScoreMod:
         check_attention(attend, inputs(), causal(50, 50) & cells, scale=2 / math.sqrt(8))
 
 
+@pytest.mark.parametrize("sizes", [{"q_len": 1}, {"q_len": 7}, {"q_len": 1, "key_heads": 4}, {"value_dim": 5}], ids=str)
+@pytest.mark.parametrize("ends", [(0, 50), (13, 31), (49, 50), (20, 20)], ids=str)
+def test_one_interval_of_all_rows(ends: tuple[int, int], sizes: dict[str, int]) -> None:
+    """Such keys are a part of the tensors: no other key is read, so that NaN there reaches no output and no gradient."""
+    bounds, tensors = torch.tensor([[[[list(ends)]]]]), inputs(**sizes)
+    keys = torch.arange(50)
+    mask = ((keys >= ends[0]) & (keys < ends[1])).view(1, 1, 1, 50).expand(1, 1, tensors[0].size(2), 50)
+    check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), tensors, mask)
+    query, key, value = (tensor.detach() for tensor in tensors)
+    hidden = ~mask[0, 0, 0]
+    spoiled = [tensor.clone() for tensor in (key, value)]
+    for tensor in spoiled:
+        tensor[:, :, hidden] = math.nan
+    torch.testing.assert_close(block_sdpa(query, *spoiled, bounds), block_sdpa(query, key, value, bounds))
+
+
+def test_one_interval_outside_the_keys_is_an_error() -> None:
+    query, key, value = inputs(q_len=1)
+    for ends in ([-1, 4], [3, 51]):
+        with pytest.raises(LoweringError, match="50"):
+            block_sdpa(query, key, value, torch.tensor([[[[ends]]]]))
+
+
+def test_second_derivative_of_one_interval() -> None:
+    tensors = inputs(batch=1, heads=2, key_heads=2, q_len=2, kv_len=6, dim=3, value_dim=3)
+    assert torch.autograd.gradgradcheck(lambda q, k, v: block_sdpa(q, k, v, torch.tensor([[[[[1, 4]]]]])), tensors)
+
+
 def test_as_many_keys_as_heads() -> None:
     check_attention(partial(fused_sdpa, is_causal=True), inputs(heads=4, key_heads=2, q_len=4, kv_len=4), causal(4, 4))
 

@@ -1,0 +1,94 @@
+"""What a decoding step with a KVCache costs, and that its rows are those of the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexmask as fm
+from flexmask import KVCache, MultiheadFlexAttention
+from flexmask.errors import LoweringError
+from flexmask.intervals import solve
+from flexmask.nn import CallTokens, mask_over_cache
+
+KEYS = 5000
+MASKS: dict[str, dict[str, Any]] = {
+    "causal & key_padding(start=n)": {"n": torch.tensor([3, 0])},
+    "causal & key_padding(lengths=n)": {"n": torch.tensor([6000, 7000])},
+    "causal & document(cu_seqlens=n)": {"n": torch.tensor([[0, 100, 4000, 7000], [0, 7, 8, 7000]])},
+    "causal & document(lengths=n)": {"n": torch.tensor([[100, 3900, 3000], [7, 1, 6992]])},
+    "per_document(sliding_window(size=100), lengths=n)": {"n": torch.tensor([[100, 3900, 3000], [7, 1, 6992]])},
+    "sliding_window(size=100)": {},
+}
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+def over_cache(mask: fm.Mask, position: int) -> fm.Mask:
+    return mask_over_cache(mask, CallTokens(2, 1, position, position + 1, 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_a_step_repeats_no_analysis(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = fm.parse(text).bind(**MASKS[text])
+    positions = range(KEYS, KEYS + 3)
+    whole = [mask.rows(1, 7000, q_offset=position, batch=2).lower.holds(torch.arange(7000)) for position in positions]
+    first = over_cache(mask, KEYS - 1)
+    first.rows(1, KEYS, q_offset=KEYS - 1)
+    monkeypatch.setattr(solve, "_separated", lambda node: pytest.fail(f"{node} is solved again"))
+    for position, row in zip(positions, whole, strict=True):
+        step = over_cache(mask, position)
+        assert step is first
+        rows = step.rows(1, position + 1, q_offset=position, batch=2)
+        assert rows.exact
+        assert torch.equal(rows.lower.holds(torch.arange(position + 1)), row[..., : position + 1])
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_a_step_makes_nothing_as_long_as_the_keys(text: str) -> None:
+    mask = fm.parse(text).bind(**MASKS[text])
+    with Sizes() as sizes:
+        over_cache(mask, KEYS).rows(1, KEYS + 1, q_offset=KEYS)
+    assert 0 < sizes.most < 100
+
+
+@pytest.mark.parametrize("source", ["lengths=n", "cu_seqlens=n"])
+def test_documents_of_the_whole_sequence_must_reach_the_queries(source: str) -> None:
+    module, cache = MultiheadFlexAttention(6, 8, 2), KVCache(16)
+    data = torch.tensor([4, 3] if source == "lengths=n" else [0, 4, 7])
+    mask = fm.parse(f"causal & document({source})").bind(n=data)
+    x = torch.randn(1, 9, 6)
+    with torch.no_grad():
+        whole = module(x[:, :7], mask)
+        steps = [module(x[:, place : place + 1], mask, cache=cache) for place in range(7)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole)
+        with pytest.raises(LoweringError, match="cover 7 of"):
+            module(x[:, 7:8], mask, cache=cache)
+
+
+@pytest.mark.parametrize("text", [None, "full", "q >= 0", "query_padding(start=[0, 0])"])
+def test_sequences_shorter_than_the_window_see_their_own_tokens_alone(text: str | None) -> None:
+    """The room before the first token of a short sequence holds no key, also for a mask that says nothing of keys."""
+    torch.manual_seed(0)
+    module, cache, x = MultiheadFlexAttention(6, 8, 2).double(), KVCache(window=8), torch.randn(2, 8, 6).double()
+    with torch.no_grad():
+        module(x[:, :6], "causal & sliding_window(size=8)", cache=cache)
+        cache.truncate([2, 6])
+        found = module(torch.stack((x[0, 2:3], x[1, 6:7])), text, cache=cache)
+        wanted = [module(x[:1, :3], "causal")[:, -1], module(x[1:, :7], "causal")[:, -1]]
+    torch.testing.assert_close(found.squeeze(1), torch.cat(wanted))
