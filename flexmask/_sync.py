@@ -26,13 +26,14 @@ def require(condition: Callable[[], Tensor], device: torch.device, message: str,
     """In a graph, an error where it runs unless a condition holds.
 
     Args:
-        condition: gives a truth value, ``bool`` without axes.
+        condition: gives truth values, all of which must be True.
         device: where the values are.
         message: of the error.
         everywhere: whether to check on every device; by default on the CPU alone, as outside graphs.
     """
     if is_captured() and (everywhere or device.type == "cpu"):
-        torch._assert_async(condition(), message)
+        holds = condition()
+        torch._assert_async(holds if holds.numel() == 1 else holds.all(), message)
 
 
 def has_data_version(tensor: Tensor) -> bool:

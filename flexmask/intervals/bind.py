@@ -116,7 +116,7 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
-        _sync.require(lambda: (q_offset >= 0).all(), q_offset.device, "q_offset must be at least 0")
+        _sync.require(lambda: q_offset >= 0, q_offset.device, "q_offset must be at least 0")
         offset = cast(Tensor, q_offset).long().reshape(-1)
         if _sync.needs_sync(offset):
             return offset, None
@@ -224,9 +224,9 @@ def _check_range(ranged: Ranged, context: Context) -> None:
 
 def _require_range(ranged: Ranged, values: Tensor, limit: int | None, *, may_be_keep: bool) -> None:
     """As :func:`_check_range` where a graph runs."""
-    _sync.require(lambda: (values >= ranged.low).all(), values.device, _least_wanted(ranged))
+    _sync.require(lambda: values >= ranged.low, values.device, _least_wanted(ranged))
     if limit is not None:
-        _sync.require(lambda: (values <= limit).all(), values.device, _most_wanted(ranged, limit))
+        _sync.require(lambda: values <= limit, values.device, _most_wanted(ranged, limit))
     if may_be_keep:
         _sync.require(lambda: (values.amin() != 0) | (values.amax() != 1), values.device, _no_keep_wanted(ranged, values))
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
-from flexmask.expr.index import Index, Symbol, kv, q
+from flexmask.expr.index import Constant, Index, Symbol, kv, q
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Opaque
-from flexmask.expr.packing import DocumentTable
+from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import Context
+from flexmask.intervals.documents import document_ends
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.operations import greater, lesser
@@ -166,15 +167,44 @@ class _Analysis:
 
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
         """The rows of ``a & b & ...``. Operands of one interval a row are intersected first."""
+        operands, documents = self.own_documents(operands)
         spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
         piecewise = {id(operand): operand for operand in operands if self.is_piecewise(operand)}
         special = spans.keys() | piecewise.keys()
         parts = [self.rows(operand) for operand in operands if id(operand) not in special]
-        single = [part.lower for part in parts if part.exact and part.lower.slots == 1]
+        single = documents + [part.lower for part in parts if part.exact and part.lower.slots == 1]
         others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
         return self.refined(reduce(lambda a, b: a & b, others), piecewise.values())
+
+    def own_documents(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[Rows]]:
+        """The rows of ``(ids[kv] == ids[q]) & (ids[q] >= 0)`` for documents given by lengths, and the operands but for these."""
+        found: list[Rows] = []
+        equal = [part for part in operands if isinstance(part, Compare) and part.sign == "=="]
+        for condition in operands:
+            match condition:
+                case Compare(">=", Lookup(DocumentTable(rule) as table) as own, Constant(0)) if rule in COVERING:
+                    same = [part for part in equal if part.right.key == own.key and _has_same_sides(part)]
+                    if same:
+                        operands = tuple(part for part in operands if part is not condition and part is not same[0])
+                        found.append(self.document_rows(table, of_padding=False))
+        return operands, found
+
+    def document_rows(self, table: Table | Param, *, of_padding: bool) -> Rows:
+        """The keys of the document of each query, given by lengths.
+
+        Args:
+            table: the documents.
+            of_padding: whether those behind the last document are a document of their own; otherwise they have no keys.
+        """
+        context, edges = self.context, self.context.edges[table.key]
+        if (context.q_end or 0) > context.kv_len:
+            edges = edges.clamp(max=context.kv_len)
+        if not of_padding:
+            edges = torch.cat((edges[..., :-1], edges[..., -2:-1]), -1)
+        lo, hi = document_ends(edges.to(torch.int32), self.queries.document_number(table)).unsqueeze(-2).unbind(-1)
+        return Rows(lo, hi, context.kv_len)
 
     def disjunction(self, parts: list[RowBounds]) -> RowBounds:
         """The rows of ``a | b | ...``, those that are exact joined at once."""
@@ -288,11 +318,7 @@ class _Analysis:
         context, column = self.context, mask.left
         table = _table_of(column)
         if table is not None and table.key in context.edges and _has_same_sides(mask):
-            ends = self.queries.document_edges(table)
-            if (context.q_end or 0) > context.kv_len:
-                ends = ends.clamp(max=context.kv_len)
-            lo, hi = ends.to(torch.int32).unsqueeze(-2).unbind(-1)  # no document is empty where a query is
-            return Rows(lo, hi, context.kv_len)
+            return self.document_rows(table, of_padding=True)  # no document is empty where a query is
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
             ids, value = cast("tuple[Tensor, Tensor]", self.sides(mask))

@@ -150,7 +150,7 @@ def end_of_index(index: Index, context: Context) -> int | Tensor | None:
     if context.device.type != "cpu" or {"q", "kv"} <= index.symbols or (isinstance(index, Symbol) and not is_captured()):
         return None
     if isinstance(index, Symbol) and isinstance(context.q_offset, Tensor):  # the queries
-        return context.q_offset.max() + context.q_len
+        return (context.q_offset if context.q_offset.numel() == 1 else context.q_offset.max()) + context.q_len
     end = _evaluated(index, context).max() + 1
     return end if is_captured() else int(end)
 

@@ -10,7 +10,7 @@ from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.packing import COVERING
 
-__all__ = ["check_covers", "document_edges", "document_numbers", "document_table"]
+__all__ = ["check_covers", "document_edges", "document_ends", "document_numbers", "document_table"]
 
 
 def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
@@ -82,6 +82,12 @@ def document_numbers(edges: Tensor, position: Tensor) -> Tensor:
     return torch.searchsorted(ends.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
 
+def document_ends(edges: Tensor, number: Tensor) -> Tensor:
+    """The first position of some documents, and one more than the last: ``[B, 1, n, 2]`` of the numbers ``int64[B, 1, n]``."""
+    pairs = edges.view(-1, 1, edges.shape[-1]).unfold(-1, 2, 1).expand(number.shape[0], 1, -1, 2)
+    return pairs.gather(2, number.unsqueeze(-1).expand(*number.shape, 2))
+
+
 def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     """Checks that documents cover as many positions as are needed, for each sequence where these are a tensor ``[B]``.
 
@@ -90,7 +96,7 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     """
     those = "all tokens" if isinstance(needed, int) else "the queries, which end at q_offset + q_len"
     _sync.require(
-        lambda: (_totals(rule, source) >= needed).all(),
+        lambda: _totals(rule, source) >= needed,
         source.device,
         f"document: {rule} must cover {those}; give padding=True where tokens behind the last document are padding",
     )
@@ -123,9 +129,7 @@ def _ids(edges: Tensor, positions: int) -> Tensor:
 
 
 def _check_total(ends: Tensor, positions: int, name: str, lengths: Tensor | None = None) -> None:
-    _sync.require(
-        lambda: (ends <= positions).all(), ends.device, f"document: {name} cover more tokens than the {positions} positions"
-    )
+    _sync.require(lambda: ends <= positions, ends.device, f"document: {name} cover more tokens than the {positions} positions")
     if not _sync.needs_sync(ends) and int(ends.max()) > positions:
         is_offsets = lengths is not None and bool((lengths[..., 0] == 0).all() & (lengths.diff() >= 0).all())
         hint = ". They begin with 0 and rise: did you mean cu_seqlens=?" if is_offsets else ""

@@ -26,7 +26,7 @@ from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws
 from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
-from flexmask.intervals.documents import document_numbers
+from flexmask.intervals.documents import document_ends, document_numbers
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 from flexmask.intervals.operations import operation
 
@@ -69,7 +69,7 @@ class Evaluation:
                 return self._symbol(name)
             case Lookup(table, indices) if self.axis == "q" and table.key in self.context.edges and _are_symbols(indices):
                 if isinstance(table, DocumentTable) and table.rule == "starts":
-                    return self.document_edges(table)[..., 0]
+                    return document_ends(self.context.edges[table.key], self.document_number(table))[..., 0]
                 number = self.document_number(table)
                 return torch.where(number < self.context.edges[table.key].shape[-1] - 2, number, -1)
             case Lookup(table, indices) if _are_symbols(indices):
@@ -90,12 +90,6 @@ class Evaluation:
         if key not in self.known:
             self.known[key] = document_numbers(edges, self.values(Symbol("q")).flatten(0, 1)).unsqueeze(1)
         return cast(Tensor, self.known[key])
-
-    def document_edges(self, table: Table | Param) -> Tensor:
-        """Where the document of each query begins, and one more than where it ends, ``int64[B, 1, q_len, 2]``."""
-        number, edges = self.document_number(table), self.context.edges[table.key]
-        pairs = edges.view(-1, 1, edges.shape[-1]).unfold(-1, 2, 1).expand(number.shape[0], 1, -1, 2)
-        return pairs.gather(2, number.unsqueeze(-1).expand(*number.shape, 2))
 
     def holds(self, mask: Mask) -> Tensor | None:
         """Where a comparison that does not depend on the other axis holds, or None where 64 bits do not suffice."""
