@@ -63,7 +63,7 @@ def _supports(call: Call) -> str | None:
 
 def _is_computed(mask: Mask | LoweredMask | BlockMask | None) -> bool:
     """Whether a graph computes tensors of the mask before FlexAttention reads them."""
-    return isinstance(mask, Mask) or (isinstance(mask, LoweredMask) and mask.cells is None)
+    return isinstance(mask, Mask) or (isinstance(mask, LoweredMask) and mask.reads_bounds)
 
 
 def _run(call: Call) -> Tensor:

@@ -64,7 +64,7 @@ def block_sdpa(
         key: [B, H_kv, KV, D], of the query's dtype; query head h uses key head h // (H // H_kv).
         value: [B, H_kv, KV, Dv], of the query's dtype.
         bounds: int [B', H', Q', K, 2], disjoint key intervals [lo, hi) of each row; lo == hi: unused.
-        cells: which keys of its intervals a row attends to, where these are an upper bound: bool [B or 1, H or 1, Q, KV], or
+        cells: which keys of its intervals a row attends to, where these are an upper bound: bool [B or 1, H or 1, Q or 1, KV], or
             ``cells(b, h, q_idx, kv_idx)``, a mask_mod that is called with broadcasting index tensors, tile by tile.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention. Gradients reach the tensors that it
             captures. This path is simple rather than fast.
@@ -190,8 +190,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cel
     if isinstance(cells, Tensor):
         if cells.dtype != torch.bool:
             raise OperandError(f"cells is {cells.dtype}; wanted torch.bool")
-        if cells.dim() != 4 or not _broadcasts(cells, (batch, heads)) or cells.shape[2:] != (q_len, key.size(2)):
-            wanted = f"[{batch} or 1, {heads} or 1, {q_len}, {key.size(2)}]"
+        if cells.dim() != 4 or not _broadcasts(cells, (batch, heads, q_len)) or cells.size(3) != key.size(2):
+            wanted = f"[{batch} or 1, {heads} or 1, {q_len} or 1, {key.size(2)}]"
             raise LoweringError(f"cells has shape {tuple(cells.shape)}; wanted {wanted}")
 
 

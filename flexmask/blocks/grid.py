@@ -68,8 +68,18 @@ class BlockGrid(BlockLayout):
         partial.view(-1)[index], full.view(-1)[index] = Survey(self).classes(entries)
         return partial, full
 
-    def from_cells(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """The partial and the full blocks, given all cells ``bool[B', H', q_len, kv_len]``."""
+    def from_cells(self, rows: Rows, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """The partial and the full blocks of the cells ``bool[B', H', q_len, kv_len]``.
+
+        Args:
+            rows: key intervals with all visible cells.
+            cells: the cells. ``bool[B', H', 1, kv_len]`` where they are the same for all queries, of which those in the intervals
+                are visible; the intervals then begin and end with True.
+        """
+        if cells.shape[2] == 1:
+            inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size)).unflatten(3, (self.kv_blocks, self.kv_size))
+            touched, full = self.touched(rows) & inside.any(-1), self.covered(rows) & inside.all(-1)
+            return touched & ~full, full
         inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size, 0, -cells.shape[2] % self.q_size))
         counts = inside.unflatten(3, (self.kv_blocks, self.kv_size)).unflatten(2, (self.q_blocks, self.q_size)).sum((3, 5))
         full = counts == self.q_size * self.kv_size

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows
 
-__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "runs", "threshold", "true_hull"]
+__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "runs", "threshold", "true_hull", "within_true"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -24,7 +25,7 @@ def runs(holds: Tensor, kv_len: int) -> Rows:
     The number of intervals depends on the values, so this forces a host sync.
     """
     holds = holds.expand(*holds.shape[:2], kv_len)
-    edges = torch.nn.functional.pad(holds, (1, 1)).to(torch.int8).diff()
+    edges = F.pad(holds, (1, 1)).to(torch.int8).diff()
     starts, stops = (_positions(edges == sign, kv_len).unsqueeze(2) for sign in (1, -1))
     return Rows(starts, stops, kv_len)
 
@@ -35,6 +36,27 @@ def true_hull(holds: Tensor, kv_len: int) -> Rows:
     position = torch.arange(kv_len, dtype=torch.int32, device=holds.device)
     start, stop = torch.where(holds, position, kv_len).amin(-1), torch.where(holds, position + 1, 0).amax(-1)
     return Rows.spans(start.unsqueeze(-1), stop.unsqueeze(-1), kv_len)
+
+
+def within_true(rows: Rows, holds: Tensor) -> Rows:
+    """The intervals without their first and last keys where ``bool[B, H, kv_len]`` is False, without a host sync.
+
+    Where it is True for no key of an interval, the interval is empty. Others begin and end with a key where it is True.
+    """
+    kv_len, positions = rows.kv_len, torch.arange(rows.kv_len, device=holds.device)
+    next_true = torch.where(holds, positions, kv_len).flip(-1).cummin(-1).values.flip(-1)
+    last_end = torch.where(holds, positions + 1, 0).cummax(-1).values
+    lo = _at(F.pad(next_true, (0, 1), value=kv_len), rows.lo)
+    hi = _at(F.pad(last_end, (1, 0)), rows.hi)
+    lo, hi = (end.masked_fill(lo >= hi, kv_len).to(torch.int32) for end in (lo, hi))
+    return Rows(lo, hi, kv_len)
+
+
+def _at(values: Tensor, ends: Tensor) -> Tensor:
+    """``values[b, h, ends[b, h, ...]]``, given ``[B, H, n]`` and ``[B, H, q_len, K]`` that broadcast."""
+    shape = [max(sizes) for sizes in zip(values.shape[:2], ends.shape[:2], strict=True)]
+    places = ends.expand(*shape, -1, -1)
+    return values.expand(*shape, -1).gather(-1, places.flatten(2).long()).view(places.shape)
 
 
 def equal_hull(column: Tensor, value: Tensor, kv_len: int) -> Rows:
@@ -118,7 +140,7 @@ class ValueRuns:
         changes = torch.ones(values.shape, dtype=torch.bool, device=values.device)
         torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
         starts = _positions(changes, n)
-        stops = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=n)
+        stops = F.pad(starts[..., 1:], (0, 1), value=n)
         held = values.gather(-1, starts.clamp(max=n - 1).long()).masked_fill_(starts == n, torch.iinfo(values.dtype).max)
         held, order = held.sort(dim=-1, stable=True)
         inside = torch.arange(1, held.shape[-1], device=held.device) < (starts < n).sum(-1, keepdim=True)

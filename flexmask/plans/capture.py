@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from typing import Any, NamedTuple
 
@@ -21,12 +21,13 @@ from torch.utils._pytree import register_constant
 from flexmask._transforms import is_observed
 from flexmask.errors import LoweringError
 from flexmask.expr.deferred import in_graph
-from flexmask.expr.mask import Compare, Mask
+from flexmask.expr.mask import And, Compare, Mask
 from flexmask.expr.node import Structure
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
+from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.plans.fused import fused_kind
@@ -160,8 +161,10 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     """The mask of a lowering context as one value, with the lists of its BlockMask where they need no host sync."""
     bounds = analyze(context)
     shape = context.full_batch, context.heads, context.q_len, context.kv_len
-    cells = None
-    if not bounds.exact:
+    rows, cells = bounds.upper, None if bounds.exact else _cells_of_keys(context)
+    if cells is not None:
+        rows = within_true(rows, cells.squeeze(2))
+    elif not bounds.exact:
         count = context.batch * context.heads * context.q_len * context.kv_len
         if count > MAX_CELLS:
             raise LoweringError(
@@ -169,13 +172,26 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
                 f"{MAX_CELLS} are possible. {_remedy(context.mask)}"
             )
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
-    rows = bounds.upper
     # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
     ends = torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0))).permute(2, 3, 4, 1, 0)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
+
+
+def _cells_of_keys(context: Context) -> Tensor | None:
+    """Which keys the parts of a conjunction that do not depend on the query show, ``bool[B', H', 1, kv_len]``.
+
+    None where the other parts are not exact, so that the cells of each query differ.
+    """
+    mask = context.mask
+    operands = mask.operands if isinstance(mask, And) else (mask,)
+    of_keys = tuple(operand for operand in operands if "q" not in operand.symbols)
+    others = tuple(operand for operand in operands if "q" in operand.symbols)
+    if not of_keys or not analyze(replace(context, mask=And.make(others))).exact:
+        return None
+    return cell_evaluator(replace(context, mask=And.make(of_keys)))(0, 1, 0, context.kv_len)
 
 
 def _remedy(mask: Mask) -> str:

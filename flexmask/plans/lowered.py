@@ -47,7 +47,8 @@ class LoweredMask:
         bounds: the key intervals of each query row, ``int32[B', H', Q', K, 2]``, sorted and disjoint. Each of the first three
             axes is 1 where the mask does not depend on it. Unused intervals are ``[kv_len, kv_len)``.
         cells: None where the intervals are the mask. Where a part of the mask is not separable in q and kv, the intervals hold
-            all visible keys, and ``bool[B', H', q_len, kv_len]`` says which of them are visible.
+            all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1 where
+            it says the same for all queries; the intervals then begin and end with visible keys.
         block_size: queries and keys in a block of :attr:`block_mask`.
         fused: ``"whole"`` for a mask of all keys, ``"causal"`` for the mask of ``is_causal``: torch's fused kernels take these
             without a tensor. None for another mask.
@@ -71,13 +72,19 @@ class LoweredMask:
         return self.bounds.device
 
     @property
+    def reads_bounds(self) -> bool:
+        """Whether :attr:`mask_mod` reads tensors that are computed from the key intervals."""
+        return self.cells is None or self.cells.shape[2] == 1
+
+    @property
     def mask_mod(self) -> MaskMod:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
         batch, heads, q_len, _ = self.shape
-        if self.cells is not None:
+        if self.cells is not None and not self.reads_bounds:
             return _cells_mod(self.cells)
         rows = self._rows()
-        return interval_mod(rows, next(count for count in ALL_INTERVALS if count >= rows.slots), (batch, heads, q_len))
+        inside = interval_mod(rows, next(count for count in ALL_INTERVALS if count >= rows.slots), (batch, heads, q_len))
+        return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
 
     @property
     def block_mask(self) -> BlockMask:
@@ -168,14 +175,18 @@ def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[in
     """The lists of a BlockMask, given the key intervals and the cells of a :class:`LoweredMask`."""
     if cells is None:
         return block_lists(RowBounds(rows, rows), context, sizes)
-    partial, full = BlockGrid(context, *sizes).from_cells(cells)
+    partial, full = BlockGrid(context, *sizes).from_cells(rows, cells)
     return grid_lists([partial, full], context.full_batch, None)
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:
     # An axis of size 1 is broadcast: it is read at 0.
-    b_step, h_step = int(cells.shape[0] > 1), int(cells.shape[1] > 1)
-    return lambda b, h, q_idx, kv_idx: cells[b * b_step, h * h_step, q_idx, kv_idx]
+    b_step, h_step, q_step = (int(size > 1) for size in cells.shape[:3])
+    return lambda b, h, q_idx, kv_idx: cells[b * b_step, h * h_step, q_idx * q_step, kv_idx]
+
+
+def _both(one: MaskMod, two: MaskMod) -> MaskMod:
+    return lambda b, h, q_idx, kv_idx: one(b, h, q_idx, kv_idx) & two(b, h, q_idx, kv_idx)
 
 
 def flat_lists(lists: list[BlockList]) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.intervals import Rows
-from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold
+from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold, within_true
 from tests.support import oracle
 from tests.support.lowerings import assert_canonical, own_cells_of
 from tests.support.paths import path
@@ -126,3 +126,23 @@ def test_rising_runs(length: int) -> None:
         rising = column.clamp(min=0).sort(-1).values
         rising[..., length - length // 3 :] = -1
         check(nondecreasing_runs(rising, value, length), rising.unsqueeze(2) == value.unsqueeze(3))
+
+
+@each_length
+def test_within_true(length: int) -> None:
+    """Intervals lose the ends where nothing holds; each axis may be of another size than that of the condition."""
+    random = Random(length)
+    for (batch, heads), (rows_batch, rows_heads), slots in product(AXES, AXES, (1, 2)):
+        if not {batch, rows_batch} <= {1, max(batch, rows_batch)} or not {heads, rows_heads} <= {1, max(heads, rows_heads)}:
+            continue
+        holds = torch.tensor([random.random() < 0.4 for _ in range(batch * heads * length)]).view(batch, heads, length)
+        ends = [sorted(random.randint(0, length) for _ in range(2 * slots)) for _ in range(rows_batch * rows_heads * 3)]
+        given = torch.tensor(ends, dtype=torch.int32).view(rows_batch, rows_heads, 3, slots, 2)
+        found = within_true(Rows(given[..., 0], given[..., 1], length), holds)
+        assert found.lo.dtype == found.hi.dtype == torch.int32
+        shape = max(batch, rows_batch), max(heads, rows_heads), 3, slots
+        for b, h, row, slot in product(*map(range, shape)):
+            lo, hi = given[min(b, rows_batch - 1), min(h, rows_heads - 1), row, slot].tolist()
+            kept = [key for key in range(lo, hi) if holds[min(b, batch - 1), min(h, heads - 1), key]]
+            wanted = [kept[0], kept[-1] + 1] if kept else [length, length]
+            assert [int(found.lo[b, h, row, slot]), int(found.hi[b, h, row, slot])] == wanted

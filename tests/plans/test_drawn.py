@@ -170,6 +170,24 @@ def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tupl
     assert GRAPHS.captures <= before + 1
 
 
+@settings(max_examples=20)
+@given(st.data())
+def test_conditions_of_keys_are_evaluated_once_for_each_key(data: st.DataObject) -> None:
+    """Joined to a mask with key intervals they need no cells of each query."""
+    shape = data.draw(shapes(24).filter(positions_exist))
+    part = data.draw(st.sampled_from([part for part in PARTS if "keep" not in part.text]))
+    value, keep = data.draw(part.data(shape)), data.draw(filled(BOOLS, shape.batch, shape.kv_len))
+    text = f"{part.text.format('data')} & key_padding(keep=keep) & (kv % 5 != h)"
+    mask = fm.parse(text).bind(keep=torch.tensor(keep), **({} if value is None else {"data": torch.tensor(value)}))
+    lowered = plan_for(mask, shape)(q_offset=shape.lowering["q_offset"])
+    assert lowered.cells is not None
+    assert lowered.cells.shape[2] == 1
+    of_keys = oracle.both(oracle.key_keep(keep), lambda b, h, q, kv, q_len, kv_len: kv % 5 != h)
+    expected = Case(mask, oracle.both(part.meaning(value), of_keys)).expected(shape)
+    check(lowered, mask, expected, shape)
+    check_attention(expected, partial(attention, mask=lowered, backend="sdpa"))
+
+
 # ---------------------------------------------------------------- attention
 
 

@@ -25,7 +25,10 @@ def documented() -> set[str]:
 
 
 def has_cells(mask: Mask, length: int) -> bool:
-    """Whether the plan of a mask evaluates cells; it may read no value, and copies none to the device after the capture."""
+    """Whether the plan of a mask evaluates the cells of each query.
+
+    It may read no value, and copies none to the device after the capture.
+    """
     plan = fm.plan(mask, length, device=META)
     copies = []
     for _ in range(2):
@@ -35,7 +38,7 @@ def has_cells(mask: Mask, length: int) -> bool:
         assert watch.reads == 0
         copies.append(watch.copies)
     assert copies[1] == 0
-    return lowered.cells is not None
+    return lowered.cells is not None and lowered.cells.shape[2] == length
 
 
 @pytest.mark.parametrize("name", MASKS)
