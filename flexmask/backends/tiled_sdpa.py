@@ -191,7 +191,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cel
         if cells.dtype != torch.bool:
             raise OperandError(f"cells is {cells.dtype}; wanted torch.bool")
         if cells.dim() != 4 or not _broadcasts(cells, (batch, heads, q_len)) or cells.size(3) != key.size(2):
-            wanted = f"[{batch} or 1, {heads} or 1, {q_len} or 1, {key.size(2)}]"
+            wanted = f"[{batch} or 1, {heads} or 1, {q_len}, {key.size(2)}], or one row for all queries"
             raise LoweringError(f"cells has shape {tuple(cells.shape)}; wanted {wanted}")
 
 

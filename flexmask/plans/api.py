@@ -144,9 +144,9 @@ def plan(
 
     Args:
         mask: a mask, its text, or a ``mask_mod``. Data that changes is a parameter of the mask: in text each name that is not one
-            of flexmask, in Python ``flexmask.param("cu")``; so is a number that changes, ``sliding_window(size=w)``, as numbers in
-            the mask are a part of the graph. A ``mask_mod`` is traced once and has no parameters: a tensor that
-            it captures stays the one of this call, in which only changes in place are seen.
+            of flexmask, in Python ``flexmask.param("cu")``. So is a number that changes, as in ``sliding_window(size=w)``; other
+            numbers are a part of the graph. A ``mask_mod`` is traced once and has no parameters: a tensor that it captures stays
+            the one of this call, in which only changes in place are seen.
         q_len: number of queries.
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.
