@@ -184,9 +184,10 @@ class _Analysis:
         equal = [part for part in operands if isinstance(part, Compare) and part.sign == "=="]
         for condition in operands:
             match condition:
-                case Compare(">=", Lookup(DocumentTable(rule) as table) as own, Constant(0)) if rule in COVERING:
+                case Compare(">=", Lookup(DocumentTable(rule)) as own, Constant(0)) if rule in COVERING:
                     same = [part for part in equal if part.right.key == own.key and _has_same_sides(part)]
-                    if same:
+                    table = _table_of(own)
+                    if same and table is not None:
                         operands = tuple(part for part in operands if part is not condition and part is not same[0])
                         found.append(self.document_rows(table, of_padding=False))
         return operands, found

@@ -332,6 +332,37 @@ def test_padding_behind_documents() -> None:
         fm.document(lengths=[3, 4]).rows(8, device="meta")
 
 
+IDS_OF_ROWS = [oracle.ids_of_lengths(row, 8) for row in ([3, 4], [8, 0], [0, 2])]
+OF_LENGTHS = document_ids(lengths=[[3, 4], [8, 0], [0, 2]], padding=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "allowed"),
+    [
+        ((along(OF_LENGTHS, q) == along(OF_LENGTHS, kv)) & (along(OF_LENGTHS, q) >= 0), oracle.document(IDS_OF_ROWS)),
+        ((along(OF_LENGTHS, q) >= 0) & (along(OF_LENGTHS, kv) == along(OF_LENGTHS, q)), oracle.document(IDS_OF_ROWS)),
+        (
+            along(OF_LENGTHS, q) == along(OF_LENGTHS, kv),  # the padding is like a document
+            lambda b, h, q, kv, q_len, kv_len: IDS_OF_ROWS[b][q] == IDS_OF_ROWS[b][kv],
+        ),
+        (along(OF_LENGTHS, q) >= 0, lambda b, h, q, kv, q_len, kv_len: IDS_OF_ROWS[b][q] >= 0),
+        (
+            fm.per_document(fm.document(lengths=[1, 7]), lengths=[[3, 5], [8, 0], [4, 4]]),
+            oracle.per_document(
+                oracle.document(oracle.ids_of_lengths([1, 7], 8)),
+                [oracle.ids_of_lengths(row, 8) for row in ([3, 5], [8, 0], [4, 4])],
+            ),
+        ),
+    ],
+)
+def test_the_keys_of_documents_given_by_lengths(mask: fm.Mask, allowed: oracle.Predicate) -> None:
+    for one, wanted in ((mask, allowed), (~mask, lambda *cell: not allowed(*cell))):
+        rows = one.rows(8, batch=3)
+        table = oracle.table_of(wanted, 8, 8, batch=3)
+        assert rows.lower.holds(torch.arange(8)).expand(3, 1, 8, 8).tolist() == table
+        assert fm.plan(one, 8, batch=3)().dense().tolist() == table
+
+
 @pytest.mark.parametrize("padding", [1, None, "yes"])
 def test_padding_is_a_truth_value(padding: Any) -> None:
     with pytest.raises(OperandError, match="padding must be True or False"):
