@@ -66,7 +66,7 @@ def bind(
     needed = {"kv": kv_len, "q": q_end}
     sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     counts = sizes["b"], batch or sizes["b"], sizes["h"]
-    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, given=given, memo=own.memo)
+    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, named=mask, given=given, memo=own.memo)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
     for tensor in parts.tensors:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask.expr.index import Constant, Symbol
-from flexmask.expr.mask import Mask
+from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.node import Node
 
 __all__ = ["Context", "MAX_LENGTH", "Tables"]
@@ -44,7 +44,8 @@ class Context:
     """What a mask is lowered with.
 
     Attributes:
-        mask: the mask with names expanded, in its :func:`flexmask.intervals.shared_form.shared_form`.
+        mask: the mask with names expanded. It may be another one than the user's, of the same structure, so that only its nodes
+            and those of ``named`` are evaluated in the context: see :func:`flexmask.intervals.shared_form.shared_form`.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.
@@ -57,6 +58,7 @@ class Context:
         edges: for documents given by lengths, where they begin and end, by the key of their table: see
             :func:`flexmask.intervals.documents.document_edges`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
+        named: the mask with its names.
         given: the user's tensor for each tensor in ``mask``, by the id of the latter.
         memo: that of the user's mask, for what follows from its data.
     """
@@ -73,6 +75,7 @@ class Context:
     tables: Tables = field(default_factory=Tables, repr=False)
     edges: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
+    named: Mask = field(default_factory=lambda: Truth(True), repr=False)
     given: dict[int, Tensor] = field(default_factory=dict, repr=False)
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
 

@@ -58,23 +58,22 @@ class _Source(NamedTuple):
     node: Index | Mask
 
 
-def bands_of(mask: Mask, context: Context, batch: int, head: int) -> tuple[Band, ...]:
-    """The bands of one sequence and head. Padding is part of the first band of ids along its axis.
+def bands_of(context: Context, batch: int, head: int) -> tuple[Band, ...]:
+    """The bands of one sequence and head of a mask. Padding is part of the first band of ids along its axis.
 
     Args:
-        mask: the mask with its named masks.
-        context: its lowering context.
+        context: the lowering context of the mask.
         batch: index of the sequence in the context.
         head: index of the head.
     """
-    return (*_along("q", mask, context, batch, head), *_along("kv", mask, context, batch, head))
+    return (*_along("q", context, batch, head), *_along("kv", context, batch, head))
 
 
-def _along(axis: Axis, mask: Mask, context: Context, batch: int, head: int) -> Iterator[Band]:
+def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band]:
     length = context.q_len if axis == "q" else context.kv_len
     evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool)
     ids: dict[Any, tuple[str, Tensor]] = {}
-    for label, node in _sources(mask, axis, head, "ids", padding=True):
+    for label, node in _sources(context.named, axis, head, "ids", padding=True):
         values = evaluation.tensor(_ids(node, context))
         line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
         if isinstance(node, Mask):

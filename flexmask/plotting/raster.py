@@ -201,7 +201,7 @@ def rasterize(
         hidden_by=_hidden_by(categories, selection) if step == (1, 1) and estimated is None else None,
         block_size=block,
         blocks=_blocks(whole, block, max_blocks) if block else None,
-        bands=bands_of(mask, whole.context, batch, head) if bands else (),
+        bands=bands_of(whole.context, batch, head) if bands else (),
         q_tokens=None if tokens is None else query_labels(tokens, queries, keys, first),
         kv_tokens=key_labels(keys, tokens, kv_tokens),
     )

@@ -116,7 +116,7 @@ def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, o
         batches=batches,
         head=head or 0,
         heads=heads if head is not None else 1,
-        bands=bands_of(whole.mask, whole.context, batch, head or 0) if options.get("bands", True) else (),
+        bands=bands_of(whole.context, batch, head or 0) if options.get("bands", True) else (),
         q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
         kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
         scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),

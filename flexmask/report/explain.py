@@ -18,7 +18,6 @@ from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
-from flexmask.intervals.shared_form import shared_form
 from flexmask.intervals.sizes import lengths_hint
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
@@ -165,7 +164,7 @@ def explain(
         LoweringError: the mask cannot be lowered at these lengths, or has no such cell.
     """
     mask = as_mask(mask, device=device)
-    context, form = bind(mask, q_len, kv_len, batch, heads, q_offset, device), shared_form(mask)
+    context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
     sets = BlockSets(context, *block_sizes(block_size))
     bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
@@ -183,12 +182,13 @@ def explain(
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
         stats=stats(context, block_size, bounds),
-        cell=None if cell is None else _reason(form, context, cell, heads),
+        cell=None if cell is None else _reason(context, cell, heads),
     )
 
 
-def _reason(mask: Mask, context: Context, cell: Sequence[int], heads: int | None) -> CellReason:
-    """Which terms of a mask show a cell, and which hide it."""
+def _reason(context: Context, cell: Sequence[int], heads: int | None) -> CellReason:
+    """Which terms of the mask of a context show a cell, and which hide it."""
+    mask = context.named
     if not isinstance(cell, Sequence) or len(cell) not in (2, 4):
         raise OperandError(f"cell must be (q, kv) or (b, h, q, kv), got {cell!r}")
     sizes = (context.full_batch, max(context.heads, heads or 1), context.q_len, context.kv_len)
