@@ -113,9 +113,10 @@ def _attend(
 
 
 def _one_interval(bounds: Tensor, query: Tensor, key: Tensor, value: Tensor) -> slice | None:
-    """The keys of every row where they are one interval, as those of one query often are; None where tiles are needed."""
-    is_plain = has_fused_kernel(query, key, value) and not is_observed(query) and not is_transformed(query, key, value)
-    if bounds.numel() != 2 or not is_plain:
+    """The slice of keys that all rows attend to where it is one interval, as for one query; None where tiles are needed."""
+    if bounds.numel() != 2 or not has_fused_kernel(query, key, value):
+        return None
+    if is_observed(query) or is_transformed(query, key, value):
         return None
     lo, hi = bounds.flatten().tolist()
     return slice(lo, hi) if 0 <= lo < hi <= key.size(2) else None

@@ -73,8 +73,8 @@ class BlockGrid(BlockLayout):
 
         Args:
             rows: key intervals with all visible cells.
-            cells: the cells. ``bool[B', H', 1, kv_len]`` where they are the same for all queries, of which those in the intervals
-                are visible; the intervals then begin and end with True.
+            cells: the cells. ``bool[B', H', 1, kv_len]`` where they are broadcast over the queries: then those in the intervals
+                are visible, which begin and end with visible cells, or there is one query.
         """
         if cells.shape[2] == 1:
             inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size)).unflatten(3, (self.kv_blocks, self.kv_size))

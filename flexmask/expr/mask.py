@@ -383,7 +383,7 @@ class Named(Mask):
     define: Callable[..., Mask]
 
     def _make_key(self) -> Key:
-        return Key(("Named", self.name, key_of(self.arguments)))
+        return Key(("Named", self.name, key_of(self.arguments)), (self.body.key,))  # a body may depend on values of its data
 
     def _make_symbols(self) -> frozenset[str]:
         return self.body.symbols

@@ -37,7 +37,7 @@ class Key:
 
     Args:
         parts: the values and keys.
-        checks: what the values of data are checked for, which counts for a :class:`Structure` alone.
+        checks: what counts for a :class:`Structure` alone: what the values of data are checked for, and definitions.
     """
 
     __slots__ = ("_checks", "_compared", "_hash", "_parts")
@@ -50,15 +50,15 @@ class Key:
         return self._hash
 
     def renumbered(self, numbers: dict[int, int], known: dict[int, Key]) -> Key:
-        """The same key with each id of a tensor replaced by a number, and with the checks of data.
+        """The same key with each id of a tensor replaced by a number, and with the checks.
 
         Args:
             numbers: by the ids of the tensors.
             known: the results so far by the ids of the keys, as many expressions may share one.
         """
         if id(self) not in known:
-            own = (_renumbered(part, self._parts[0], numbers, known) for part in self._parts)
-            known[id(self)] = Key((*own, *self._checks))
+            kind, parts = self._parts[0], (*self._parts, *self._checks)
+            known[id(self)] = Key(tuple([_renumbered(part, kind, numbers, known) for part in parts]))
         return known[id(self)]
 
     def with_checks(self, *checks: Any) -> Key:

@@ -66,7 +66,7 @@ def bind(
     needed = {"kv": kv_len, "q": q_end}
     sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     counts = sizes["b"], batch or sizes["b"], sizes["h"]
-    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, named=mask, given=given, memo=own.memo)
+    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, named=mask, given=given)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
     for tensor in parts.tensors:
@@ -151,7 +151,7 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
 
 
 def _values(table: Table, context: Context) -> Tensor:
-    """The data of a table, where it is."""
+    """The user's tensor of a table, on its own device."""
     match table:
         case TensorTable(tensor):
             return context.given[id(tensor)]

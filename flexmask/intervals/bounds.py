@@ -341,13 +341,12 @@ class _Analysis:
         data = self.column_data(column) if can_keep_tensors() else None
         context = self.context
         key = context.kv_len, context.batch, context.heads, context.device
-        kept = context.memo.setdefault("runs", {})
-        known, versions, runs = kept.get(column.key, (None, [], None))
+        known, versions, runs = column.memo.get("runs", (None, [], None))
         if data is not None and known == key and all(map(_sync.is_unchanged, data, versions)):
             return cast(ValueRuns, runs)
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            kept[column.key] = key, [_sync.data_version(tensor) for tensor in data], runs
+            column.memo["runs"] = key, [_sync.data_version(tensor) for tensor in data], runs
         return runs
 
     def column_data(self, column: Index) -> list[Tensor] | None:
@@ -358,8 +357,7 @@ class _Analysis:
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
             return [values] if self.context.q_len <= MAX_KEPT_QUERIES else None
-        data = self.context.given[id(table.tensor)] if isinstance(table, TensorTable) else None
-        return None if data is None or not _sync.has_data_version(data) else [data]
+        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_data_version(table.tensor) else None
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device

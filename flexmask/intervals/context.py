@@ -60,7 +60,6 @@ class Context:
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
         named: the mask with its names.
         given: the user's tensor for each tensor in ``mask``, by the id of the latter.
-        memo: that of the user's mask, for what follows from its data.
     """
 
     mask: Mask
@@ -77,7 +76,6 @@ class Context:
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
     named: Mask = field(default_factory=lambda: Truth(True), repr=False)
     given: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def with_lengths(self, node: N) -> N:
         """The expression with ``q_len`` and ``kv_len`` replaced by their values."""

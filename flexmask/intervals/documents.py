@@ -21,6 +21,7 @@ def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: 
             first position of each position's document from the ids.
         source: integers ``[n]`` or ``[B, n]``.
         positions: the number of positions for ``"lengths"`` and ``"cu_seqlens"``; the others have one for each value.
+        may_be_longer: whether lengths may cover more positions than there are.
 
     Raises:
         LoweringError: values that contradict themselves. Values in another device's memory are not read.

@@ -41,22 +41,16 @@ def true_hull(holds: Tensor, kv_len: int) -> Rows:
 def within_true(rows: Rows, holds: Tensor) -> Rows:
     """The intervals without their first and last keys where ``bool[B, H, kv_len]`` is False, without a host sync.
 
-    Where it is True for no key of an interval, the interval is empty. Others begin and end with a key where it is True.
+    Intervals without such a key are empty, and the others begin and end with one.
     """
     kv_len, positions = rows.kv_len, torch.arange(rows.kv_len, device=holds.device)
     next_true = torch.where(holds, positions, kv_len).flip(-1).cummin(-1).values.flip(-1)
     last_end = torch.where(holds, positions + 1, 0).cummax(-1).values
-    lo = _at(F.pad(next_true, (0, 1), value=kv_len), rows.lo)
-    hi = _at(F.pad(last_end, (1, 0)), rows.hi)
-    lo, hi = (end.masked_fill(lo >= hi, kv_len).to(torch.int32) for end in (lo, hi))
-    return Rows(lo, hi, kv_len)
-
-
-def _at(values: Tensor, ends: Tensor) -> Tensor:
-    """``values[b, h, ends[b, h, ...]]``, given ``[B, H, n]`` and ``[B, H, q_len, K]`` that broadcast."""
-    shape = [max(sizes) for sizes in zip(values.shape[:2], ends.shape[:2], strict=True)]
-    places = ends.expand(*shape, -1, -1)
-    return values.expand(*shape, -1).gather(-1, places.flatten(2).long()).view(places.shape)
+    tables = F.pad(next_true, (0, 1), value=kv_len), F.pad(last_end, (1, 0))
+    shape = [max(sizes) for sizes in zip(holds.shape[:2], rows.lo.shape[:2], strict=True)]
+    places = [end.expand(*shape, -1, -1) for end in (rows.lo, rows.hi)]
+    lo, hi = (_picked(table, at.flatten(2).long()).view(at.shape) for table, at in zip(tables, places, strict=True))
+    return Rows(lo.to(torch.int32), hi.to(torch.int32), kv_len).compact()
 
 
 def equal_hull(column: Tensor, value: Tensor, kv_len: int) -> Rows:

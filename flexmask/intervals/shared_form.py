@@ -1,4 +1,4 @@
-"""One mask for all that differ in their tensors alone: what is worked out about it serves each of them, also one made anew."""
+"""One analyzed mask for all masks of one structure, shapes and dtypes: its solved comparisons are used again, its data is not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, cast
 import torch
 
 from flexmask._transforms import is_captured, is_observed, outside_transforms
-from flexmask.expr.mask import Mask
+from flexmask.expr.index import Symbol
+from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.opaque import Opaque
-from flexmask.expr.tables import Literal
+from flexmask.expr.packing import COVERING, DocumentTable
+from flexmask.expr.tables import Literal, Lookup
+from flexmask.intervals.solve import is_separable, separate
 
 __all__ = ["shared_form"]
 
@@ -23,10 +26,10 @@ _LOCK = Lock()
 
 
 def shared_form(mask: Mask) -> Mask:
-    """The mask of the same structure, with tensors without values of the same shapes in the places of :attr:`Mask.tensors`.
+    """The mask of the same structure that is analyzed for it, with tensors without values as its :attr:`Mask.tensors`.
 
-    It is the mask itself where it is not shared: with a function or data by value, whose memory would stay in use; in a graph
-    that is captured; and for tensors without values.
+    It is the mask itself where tensors would be kept with a form: with functions, data by value, and runs of equal values; in a
+    graph that is captured; and for tensors without values.
     """
     if "form" not in mask.memo:
         if is_captured() or any(map(is_observed, mask.tensors)):
@@ -44,7 +47,7 @@ def _form(mask: Mask) -> Mask:
         if form is not None:
             _FORMS.move_to_end(key)
             return form
-    if any(isinstance(node, Opaque | Literal) for node in mask.expand().walk()):
+    if any(isinstance(node, Opaque | Literal) for node in mask.expand().walk()) or any(map(_has_runs, separate(mask).walk())):
         return mask
     with outside_transforms():
         places = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in mask.tensors]
@@ -54,3 +57,16 @@ def _form(mask: Mask) -> Mask:
         while len(_FORMS) > MAX_FORMS:
             _FORMS.popitem(last=False)
         return form
+
+
+def _has_runs(node: object) -> bool:
+    """Whether the rows of a condition follow from runs of equal values, which are kept with its nodes."""
+    if not isinstance(node, Compare) or node.sign not in ("==", "!=") or not is_separable(node):
+        return False
+    match node.left, node.right:  # documents given by lengths have edges in place of runs
+        case (
+            Lookup(DocumentTable(rule) | DocumentTable("starts", DocumentTable(rule)) as table, indices),
+            Lookup(DocumentTable() as other, others),
+        ) if rule in COVERING and table == other:
+            return not all(isinstance(index, Symbol) for index in (*indices, *others))
+    return True

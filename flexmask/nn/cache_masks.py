@@ -23,7 +23,7 @@ from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_bound
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.documents import document_table
+from flexmask.intervals.documents import check_covers, document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
@@ -85,7 +85,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     rewritten = cast(Mask, expanded.replace(rewriter.node))
     if rewritten is expanded:
         rewritten = mask
-    if rewriter.is_same_in_each_call:
+    elif rewriter.is_same_in_each_call:
         mask.memo[place] = rewritten
     return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
 
@@ -294,7 +294,7 @@ class _Rewriter:
         if not {"q", "kv"} & set(names) and not isinstance(source, DocumentTable):
             # A limit by the length is one by that of the whole sequence, which is not known.
             return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
-        if (documents := _growing_documents(source)) is not None:
+        if not self.shifts and (documents := _growing_documents(source)) is not None:
             return documents
         self.is_same_in_each_call = False
         sizes = dict(zip(names, source.shape, strict=True))
@@ -342,8 +342,11 @@ class _Rewriter:
                 return tensor
             case Ranged(below):
                 return self.values(below)
-            case DocumentTable(rule, below):
-                return document_table(rule, self.values(below), self.tokens.kv_end)
+            case DocumentTable(rule, below, padding):
+                values = self.values(below)
+                if rule in COVERING and not padding:
+                    check_covers(rule, values, self.tokens.q_offset + self.tokens.q_len)
+                return document_table(rule, values, self.tokens.kv_end, may_be_longer=True)
         return cast(Table, source).to_tensor().to(self.tokens.device)
 
 

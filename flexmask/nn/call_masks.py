@@ -13,6 +13,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS
 from flexmask.nn.kv_cache import KVCache
+from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import as_mask
 
@@ -41,6 +42,8 @@ def bound_mask(
         raise OperandError(f"mask is {kind_of(mask)}: where keys and values come from it, call module(x, mask, context=tensor)")
     if isinstance(mask, KVCache):
         raise OperandError("mask is a KVCache: give it as cache=, module(x, mask, cache=cache)")
+    if isinstance(mask, Plan):
+        raise OperandError("mask is a plan: call it with the mask's data, as in module(x, plan(cu=cu))")
     mask = module.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else module_mask(mask, device)
     wanted = set(mask.params) if isinstance(mask, Mask) else set()
     if not wanted and not parameters:

@@ -136,6 +136,8 @@ def plan(
             ...
             out = flexmask.attention(query, key, value, lowered)  # in each layer
 
+    For other functions ``lowered.block_mask`` is the BlockMask of torch's ``flex_attention``, ``lowered.dense()`` a tensor.
+
     A plan for decoding is for one query and all places of the cache. Each call says where the query is; without ``q_offset`` it
     is at position 0, also where the plan is used with a :class:`flexmask.KVCache`::
 

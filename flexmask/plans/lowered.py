@@ -47,8 +47,8 @@ class LoweredMask:
         bounds: the key intervals of each query row, ``int32[B', H', Q', K, 2]``, sorted and disjoint. Each of the first three
             axes is 1 where the mask does not depend on it. Unused intervals are ``[kv_len, kv_len)``.
         cells: None where the intervals are the mask. Where a part of the mask is not separable in q and kv, the intervals hold
-            all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1 where
-            it says the same for all queries; the intervals then begin and end with visible keys.
+            all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1
+            where it is broadcast over the queries.
         block_size: queries and keys in a block of :attr:`block_mask`.
         fused: ``"whole"`` for a mask of all keys, ``"causal"`` for the mask of ``is_causal``: torch's fused kernels take these
             without a tensor. None for another mask.

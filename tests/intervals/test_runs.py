@@ -140,9 +140,9 @@ def test_within_true(length: int) -> None:
         given = torch.tensor(ends, dtype=torch.int32).view(rows_batch, rows_heads, 3, slots, 2)
         found = within_true(Rows(given[..., 0], given[..., 1], length), holds)
         assert found.lo.dtype == found.hi.dtype == torch.int32
-        shape = max(batch, rows_batch), max(heads, rows_heads), 3, slots
-        for b, h, row, slot in product(*map(range, shape)):
-            lo, hi = given[min(b, rows_batch - 1), min(h, rows_heads - 1), row, slot].tolist()
-            kept = [key for key in range(lo, hi) if holds[min(b, batch - 1), min(h, heads - 1), key]]
-            wanted = [kept[0], kept[-1] + 1] if kept else [length, length]
-            assert [int(found.lo[b, h, row, slot]), int(found.hi[b, h, row, slot])] == wanted
+        for b, h, row in product(range(max(batch, rows_batch)), range(max(heads, rows_heads)), range(3)):
+            wanted = []
+            for lo, hi in given[min(b, rows_batch - 1), min(h, rows_heads - 1), row].tolist():
+                kept = [key for key in range(lo, hi) if holds[min(b, batch - 1), min(h, heads - 1), key]]
+                wanted += [[kept[0], kept[-1] + 1]] if kept else []
+            assert found.bounds[b, h, row].tolist() == wanted + [[length, length]] * (found.slots - len(wanted))

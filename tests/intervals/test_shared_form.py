@@ -18,7 +18,9 @@ from flexmask.expr.tables import TensorTable
 from flexmask.intervals import shared_form as forms
 from flexmask.intervals import solve
 from flexmask.intervals.bind import bind
+from flexmask.intervals.runs import ValueRuns
 from flexmask.intervals.shared_form import shared_form
+from flexmask.registry import named, withdraw
 from tests.support import oracle
 
 LENGTH = 12
@@ -93,7 +95,55 @@ def test_masks_made_anew_are_solved_once_and_have_their_own_data(
         assert mask.rows(LENGTH).lower.holds(torch.arange(LENGTH)).tolist() == oracle.table_of(allowed, LENGTH, LENGTH)
         assert mask.dense(LENGTH).tolist() == oracle.table_of(allowed, LENGTH, LENGTH)
         mask.block_mask(LENGTH)
-    assert solved.count == at_first
+    if make is not by_ids:  # runs of equal values are kept with the mask, so that it is analyzed for itself
+        assert solved.count == at_first
+
+
+def test_definitions_that_depend_on_values_are_not_shared() -> None:
+    """A named mask may read its data when it is made, so equal names and shapes do not mean equal masks."""
+
+    def reads_its_data(lengths: Any) -> fm.Mask:
+        return (q - kv < int(lengths.to_tensor().max())) & (kv <= q)
+
+    make: Any = named(reads_its_data)
+    try:
+        for size in (1, 4):
+            mask, table = make(torch.tensor([size])), oracle.table_of(oracle.sliding_window(size=size), LENGTH, LENGTH)
+            for found in (
+                mask.dense(LENGTH),
+                mask.rows(LENGTH).lower.holds(torch.arange(LENGTH)),
+                fm.plan(mask, LENGTH)().dense(),
+            ):
+                assert found.tolist() == table
+    finally:
+        withdraw(["reads_its_data"])
+
+
+def test_masks_with_a_part_in_common_find_its_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    original = ValueRuns.of
+
+    def counting(values: Tensor, n: int) -> ValueRuns:
+        found.append(values)
+        return original(values, n)
+
+    monkeypatch.setattr(ValueRuns, "of", counting)
+    part = fm.document(torch.tensor([0] * 5 + [1] * 7))
+    for whole in (fm.causal() & part, fm.sliding_window(size=3) & part, fm.causal() & part):
+        whole.rows(LENGTH)
+    assert len(found) == 1
+
+
+def test_nothing_as_long_as_the_keys_is_kept_with_a_form() -> None:
+    for number in range(2, 6):
+        ((kv % number) == (q % number)).rows(1, 3001, q_offset=3000)
+        nested = fm.parse("per_document(document(lengths=m), lengths=n)", m=torch.tensor([1, 3000]), n=torch.tensor([3001]))
+        nested.rows(1, 3001, q_offset=3000)
+        crossed = fm.masks.cross_document(q_cu_seqlens=torch.tensor([0, 1]), kv_cu_seqlens=torch.tensor([0, 3001]))
+        crossed.rows(1, 3001)
+    del nested, crossed
+    gc.collect()
+    assert not [tensor for tensor in gc.get_objects() if type(tensor) is Tensor and tensor.numel() in (3000, 3001)]
 
 
 def test_data_that_changes_in_place_is_read_again() -> None:

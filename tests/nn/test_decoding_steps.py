@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
-from flexmask import KVCache, MultiheadFlexAttention
+from flexmask import KVCache, MultiheadFlexAttention, _sync
 from flexmask.errors import LoweringError
 from flexmask.intervals import solve
 from flexmask.nn import CallTokens, mask_over_cache
@@ -65,6 +65,32 @@ def test_a_step_makes_nothing_as_long_as_the_keys(text: str) -> None:
     with Sizes() as sizes:
         over_cache(mask, KEYS).rows(1, KEYS + 1, q_offset=KEYS)
     assert 0 < sizes.most < 100
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "causal & sliding_window(size=8) & document(cu_seqlens=n)",
+        "per_document(sliding_window(size=4), cu_seqlens=n)",
+        "sliding_window(size=8) & document(cu_seqlens=n)",
+    ],
+)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_documents_in_a_window_of_sequences_of_several_lengths(text: str, is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no value is read, as on a GPU: the documents are those of positions in the whole sequence."""
+    mask = fm.parse(text).bind(n=torch.tensor([[0, 100, 300], [0, 7, 300]]))
+    offset = torch.tensor([102, 9])
+    start = offset - 7
+    whole = mask.dense(300, batch=2)
+    wanted = [whole[b, 0, offset[b], start[b] : start[b] + 8].tolist() for b in range(2)]
+    if not is_read:
+        monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
+    step = mask_over_cache(mask, CallTokens(2, 1, offset, 103, start, torch.device("cpu")))
+    assert step.dense(1, 8, batch=2, q_offset=offset)[:, 0, 0].tolist() == wanted
+    rows = step.rows(1, 8, batch=2, q_offset=offset)
+    assert (rows.upper.holds(torch.arange(8))[:, 0, 0] >= torch.tensor(wanted)).all()
+    if rows.exact:
+        assert rows.lower.holds(torch.arange(8))[:, 0, 0].tolist() == wanted
 
 
 @pytest.mark.parametrize("source", ["lengths=n", "cu_seqlens=n"])

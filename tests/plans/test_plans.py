@@ -169,6 +169,11 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "q_offset does not apply to a LoweredMask",
     ),
     "plan": (lambda: attend(9, mask=fm.plan("causal", 9)), OperandError, "mask is a plan: call it with the mask's data"),
+    "plan in a module": (
+        lambda: fm.MultiheadFlexAttention(4, 4, 2)(torch.zeros(1, 9, 4), fm.plan("key_padding(n)", 9), n=torch.tensor([3])),
+        OperandError,
+        r"mask is a plan: call it with the mask's data, as in module\(x, plan\(cu=cu\)\)",
+    ),
     "negative offset": (lambda: fm.plan("causal", 9)(q_offset=-1), LoweringError, "q_offset must be at least 0"),
     "index": (lambda: fm.plan("causal", 9)()[1], LoweringError, "has 1 sequences, so there is none at 1"),
     "step": (lambda: fm.plan("causal", 9)()[::-1], OperandError, "a slice of a LoweredMask has integers as its ends and a step"),
