@@ -45,8 +45,8 @@ class KVCache:
     mask, is an error. (Not checked: a BlockMask or a LoweredMask, and data on a device other than the CPU.)
 
     Documents: ``document(lengths=)`` and ``document(cu_seqlens=)`` may cover more tokens than there are so far, so that the last
-    document may be as long as it can grow; ``document(ids)`` may have values for later tokens. In a plan and in compiled code, where
-    each call attends to all places, documents cover ``capacity`` tokens, or fewer with ``padding=True``.
+    document may be as long as it can grow; ``document(ids)`` may have values for later tokens. In a plan and in compiled code,
+    where each call attends to all places, documents cover ``capacity`` tokens, or fewer with ``padding=True``.
 
     Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
     where layers share their weights, needs one cache per application, which is not checked.
