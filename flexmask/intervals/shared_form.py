@@ -47,7 +47,8 @@ def _form(mask: Mask) -> Mask:
         if form is not None:
             _FORMS.move_to_end(key)
             return form
-    if any(isinstance(node, Opaque | Literal) for node in mask.expand().walk()) or any(map(_has_runs, separate(mask).walk())):
+    whole = mask.expand()  # as lowerings solve it, so that this is done once
+    if any(isinstance(node, Opaque | Literal) for node in whole.walk()) or any(map(_has_runs, separate(whole).walk())):
         return mask
     with outside_transforms():
         places = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in mask.tensors]
