@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention, _sync
 from flexmask.errors import LoweringError
 from flexmask.intervals import solve
 from flexmask.nn import CallTokens, mask_over_cache
+from tests.support.lowerings import LargestTensor
 
 KEYS = 5000
 MASKS: dict[str, dict[str, Any]] = {
@@ -23,20 +23,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "per_document(sliding_window(size=100), lengths=n)": {"n": torch.tensor([[100, 3900, 3000], [7, 1, 6992]])},
     "sliding_window(size=100)": {},
 }
-
-
-class Sizes(TorchDispatchMode):
-    """The elements of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.most = max(self.most, made.numel())
-        return made
 
 
 def over_cache(mask: fm.Mask, position: int) -> fm.Mask:
@@ -62,9 +48,9 @@ def test_a_step_repeats_no_analysis(text: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", MASKS)
 def test_a_step_makes_nothing_as_long_as_the_keys(text: str) -> None:
     mask = fm.parse(text).bind(**MASKS[text])
-    with Sizes() as sizes:
+    with LargestTensor() as largest:
         over_cache(mask, KEYS).rows(1, KEYS + 1, q_offset=KEYS)
-    assert 0 < sizes.most < 100
+    assert 0 < largest.elements < 100
 
 
 @pytest.mark.parametrize(
