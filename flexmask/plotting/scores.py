@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import Truth
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import Context
 from flexmask.lowering.dense import dense as mask_cells
@@ -81,9 +81,8 @@ def score_sheet(
 
 @dataclass(frozen=True)
 class _MaskCells:
-    """The cells of a mask, ``bool[B, H, q_len, kv_len]``, with the mask and its lowering context."""
+    """The cells of a mask, ``bool[B, H, q_len, kv_len]``, with its text and its lowering context."""
 
-    mask: Mask
     text: str
     context: Context
     cells: Tensor
@@ -94,7 +93,7 @@ class _MaskCells:
         whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
         context = bind(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
         text = "attention weights" if mask is None else shortened(str(whole))
-        return cls(whole, text, context, mask_cells(context).expand(weights.shape))
+        return cls(text, context, mask_cells(context).expand(weights.shape))
 
 
 def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, options: LabelOptions) -> Picture:
