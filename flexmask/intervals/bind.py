@@ -23,7 +23,7 @@ from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
-from flexmask.intervals.documents import check_covers, document_edges, document_table
+from flexmask.intervals.documents import check_covers, document_stops, document_table
 from flexmask.intervals.parts import parts_of
 from flexmask.intervals.shared_form import shared_form
 from flexmask.intervals.sizes import checked_sizes
@@ -161,15 +161,15 @@ def _values(table: Table, context: Context) -> Tensor:
 
 
 def _add_table(table: Table | Param, context: Context) -> None:
-    """Adds the data of a lookup to a context; of documents given by lengths their edges, from which the other data follows."""
+    """Adds the data of a lookup to a context; of documents given by lengths their stops, from which the other data follows."""
     lengths = table.source if isinstance(table, DocumentTable) and table.rule == "starts" else table
     if not (isinstance(lengths, DocumentTable) and lengths.rule in COVERING):
         context.tables[table.key] = _tensor(table, context)
         return
-    if lengths.key not in context.edges:
-        context.edges[lengths.key] = _derived(lengths, context, document_edges)
-    context.edges[table.key] = context.edges[lengths.key]
-    without_data = replace(context, tables=Tables(), edges={})  # so that no cycle keeps the data in memory
+    if lengths.key not in context.stops:
+        context.stops[lengths.key] = _derived(lengths, context, document_stops)
+    context.stops[table.key] = context.stops[lengths.key]
+    without_data = replace(context, tables=Tables(), stops={})  # so that no cycle keeps the data in memory
     context.tables.derived[table.key] = lambda: _tensor(table, without_data)
 
 

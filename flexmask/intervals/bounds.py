@@ -199,13 +199,12 @@ class _Analysis:
             table: the documents.
             of_padding: whether those behind the last document are a document of their own; otherwise they have no keys.
         """
-        context, edges = self.context, self.context.edges[table.key]
+        context, stops = self.context, self.context.stops[table.key]
         if (context.q_end or 0) > context.kv_len:
-            edges = edges.clamp(max=context.kv_len)
-        if not of_padding:
-            edges = torch.cat((edges[..., :-1], edges[..., -2:-1]), -1)
-        lo, hi = document_ends(edges.to(torch.int32), self.queries.document_number(table)).unsqueeze(-2).unbind(-1)
-        return Rows(lo, hi, context.kv_len)
+            stops = stops.clamp(max=context.kv_len)
+        padding = context.kv_len if of_padding else None
+        lo, hi = document_ends(stops.to(torch.int32), self.queries.document_number(table), padding)
+        return Rows(lo.unsqueeze(-1), hi.unsqueeze(-1), context.kv_len)
 
     def disjunction(self, parts: list[RowBounds]) -> RowBounds:
         """The rows of ``a | b | ...``, those that are exact joined at once."""
@@ -318,7 +317,7 @@ class _Analysis:
     def matches(self, mask: Compare) -> Rows | None:
         context, column = self.context, mask.left
         table = _table_of(column)
-        if table is not None and table.key in context.edges and _has_same_sides(mask):
+        if table is not None and table.key in context.stops and _has_same_sides(mask):
             return self.document_rows(table, of_padding=True)  # no document is empty where a query is
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has

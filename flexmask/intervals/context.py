@@ -55,8 +55,8 @@ class Context:
         q_end: one more than the position of the last query; None where reading it forces a host sync.
         device: where results are made.
         tables: the mask's data on the device, by the key of its node.
-        edges: for documents given by lengths, where they begin and end, by the key of their table: see
-            :func:`flexmask.intervals.documents.document_edges`.
+        stops: for documents given by lengths, the first position behind each, by the key of their table: see
+            :func:`flexmask.intervals.documents.document_stops`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
         named: the mask with its names.
         given: the user's tensor for each tensor in ``mask``, by the id of the latter.
@@ -72,7 +72,7 @@ class Context:
     q_end: int | None
     device: torch.device
     tables: Tables = field(default_factory=Tables, repr=False)
-    edges: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+    stops: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
     named: Mask = field(default_factory=lambda: Truth(True), repr=False)
     given: dict[int, Tensor] = field(default_factory=dict, repr=False)

@@ -10,7 +10,7 @@ from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.packing import COVERING
 
-__all__ = ["check_covers", "document_edges", "document_ends", "document_numbers", "document_table"]
+__all__ = ["check_covers", "document_ends", "document_numbers", "document_starts", "document_stops", "document_table"]
 
 
 def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
@@ -27,7 +27,7 @@ def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: 
         LoweringError: values that contradict themselves. Values in another device's memory are not read.
     """
     if rule in COVERING:
-        return _ids(document_edges(rule, source, positions, may_be_longer=may_be_longer), positions)
+        return _ids(document_stops(rule, source, positions, may_be_longer=may_be_longer), positions)
     changes = torch.ones_like(source, dtype=torch.bool)
     if rule == "position_ids":
         changes[..., 1:] = source.diff() != 1
@@ -38,8 +38,8 @@ def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: 
     return torch.where(changes, at, 0).cummax(-1).values
 
 
-def document_edges(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
-    """The first position of each document, then the first of the padding behind the last, and the number of positions.
+def document_stops(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
+    """The first position behind each document.
 
     Args:
         rule: ``"lengths"`` or ``"cu_seqlens"``.
@@ -48,7 +48,7 @@ def document_edges(rule: str, source: Tensor, positions: int, *, may_be_longer: 
         may_be_longer: see :func:`document_table`.
 
     Returns:
-        ``int64[..., n + 2]`` for ``n`` documents, non-decreasing.
+        ``int64[..., n]`` for ``n`` documents, non-decreasing, at most ``positions``.
 
     Raises:
         LoweringError: see :func:`document_table`.
@@ -73,20 +73,37 @@ def document_edges(rule: str, source: Tensor, positions: int, *, may_be_longer: 
         if not may_be_longer:
             _check_total(source, positions, "cu_seqlens")
         ends = source[..., 1:].long()
-    return F.pad(F.pad(ends.clamp(0, positions).cummax(-1).values, (1, 0)), (0, 1), value=positions)
+    return ends.clamp(0, positions).cummax(-1).values
 
 
-def document_numbers(edges: Tensor, position: Tensor) -> Tensor:
-    """The document of each position, ``int64[B', n]`` of ``[B', n]``, by :func:`document_edges`; ``n`` for the padding."""
-    ends = edges[..., 1:-1].reshape(-1, edges.shape[-1] - 2)
-    batch = max(len(ends), len(position))
-    return torch.searchsorted(ends.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
+def document_numbers(stops: Tensor, position: Tensor) -> Tensor:
+    """The document of each position, ``int64[B, n]`` of ``[B, n]``, by :func:`document_stops`; their number for the padding."""
+    stops = stops.view(-1, stops.shape[-1])
+    batch = max(len(stops), len(position))
+    return torch.searchsorted(stops.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
 
-def document_ends(edges: Tensor, number: Tensor) -> Tensor:
-    """The first position of some documents, and one more than the last: ``[B, 1, n, 2]`` of the numbers ``int64[B, 1, n]``."""
-    pairs = edges.view(-1, 1, edges.shape[-1]).unfold(-1, 2, 1).expand(number.shape[0], 1, -1, 2)
-    return pairs.gather(2, number.unsqueeze(-1).expand(*number.shape, 2))
+def document_starts(stops: Tensor, number: Tensor) -> Tensor:
+    """The first positions of some documents, by their numbers ``[B, 1, n]``; the padding begins behind the last document."""
+    return _picked(F.pad(stops, (1, 0)), number)
+
+
+def document_ends(stops: Tensor, number: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """The first positions of some documents, and those behind them.
+
+    Args:
+        stops: of all documents: see :func:`document_stops`.
+        number: of the documents, ``int64[B, 1, n]``.
+        padding: the position behind the padding; None where the padding ends where it begins.
+    """
+    if padding is None:
+        return document_starts(stops, number), _picked(stops, number.clamp(max=stops.shape[-1] - 1))
+    return document_starts(stops, number), _picked(F.pad(stops, (0, 1), value=padding), number)
+
+
+def _picked(values: Tensor, index: Tensor) -> Tensor:
+    """The values ``[..., m]`` at the places ``int64[B, 1, n]``."""
+    return values.view(-1, 1, values.shape[-1]).expand(index.shape[0], 1, -1).gather(2, index)
 
 
 def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
@@ -121,8 +138,9 @@ def _totals(rule: str, source: Tensor) -> Tensor:
     return source.long().sum(-1) if rule == "lengths" else source[..., -1].long()
 
 
-def _ids(edges: Tensor, positions: int) -> Tensor:
+def _ids(stops: Tensor, positions: int) -> Tensor:
     """The number of the document of each position; -1 for the padding."""
+    edges = F.pad(F.pad(stops, (1, 0)), (0, 1), value=positions)
     ids = torch.arange(edges.shape[-1] - 1, device=edges.device)
     ids[-1] = -1
     ids, size = ids.expand(*edges.shape[:-1], -1), edges[..., 0].numel() * positions

@@ -26,7 +26,7 @@ from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws
 from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
-from flexmask.intervals.documents import document_ends, document_numbers
+from flexmask.intervals.documents import document_numbers, document_starts
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 from flexmask.intervals.operations import operation
 
@@ -67,11 +67,11 @@ class Evaluation:
                 return value
             case Symbol(name):
                 return self._symbol(name)
-            case Lookup(table, indices) if self.axis == "q" and table.key in self.context.edges and _are_symbols(indices):
+            case Lookup(table, indices) if self.axis == "q" and table.key in self.context.stops and _are_symbols(indices):
+                stops, number = self.context.stops[table.key], self.document_number(table)
                 if isinstance(table, DocumentTable) and table.rule == "starts":
-                    return document_ends(self.context.edges[table.key], self.document_number(table))[..., 0]
-                number = self.document_number(table)
-                return torch.where(number < self.context.edges[table.key].shape[-1] - 2, number, -1)
+                    return document_starts(stops, number)
+                return torch.where(number < stops.shape[-1], number, -1)
             case Lookup(table, indices) if _are_symbols(indices):
                 return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]
             case Sum(constant=constant):
@@ -84,11 +84,11 @@ class Evaluation:
         return compute(*map(self.values, operands))
 
     def document_number(self, table: Table | Param) -> Tensor:
-        """The number of the document of each query, ``int64[B, 1, q_len]``, by the edges of a table; the greatest for padding."""
-        edges = self.context.edges[table.key]
-        key = "documents", id(edges)
+        """The number of the document of each query, ``int64[B, 1, q_len]``, by the stops of a table; the greatest for padding."""
+        stops = self.context.stops[table.key]
+        key = "documents", id(stops)
         if key not in self.known:
-            self.known[key] = document_numbers(edges, self.values(Symbol("q")).flatten(0, 1)).unsqueeze(1)
+            self.known[key] = document_numbers(stops, self.values(Symbol("q")).flatten(0, 1)).unsqueeze(1)
         return cast(Tensor, self.known[key])
 
     def holds(self, mask: Mask) -> Tensor | None:

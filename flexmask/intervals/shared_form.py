@@ -64,7 +64,7 @@ def _has_runs(node: object) -> bool:
     """Whether the rows of a condition follow from runs of equal values, which are kept with its nodes."""
     if not isinstance(node, Compare) or node.sign not in ("==", "!=") or not is_separable(node):
         return False
-    match node.left, node.right:  # documents given by lengths have edges in place of runs
+    match node.left, node.right:  # documents given by lengths have stops in place of runs
         case (
             Lookup(DocumentTable(rule) | DocumentTable("starts", DocumentTable(rule)) as table, indices),
             Lookup(DocumentTable() as other, others),

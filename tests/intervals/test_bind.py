@@ -246,7 +246,7 @@ def test_a_text_keeps_no_tensors_alive(text: str) -> None:
         context = bind(mask, 12, device=device)
         if device.type == "cpu":
             analyze(context)
-        gone = [weakref.ref(table) for table in (*context.tables.values(), *context.edges.values())]
+        gone = [weakref.ref(table) for table in (*context.tables.values(), *context.stops.values())]
         assert gone
         del mask, context
         gc.collect()
