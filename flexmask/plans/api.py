@@ -20,7 +20,7 @@ from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
-from flexmask.plans.capture import GRAPHS, Setting
+from flexmask.plans.capture import Setting, run
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -82,10 +82,9 @@ class Plan:
             return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
         tensors = [*self.mask.tensors, *values]
         try:
-            graph = GRAPHS.get(self.mask.structure, self._names, setting, tensors)
+            return run(self.mask, self._names, setting, tensors, compiled=self.compile)
         except LoweringError as error:
             raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
-        return graph.run(tensors, compiled=self.compile)
 
     def __repr__(self) -> str:
         given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
@@ -105,7 +104,7 @@ class Plan:
         return f"call the plan with {', '.join(f'{name}=...' for name in names)}"
 
     def _explained(self, error: LoweringError, data: dict[str, Tensor]) -> LoweringError:
-        """The error of a capture; where the data has another batch than the plan, one that says so."""
+        """The error of a call; where the data has another batch than the plan, one that says so."""
         batch = self.setting.batch
         own = own_sizes(self.mask.bind(**data)).get("b", batch) if batch else batch
         if own == batch:

@@ -101,9 +101,7 @@ class Graph:
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
-            is_short = "out of bounds" in str(error)
-            hint = ": the mask's data ends before the queries do, at q_offset + q_len, or before the keys" if is_short else ""
-            raise LoweringError(f"{error}{hint}") from error  # values that contradict each other or the lengths
+            raise LoweringError(str(error)) from error  # values that contradict each other or the lengths
 
 
 class GraphCache:
@@ -155,6 +153,32 @@ class GraphCache:
 
 #: The graphs of this process.
 GRAPHS = GraphCache()
+
+
+def run(
+    mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor], *, compiled: bool = False
+) -> LoweredMask:
+    """A mask lowered by its graph, which is captured where there is none yet; see :meth:`GraphCache.get`.
+
+    Raises:
+        LoweringError: the mask has no graph, or values that contradict each other or the lengths.
+    """
+    graph = GRAPHS.get(mask.structure, names, setting, tensors)
+    try:
+        return graph.run(tensors, compiled=compiled)
+    except LoweringError:
+        _bound(mask, names, setting, tensors)  # whose error has the values, which a graph does not
+        raise
+
+
+def _bound(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Context:
+    """The lowering context of a mask with some tensors."""
+    own = len(mask.tensors)
+    whole = mask.with_tensors(tensors[:own])
+    if names:
+        whole = whole.bind(**dict(zip(names, tensors[own:], strict=False)))
+    offset = tensors[-1] if setting.q_offset < 0 else setting.q_offset
+    return bind(whole, setting.q_len, setting.kv_len, setting.batch or None, setting.heads or None, offset, setting.device)
 
 
 def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
@@ -220,13 +244,7 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
 
     def lowered(*inputs: Tensor) -> list[Tensor]:
         nonlocal layout
-        own = len(mask.tensors)
-        whole = mask.with_tensors(inputs[:own])
-        if names:
-            whole = whole.bind(**dict(zip(names, inputs[own:], strict=False)))
-        offset = inputs[-1] if setting.q_offset < 0 else setting.q_offset
-        context = bind(whole, setting.q_len, setting.kv_len, setting.batch or None, setting.heads or None, offset, setting.device)
-        flat, layout = lower(context, setting.block_size).flatten()
+        flat, layout = lower(_bound(mask, names, setting, inputs), setting.block_size).flatten()
         return flat
 
     def capture() -> torch.fx.GraphModule:

@@ -102,11 +102,15 @@ def test_offsets(offset: int | Tensor) -> None:
 
 
 WRONG = {
-    "documents that end too early": (documents(100, 100), 300, "must cover all tokens"),
-    "documents that end too late": (documents(100, 201), 300, "cover more tokens than the 300 positions"),
-    "offsets that decrease": (torch.tensor([[0, 200, 100, 300]]), 300, "start with 0 and not decrease"),
-    "a length beyond the keys": (documents(300), 301, "at most kv_len = 300"),
-    "a length below 0": (documents(300), -1, "at least 0"),
+    "documents that end too early": (documents(100, 100), 300, "cu_seqlens cover 200 of 300 tokens"),
+    "documents that end too late": (documents(100, 201), 300, "cu_seqlens cover 301 tokens, but there are 300 positions"),
+    "offsets that decrease": (
+        torch.tensor([[0, 200, 100, 300]]),
+        300,
+        r"start with 0 and not decrease, got \[\[0, 200, 100, 300\]\]",
+    ),
+    "a length beyond the keys": (documents(300), 301, "at most kv_len = 300, got 301"),
+    "a length below 0": (documents(300), -1, "at least 0, got -1"),
 }
 
 
@@ -285,7 +289,7 @@ def test_distances_are_data() -> None:
 
 def test_queries_behind_the_data() -> None:
     for text in ("document(ids)", "document(ids, contiguous=True)"):
-        with pytest.raises(LoweringError, match="data ends before the queries do, at q_offset"):
+        with pytest.raises(LoweringError, match=r"has 8 values along q, but the queries reach position 10 \(q_offset"):
             fm.plan(text, 4, 8)(ids=torch.zeros(1, 8, dtype=torch.int64), q_offset=6)
 
 
