@@ -263,13 +263,22 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
 
 
 def _drop_identities(graph: torch.fx.Graph) -> None:
-    """Drops views that are their argument as it is, e.g. a tensor expanded to the sizes that it has."""
+    """Drops views that are a tensor as it is, e.g. expanded to the sizes that it has, or with an axis added and taken away."""
     aten = torch.ops.aten
+    views = {aten.expand.default, aten.view.default, aten.slice.Tensor, aten.squeeze.dim, aten.unsqueeze.default}
     for node in graph.nodes:
-        if node.target in (aten.expand.default, aten.view.default, aten.slice.Tensor):
-            places = [(seen.shape, seen.stride(), seen.storage_offset()) for seen in (node.meta["val"], node.args[0].meta["val"])]
-            if places[0] == places[1]:
-                node.replace_all_uses_with(node.args[0])
+        source = node
+        while source.target in views:
+            source = source.args[0]
+            if _place(source) == _place(node):
+                node.replace_all_uses_with(source)
+                break
+
+
+def _place(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The part of its memory that a tensor is."""
+    seen = node.meta["val"]
+    return seen.shape, seen.stride(), seen.storage_offset()
 
 
 def lower_in_graph(
