@@ -88,7 +88,11 @@ class LoweredMask:
 
     @property
     def block_mask(self) -> BlockMask:
-        """The BlockMask with the blocks that torch's ``create_block_mask`` lists."""
+        """The BlockMask with the blocks that torch's ``create_block_mask`` lists.
+
+        On the CPU, code that ``torch.compile`` traces must be given it: torch's FlexAttention takes none there that its graph
+        computes.
+        """
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
         if not torch.compiler.is_compiling():
             self._lists = tensors
