@@ -193,7 +193,8 @@ def _check_covers(lookup: Lookup, context: Context) -> None:
     """Checks that documents given by lengths cover the positions that are looked up."""
     match lookup.table:
         case DocumentTable(rule, Table() as source, padding=False) as table if rule in COVERING:
-            needed = end_of_index(lookup.indices[-1], context)
+            growing = table.may_be_longer  # with the tokens of each sequence
+            needed = context.q_offset + context.q_len if growing else end_of_index(lookup.indices[-1], context)
             if needed is None or (isinstance(needed, int) and needed <= table.memo.get("covered", 0)):
                 return
             check_covers(rule, _values(source, context), needed)

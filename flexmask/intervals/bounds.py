@@ -26,7 +26,7 @@ from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import Context
-from flexmask.intervals.documents import document_ends
+from flexmask.intervals.documents import document_spans, is_at_positions
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.operations import greater, lesser
@@ -179,18 +179,24 @@ class _Analysis:
         return self.refined(reduce(lambda a, b: a & b, others), piecewise.values())
 
     def own_documents(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[Rows]]:
-        """The rows of ``(ids[kv] == ids[q]) & (ids[q] >= 0)`` for documents given by lengths, and the operands but for these."""
+        """The rows of ``(ids[kv] == ids[q]) & (ids[q] >= 0)`` for documents given by lengths, and the remaining operands."""
         found: list[Rows] = []
         equal = [part for part in operands if isinstance(part, Compare) and part.sign == "=="]
         for condition in operands:
             match condition:
                 case Compare(">=", Lookup(DocumentTable(rule)) as own, Constant(0)) if rule in COVERING:
                     same = [part for part in equal if part.right.key == own.key and _has_same_sides(part)]
-                    table = _table_of(own)
+                    table = self.documents_of(own)
                     if same and table is not None:
                         operands = tuple(part for part in operands if part is not condition and part is not same[0])
                         found.append(self.document_rows(table, of_padding=False))
         return operands, found
+
+    def documents_of(self, column: Index) -> Table | Param | None:
+        """The documents given by lengths that a column looks up at each position."""
+        if isinstance(column, Lookup) and column.table.key in self.context.stops and is_at_positions(column.indices):
+            return column.table
+        return None
 
     def document_rows(self, table: Table | Param, *, of_padding: bool) -> Rows:
         """The keys of the document of each query, given by lengths.
@@ -203,7 +209,7 @@ class _Analysis:
         if (context.q_end or 0) > context.kv_len:
             stops = stops.clamp(max=context.kv_len)
         padding = context.kv_len if of_padding else None
-        lo, hi = document_ends(stops.to(torch.int32), self.queries.document_number(table), padding)
+        lo, hi = document_spans(stops.to(torch.int32), self.queries.document_number(table), padding)
         return Rows(lo.unsqueeze(-1), hi.unsqueeze(-1), context.kv_len)
 
     def disjunction(self, parts: list[RowBounds]) -> RowBounds:
@@ -316,8 +322,8 @@ class _Analysis:
 
     def matches(self, mask: Compare) -> Rows | None:
         context, column = self.context, mask.left
-        table = _table_of(column)
-        if table is not None and table.key in context.stops and _has_same_sides(mask):
+        table = self.documents_of(column)
+        if table is not None and _has_same_sides(mask):
             return self.document_rows(table, of_padding=True)  # no document is empty where a query is
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has

@@ -44,8 +44,9 @@ class Context:
     """What a mask is lowered with.
 
     Attributes:
-        mask: the mask with names expanded. It may be another one than the user's, of the same structure, so that only its nodes
-            and those of ``named`` are evaluated in the context: see :func:`flexmask.intervals.shared_form.shared_form`.
+        mask: the mask with names expanded. It may be a form that masks of one structure share, see
+            :func:`flexmask.intervals.shared_form.shared_form`: only its nodes and those of ``named`` are evaluated in the
+            context, as those of the user's mask have other keys.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.

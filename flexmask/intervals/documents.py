@@ -1,4 +1,4 @@
-"""Document ids and starts of positions, ``int64[..., positions]``, from the lengths, offsets or positions of packed documents."""
+"""Packed documents from their lengths, offsets or positions: the document of each position, or where each document ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import LoweringError
+from flexmask.expr.index import Index, Symbol
 from flexmask.expr.packing import COVERING
+from flexmask.intervals.runs import picked
 
-__all__ = ["check_covers", "document_ends", "document_numbers", "document_starts", "document_stops", "document_table"]
+__all__ = [
+    "check_covers",
+    "document_numbers",
+    "document_spans",
+    "document_stops",
+    "document_table",
+    "first_positions",
+    "is_at_positions",
+]
 
 
 def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
@@ -69,7 +79,7 @@ def document_stops(rule: str, source: Tensor, positions: int, *, may_be_longer: 
         ):
             raise LoweringError(f"document: cu_seqlens must start with 0 and not decrease, got {source.tolist()}")
         if source.shape[-1] < 2:
-            raise LoweringError(f"document: cu_seqlens must name at least one document, [0, length]; got {source.tolist()}")
+            raise LoweringError("document: cu_seqlens must name at least one document, [0, length]; got one number alone")
         if not may_be_longer:
             _check_total(source, positions, "cu_seqlens")
         ends = source[..., 1:].long()
@@ -83,13 +93,13 @@ def document_numbers(stops: Tensor, position: Tensor) -> Tensor:
     return torch.searchsorted(stops.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
 
-def document_starts(stops: Tensor, number: Tensor) -> Tensor:
-    """The first positions of some documents, by their numbers ``[B, 1, n]``; the padding begins behind the last document."""
-    return _picked(F.pad(stops, (1, 0)), number)
+def first_positions(stops: Tensor, number: Tensor) -> Tensor:
+    """Where some documents begin, by their numbers ``int64[B, 1, n]``; the padding begins behind the last document."""
+    return picked(F.pad(_of_sequences(stops), (1, 0)), number)
 
 
-def document_ends(stops: Tensor, number: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """The first positions of some documents, and those behind them.
+def document_spans(stops: Tensor, number: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Where some documents begin, and the first positions behind them.
 
     Args:
         stops: of all documents: see :func:`document_stops`.
@@ -97,13 +107,18 @@ def document_ends(stops: Tensor, number: Tensor, padding: int | None) -> tuple[T
         padding: the position behind the padding; None where the padding ends where it begins.
     """
     if padding is None:
-        return document_starts(stops, number), _picked(stops, number.clamp(max=stops.shape[-1] - 1))
-    return document_starts(stops, number), _picked(F.pad(stops, (0, 1), value=padding), number)
+        return first_positions(stops, number), picked(_of_sequences(stops), number.clamp(max=stops.shape[-1] - 1))
+    return first_positions(stops, number), picked(_of_sequences(F.pad(stops, (0, 1), value=padding)), number)
 
 
-def _picked(values: Tensor, index: Tensor) -> Tensor:
-    """The values ``[..., m]`` at the places ``int64[B, 1, n]``."""
-    return values.view(-1, 1, values.shape[-1]).expand(index.shape[0], 1, -1).gather(2, index)
+def is_at_positions(indices: tuple[Index, ...]) -> bool:
+    """Whether documents are looked up by position, ``ids[q]`` or ``ids[b, q]`` and the same of ``kv``, as ``stops`` serve."""
+    names = [index.name if isinstance(index, Symbol) else "" for index in indices]
+    return names[-1] in ("q", "kv") and names[:-1] in ([], ["b"])
+
+
+def _of_sequences(stops: Tensor) -> Tensor:
+    return stops.view(-1, 1, stops.shape[-1])
 
 
 def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:

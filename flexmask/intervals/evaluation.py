@@ -26,7 +26,7 @@ from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws
 from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
-from flexmask.intervals.documents import document_numbers, document_starts
+from flexmask.intervals.documents import document_numbers, first_positions, is_at_positions
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 from flexmask.intervals.operations import operation
 
@@ -67,10 +67,10 @@ class Evaluation:
                 return value
             case Symbol(name):
                 return self._symbol(name)
-            case Lookup(table, indices) if self.axis == "q" and table.key in self.context.stops and _are_symbols(indices):
+            case Lookup(table, indices) if self.axis == "q" and table.key in self.context.stops and is_at_positions(indices):
                 stops, number = self.context.stops[table.key], self.document_number(table)
                 if isinstance(table, DocumentTable) and table.rule == "starts":
-                    return document_starts(stops, number)
+                    return first_positions(stops, number)
                 return torch.where(number < stops.shape[-1], number, -1)
             case Lookup(table, indices) if _are_symbols(indices):
                 return self._sliced(self.context.tables[table.key], [index.name for index in indices])  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The nodes of a mask on which its lowering depends: its data, its parameters, and what it computes."""
+"""The nodes of a mask on which its lowering depends: its data and what it computes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows
 
-__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "runs", "threshold", "true_hull", "within_true"]
+__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "picked", "runs", "threshold", "true_hull", "within_true"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -49,7 +49,7 @@ def within_true(rows: Rows, holds: Tensor) -> Rows:
     tables = F.pad(next_true, (0, 1), value=kv_len), F.pad(last_end, (1, 0))
     shape = [max(sizes) for sizes in zip(holds.shape[:2], rows.lo.shape[:2], strict=True)]
     places = [end.expand(*shape, -1, -1) for end in (rows.lo, rows.hi)]
-    lo, hi = (_picked(table, at.flatten(2).long()).view(at.shape) for table, at in zip(tables, places, strict=True))
+    lo, hi = (picked(table, at.flatten(2).long()).view(at.shape) for table, at in zip(tables, places, strict=True))
     return Rows(lo.to(torch.int32), hi.to(torch.int32), kv_len).compact()
 
 
@@ -58,8 +58,8 @@ def equal_hull(column: Tensor, value: Tensor, kv_len: int) -> Rows:
     column = column.expand(*column.shape[:2], kv_len)
     held, order = column.sort(dim=-1, stable=True)
     first, end = _search(held, value, right=False), _search(held, value, right=True)
-    start = _picked(order, first.clamp(max=kv_len - 1))
-    stop = _picked(order, (end - 1).clamp(min=0)) + 1
+    start = picked(order, first.clamp(max=kv_len - 1))
+    stop = picked(order, (end - 1).clamp(min=0)) + 1
     return Rows.spans(start, torch.where(first < end, stop, 0), kv_len)
 
 
@@ -167,7 +167,7 @@ class ValueRuns:
         first = _search(self.held, value, right=False)
         if self.distinct:
             at = first.clamp_(max=self.held.shape[-1] - 1)
-            return self._placed(at, _picked(self.held, at) == value, 1)
+            return self._placed(at, picked(self.held, at) == value, 1)
         last = _search(self.held, value, right=True)
         last = last if wanted is None else last.where(wanted, first)
         slots = max(1, int((last - first).max()))
@@ -179,8 +179,8 @@ class ValueRuns:
 
     def _placed(self, at: Tensor, used: Tensor, slots: int) -> Rows:
         """The runs at places ``[B, H, q * slots]`` in the order of values; none where a place is not used."""
-        at = _picked(self.order, at)
-        lo, hi = (_picked(end, at).where(used, self.n) for end in (self.starts, self.stops))
+        at = picked(self.order, at)
+        lo, hi = (picked(end, at).where(used, self.n) for end in (self.starts, self.stops))
         return Rows(lo.view(*lo.shape[:2], -1, slots), hi.view(*hi.shape[:2], -1, slots), self.n)
 
     def _spread(self, found: Rows) -> Rows:
@@ -192,8 +192,9 @@ class ValueRuns:
         return Rows(bounds[..., 0], bounds[..., 1], found.kv_len)
 
 
-def _picked(of_runs: Tensor, at: Tensor) -> Tensor:
-    return (of_runs if of_runs.shape[:2] == at.shape[:2] else of_runs.expand(*at.shape[:2], -1)).gather(-1, at)
+def picked(values: Tensor, at: Tensor) -> Tensor:
+    """The values ``[B', H', m]`` at the places ``int64[B, H, n]``."""
+    return (values if values.shape[:2] == at.shape[:2] else values.expand(*at.shape[:2], -1)).gather(-1, at)
 
 
 def nondecreasing_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:

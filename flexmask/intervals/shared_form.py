@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 
 from flexmask._transforms import is_captured, is_observed, outside_transforms
-from flexmask.expr.index import Symbol
 from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Literal, Lookup
+from flexmask.intervals.documents import is_at_positions
 from flexmask.intervals.solve import is_separable, separate
 
 __all__ = ["shared_form"]
@@ -26,7 +26,7 @@ _LOCK = Lock()
 
 
 def shared_form(mask: Mask) -> Mask:
-    """The mask of the same structure that is analyzed for it, with tensors without values as its :attr:`Mask.tensors`.
+    """A mask of the same structure, shared by all masks of that structure, shapes and dtypes; its tensors have no values.
 
     It is the mask itself where tensors would be kept with a form: with functions, data by value, and runs of equal values; in a
     graph that is captured; and for tensors without values.
@@ -69,5 +69,5 @@ def _has_runs(node: object) -> bool:
             Lookup(DocumentTable(rule) | DocumentTable("starts", DocumentTable(rule)) as table, indices),
             Lookup(DocumentTable() as other, others),
         ) if rule in COVERING and table == other:
-            return not all(isinstance(index, Symbol) for index in (*indices, *others))
+            return not (is_at_positions(indices) and is_at_positions(others))
     return True

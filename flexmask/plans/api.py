@@ -20,7 +20,7 @@ from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
-from flexmask.plans.capture import Setting, run
+from flexmask.plans.capture import Setting, run_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -82,7 +82,7 @@ class Plan:
             return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
         tensors = [*self.mask.tensors, *values]
         try:
-            return run(self.mask, self._names, setting, tensors, compiled=self.compile)
+            return run_graph(self.mask, self._names, setting, tensors, compiled=self.compile)
         except LoweringError as error:
             raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
 

@@ -27,6 +27,7 @@ from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
+from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
@@ -34,7 +35,7 @@ from flexmask.plans.fused import fused_kind
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
-__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph"]
+__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph", "run_graph"]
 
 register_constant(Structure)
 
@@ -101,7 +102,9 @@ class Graph:
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
-            raise LoweringError(str(error)) from error  # values that contradict each other or the lengths
+            is_short = "out of bounds" in str(error)
+            hint = ": the mask's data ends before the queries do, at q_offset + q_len, or before the keys" if is_short else ""
+            raise LoweringError(f"{error}{hint}") from error  # values that contradict each other or the lengths
 
 
 class GraphCache:
@@ -155,7 +158,7 @@ class GraphCache:
 GRAPHS = GraphCache()
 
 
-def run(
+def run_graph(
     mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor], *, compiled: bool = False
 ) -> LoweredMask:
     """A mask lowered by its graph, which is captured where there is none yet; see :meth:`GraphCache.get`.
@@ -185,9 +188,9 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     """The mask of a lowering context as one value, with the lists of its BlockMask where they need no host sync."""
     bounds = analyze(context)
     shape = context.full_batch, context.heads, context.q_len, context.kv_len
-    rows, cells = bounds.upper, None if bounds.exact else _cells_of_keys(context)
-    if cells is not None:
-        rows = within_true(rows, cells.squeeze(2))
+    rows, cells = bounds.upper, None
+    if not bounds.exact and (parts := _parts_by_query(context)) is not None:
+        rows, cells = within_true(parts[0], parts[1].squeeze(2)), parts[1]
     elif not bounds.exact:
         count = context.batch * context.heads * context.q_len * context.kv_len
         if count > MAX_CELLS:
@@ -204,18 +207,23 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
 
 
-def _cells_of_keys(context: Context) -> Tensor | None:
-    """Which keys the parts of a conjunction that do not depend on the query show, ``bool[B', H', 1, kv_len]``.
+def _parts_by_query(context: Context) -> tuple[Rows, Tensor] | None:
+    """The parts of a conjunction that depend on the query as key intervals, and which keys the others show.
 
-    None where the other parts are not exact, so that the cells of each query differ.
+    Returns:
+        Both, the latter ``bool[B', H', 1, kv_len]``; None where all parts depend on the query, or those that do have more key
+        intervals than are listed, so that each cell is evaluated.
     """
     mask = context.mask
     operands = mask.operands if isinstance(mask, And) else (mask,)
     of_keys = tuple(operand for operand in operands if "q" not in operand.symbols)
     others = tuple(operand for operand in operands if "q" in operand.symbols)
-    if not of_keys or not analyze(replace(context, mask=And.make(others))).exact:
+    if not of_keys:
         return None
-    return cell_evaluator(replace(context, mask=And.make(of_keys)))(0, 1, 0, context.kv_len)
+    bounds = analyze(replace(context, mask=And.make(others)))
+    if not bounds.exact:
+        return None
+    return bounds.upper, cell_evaluator(replace(context, mask=And.make(of_keys)))(0, 1, 0, context.kv_len)
 
 
 def _remedy(mask: Mask) -> str:

@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 from flexmask._transforms import has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.deferred import DeferredMask
-from flexmask.plans.capture import Setting, run
+from flexmask.plans.capture import Setting, run_graph
 from flexmask.plans.lowered import LoweredMask
 
 __all__ = ["lower_traced"]
@@ -61,7 +61,7 @@ def _lower(
     try:
         mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
         tensors = (*mask.tensors, *values)
-        return run(mask, names, known, tensors)
+        return run_graph(mask, names, known, tensors)
     except FlexmaskError as error:
         if has_values(torch.empty(0)):  # the graph runs, as it is
             raise

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask import attention, b, kv, q
+from flexmask import attention, b, h, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import along
 from flexmask.expr.packing import document_ids
@@ -361,6 +361,44 @@ def test_the_keys_of_documents_given_by_lengths(mask: fm.Mask, allowed: oracle.P
         table = oracle.table_of(wanted, 8, 8, batch=3)
         assert rows.lower.holds(torch.arange(8)).expand(3, 1, 8, 8).tolist() == table
         assert fm.plan(one, 8, batch=3)().dense().tolist() == table
+
+
+THREE_IDS = oracle.ids_of_lengths([3, 1, 4], 8)
+OF_THREE = document_ids(lengths=torch.tensor([3, 1, 4]))
+IDS_OF_HEADS = [oracle.ids_of_lengths(row, 8) for row in ([3, 5], [6, 2])]
+OF_HEADS = document_ids(lengths=torch.tensor([[3, 5], [6, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "allowed"),
+    [
+        (OF_THREE[b] < OF_THREE[q], lambda b, h, q, kv, q_len, kv_len: THREE_IDS[b] < THREE_IDS[q]),
+        (OF_THREE[h + 2] == OF_THREE[q], lambda b, h, q, kv, q_len, kv_len: THREE_IDS[h + 2] == THREE_IDS[q]),
+        (OF_THREE[h] == OF_THREE[kv], lambda b, h, q, kv, q_len, kv_len: THREE_IDS[h] == THREE_IDS[kv]),
+        (OF_HEADS[h, q] == OF_HEADS[h, kv], lambda b, h, q, kv, q_len, kv_len: IDS_OF_HEADS[h][q] == IDS_OF_HEADS[h][kv]),
+        (
+            (OF_HEADS[h, q] == OF_HEADS[h, kv]) & (OF_HEADS[h, q] >= 0),
+            lambda b, h, q, kv, q_len, kv_len: IDS_OF_HEADS[h][q] == IDS_OF_HEADS[h][kv],
+        ),
+    ],
+)
+def test_documents_given_by_lengths_at_sequences_and_heads(mask: fm.Mask, allowed: oracle.Predicate) -> None:
+    table = oracle.table_of(allowed, 8, 8, batch=4, heads=2)
+    rows = mask.rows(8, batch=4, heads=2)
+    assert rows.exact
+    assert rows.lower.holds(torch.arange(8)).expand(4, 2, 8, 8).tolist() == table
+    assert fm.plan(mask, 8, batch=4, heads=2)().dense().expand(4, 2, 8, 8).tolist() == table
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_documents_given_by_lengths_that_end_behind_the_keys(padding: bool) -> None:
+    mask = fm.document(lengths=[3, 6] if padding else [3, 9], padding=padding)
+    ids = oracle.ids_of_lengths([3, 6] if padding else [3, 9], 12)
+    assert mask.dense(12, 8).tolist() == oracle.table_of(oracle.document(ids), 12, 8)
+    assert mask.block_mask(12, 8, block_size=4).to_dense()[0, 0].tolist() == [
+        [int(any(ids[i] == ids[j] >= 0 for i in range(row, row + 4) for j in range(at, at + 4))) for at in (0, 4)]
+        for row in (0, 4, 8)
+    ]
 
 
 @pytest.mark.parametrize("padding", [1, None, "yes"])

@@ -12,6 +12,7 @@ from flexmask import KVCache, MultiheadFlexAttention, _sync
 from flexmask.errors import LoweringError
 from flexmask.intervals import solve
 from flexmask.nn import CallTokens, mask_over_cache
+from tests.support import oracle
 from tests.support.lowerings import LargestTensor
 
 KEYS = 5000
@@ -48,6 +49,7 @@ def test_a_step_repeats_no_analysis(text: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", MASKS)
 def test_a_step_makes_nothing_as_long_as_the_keys(text: str) -> None:
     mask = fm.parse(text).bind(**MASKS[text])
+    over_cache(mask, KEYS).rows(1, KEYS + 1, q_offset=KEYS)  # analyzed, as by the step before
     with LargestTensor() as largest:
         over_cache(mask, KEYS).rows(1, KEYS + 1, q_offset=KEYS)
     assert 0 < largest.elements < 100
@@ -91,6 +93,36 @@ def test_documents_of_the_whole_sequence_must_reach_the_queries(source: str) -> 
         torch.testing.assert_close(torch.cat(steps, 1), whole)
         with pytest.raises(LoweringError, match="cover 7 of"):
             module(x[:, 7:8], mask, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("causal & document(lengths=n)", [[3, 0], [4, 4]]),
+        ("causal & document(cu_seqlens=n)", [[0, 1, 3], [0, 4, 7]]),
+        ("per_document(causal, lengths=n)", [[2, 1], [3, 4]]),
+    ],
+)
+def test_documents_end_with_the_tokens_of_each_sequence(text: str, data: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    module, cache, x = MultiheadFlexAttention(6, 8, 2).double(), KVCache(16), torch.randn(2, 8, 6).double()
+    ids = [oracle.ids_of_lengths(row, 7) if "lengths" in text else oracle.ids_of_cu_seqlens(row, 7) for row in data]
+    with torch.no_grad():
+        module(x[:, :6], "causal", cache=cache)
+        cache.truncate([2, 6])
+        found = module(torch.stack((x[0, 2:3], x[1, 6:7])), fm.parse(text).bind(n=torch.tensor(data)), cache=cache)
+        for row, (length, own) in enumerate(zip((3, 7), ids, strict=True)):
+            shown = torch.tensor(oracle.table_of(oracle.both(oracle.causal(), oracle.document(own)), length, length))[0, 0]
+            torch.testing.assert_close(found[row, 0], module(x[row : row + 1, :length], fm.from_dense(shown))[0, -1])
+
+
+def test_data_that_changes_in_place_between_steps() -> None:
+    positions = torch.arange(8)
+    mask = fm.parse("causal & document(position_ids=p)").bind(p=positions)
+    for changed, wanted in ((torch.arange(8), [True] * 6), (torch.arange(8) % 3, [False] * 3 + [True] * 3)):
+        positions.copy_(changed)
+        step = mask_over_cache(mask, CallTokens(1, 1, 5, 6, 0, torch.device("cpu")))
+        assert step.dense(1, 6, q_offset=5)[0, 0, 0].tolist() == wanted
 
 
 @pytest.mark.parametrize("text", [None, "full", "q >= 0", "query_padding(start=[0, 0])"])

@@ -256,6 +256,19 @@ def test_a_plan_is_printed_as_it_is_made() -> None:
     assert eval(written, {"plan": fm.plan}).setting == plan.setting
 
 
+@pytest.mark.parametrize("of_keys", ["(kv % 7 != 3)", "(kv % 5 != 0)", "(kv % 7 != 3) & (kv <= q)"])
+def test_keys_of_more_intervals_than_are_listed(of_keys: str) -> None:
+    """The parts that depend on the query have at most 64 intervals, all parts together have more."""
+    rows, keys = torch.arange(300)[:, None], torch.arange(300)
+    wanted = (keys % 5 != rows % 5) & ((keys % 5 != 0) if "% 5" in of_keys else (keys % 7 != 3))
+    if "<=" in of_keys:
+        wanted &= keys <= rows
+    lowered = fm.plan(f"(kv % 5 != q % 5) & {of_keys}", 300)()
+    assert torch.equal(lowered.dense()[0, 0], wanted)
+    blocks = F.pad(wanted, (0, 84, 0, 84)).view(3, 128, 3, 128).any(3).any(1)
+    assert torch.equal(lowered.block_mask.to_dense()[0, 0].bool(), blocks)
+
+
 def test_rows_of_more_intervals_than_are_listed() -> None:
     """The complement of 64 intervals has 65, which are bounded."""
     mask = ~((kv % 4 == 0) & (kv < 256) & (q >= 0))
@@ -288,6 +301,9 @@ def test_distances_are_data() -> None:
 
 
 def test_queries_behind_the_data() -> None:
+    padded = fm.plan("document(lengths=n, padding=True) & (q * kv % 3 == 0)", 4, 10)
+    with pytest.raises(LoweringError, match="data ends before the queries do, at q_offset"):
+        padded(n=torch.tensor([4, 3]), q_offset=7)
     for text in ("document(ids)", "document(ids, contiguous=True)"):
         with pytest.raises(LoweringError, match=r"has 8 values along q, but the queries reach position 10 \(q_offset"):
             fm.plan(text, 4, 8)(ids=torch.zeros(1, 8, dtype=torch.int64), q_offset=6)
