@@ -188,10 +188,9 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     """The mask of a lowering context as one value, with the lists of its BlockMask where they need no host sync."""
     bounds = analyze(context)
     shape = context.full_batch, context.heads, context.q_len, context.kv_len
-    rows, cells = bounds.upper, None
-    if not bounds.exact and (parts := _parts_by_query(context)) is not None:
-        rows, cells = within_true(parts[0], parts[1].squeeze(2)), parts[1]
-    elif not bounds.exact:
+    by_keys = None if bounds.exact else _bounds_and_keys(context)
+    rows, cells = by_keys or (bounds.upper, None)
+    if not bounds.exact and cells is None:
         count = context.batch * context.heads * context.q_len * context.kv_len
         if count > MAX_CELLS:
             raise LoweringError(
@@ -207,12 +206,12 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
 
 
-def _parts_by_query(context: Context) -> tuple[Rows, Tensor] | None:
-    """The parts of a conjunction that depend on the query as key intervals, and which keys the others show.
+def _bounds_and_keys(context: Context) -> tuple[Rows, Tensor] | None:
+    """A conjunction as key intervals of the parts that depend on the query, and the keys that the other parts show.
 
     Returns:
-        Both, the latter ``bool[B', H', 1, kv_len]``; None where all parts depend on the query, or those that do have more key
-        intervals than are listed, so that each cell is evaluated.
+        The intervals, which begin and end with such a key, and the keys, ``bool[B', H', 1, kv_len]``. None where all parts
+        depend on the query, or those that do have more key intervals than are listed, so that each cell is evaluated.
     """
     mask = context.mask
     operands = mask.operands if isinstance(mask, And) else (mask,)
@@ -223,7 +222,8 @@ def _parts_by_query(context: Context) -> tuple[Rows, Tensor] | None:
     bounds = analyze(replace(context, mask=And.make(others)))
     if not bounds.exact:
         return None
-    return bounds.upper, cell_evaluator(replace(context, mask=And.make(of_keys)))(0, 1, 0, context.kv_len)
+    keys = cell_evaluator(replace(context, mask=And.make(of_keys)))(0, 1, 0, context.kv_len)
+    return within_true(bounds.upper, keys.squeeze(2)), keys
 
 
 def _remedy(mask: Mask) -> str:
