@@ -199,15 +199,22 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
             )
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
     # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
-    ends = torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)))
-    # As a view by strides, since Inductor writes what it is a view of to memory. It repeats other operations in the code that
-    # reads them, and fails there: in the mask_mod on CUDA where they join tensors, and in joined tensors of limited positions.
-    ends = ends.as_strided(ends.shape, ends.stride()).permute(2, 3, 4, 1, 0)
-    rows = Rows(*ends.unbind(-1), rows.kv_len)
+    ends = _in_memory(torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)))).permute(2, 3, 4, 1, 0)
+    rows, cells = Rows(*ends.unbind(-1), rows.kv_len), None if cells is None else _in_memory(cells)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
     return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor as a view by strides, which Inductor writes to memory.
+
+    It repeats other operations in the code that reads their result. It fails to do so in a ``mask_mod`` on CUDA where they join
+    tensors, and in joined tensors where they limit positions.
+    """
+    tensor = tensor.contiguous()
+    return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def _bounds_and_keys(context: Context) -> tuple[Rows, Tensor] | None:
