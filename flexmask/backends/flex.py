@@ -29,6 +29,8 @@ __all__ = ["FLEX"]
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: The least channels of a head that the CUDA kernels take.
 MIN_HEAD = 16
+#: The fewest and the most queries in a tile of the decoding kernel, those of all heads that share a key head.
+MIN_DECODING, MAX_DECODING = 16, 128
 #: The most kernels to compile, one for each combination of shapes, dtypes and kind of mask, before an error.
 MAX_KERNELS = 256
 #: The fewest channels of a head on CPUs without AVX-512: with fewer, torch's GEMM (``CppMicroGemmFP32Vec``) writes as many scores
@@ -91,10 +93,23 @@ def _run(call: Call) -> Tensor:
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
+    if _is_prefill(query, key, mask):
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     hashes = call.hashes()
     if hashes is None:
         return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
     return _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, hashes, options)
+
+
+def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:
+    """Whether a call is not for torch's decoding kernel, which torch takes for fewer than 128 queries.
+
+    A tile of that kernel holds the queries of all heads that share a key head, rounded up to a power of 2 from 16 on, and must
+    divide the block of queries. Torch takes it also where this is not so, and ends in an error.
+    """
+    block = MAX_DECODING if mask is None else mask.BLOCK_SIZE[0]
+    tile = min(block & -block, MAX_DECODING)  # the largest that divides the block
+    return tile < MIN_DECODING or query.shape[2] * (query.shape[1] // key.shape[1]) > tile
 
 
 def _call_with_dropout(
