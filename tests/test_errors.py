@@ -199,8 +199,7 @@ DATA: list[Row] = [
     ("window of negative distance", lambda: fm.sliding_window(left=-1, right=2), "left ... -1"),
     ("window of size 0", lambda: fm.sliding_window(size=0), "size ... 0"),
     ("window with a float", lambda: fm.sliding_window(left=1.5, right=2), r"left ... 1\.5"),
-    ("dense of integers", lambda: fm.from_dense([[1, 0], [0, 1]]), "dense ... bool|truth"),
-    ("dense of an integer tensor", lambda: fm.from_dense(torch.ones(2, 2, dtype=torch.long)), r"dense ... bool"),
+    ("dense of other integers", lambda: fm.from_dense([[1, 0], [0, 2]]), "dense ... True for visible, or of 0 and 1, got 2"),
     ("dense of floats", lambda: fm.from_dense(torch.zeros(2, 2)), r"dense ... float32 ... tensor == 0 ... tensor != 0"),
     (
         "additive padding for hide",
@@ -319,12 +318,6 @@ LOWERING: list[Row] = [
         "^MultiheadFlexAttention has no argument num_h",
     ),
     ("batch as B", lambda: fm.causal().dense(8, B=2), "dense has no argument B: write batch="),
-    ("lengths that may be a keep mask", lambda: fm.key_padding([1, 1, 0]).dense(3), "lengths ... 3 positions ... keep="),
-    (
-        "tensor of lengths that may be a keep mask",
-        lambda: fm.query_padding(torch.tensor([0, 1])).dense(2, 5),
-        "lengths ... keep=",
-    ),
     (
         "batch of named data",
         lambda: ragged().dense(6, batch=2),
@@ -578,13 +571,45 @@ def test_keep_and_hide_as_tokenizers_give_them(define: Any, what: str, make: Cal
         assert fm.parse(str(bound)) == bound
 
 
+@pytest.mark.parametrize("make", [list, torch.tensor, narrow])
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("from_dense(data)", [[1, 0, 0, 1]] * 4),
+        ("tree(ancestors=data)", [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]),
+        ("global_window(data, left=0, right=0)", [1, 0, 1, 0]),
+    ],
+)
+def test_all_truth_values_may_be_0_and_1(text: str, data: Any, make: Callable[[Any], Any]) -> None:
+    wanted = fm.parse(text, data=torch.tensor(data) != 0).dense(4)
+    assert torch.equal(fm.parse(text, data=make(data)).dense(4), wanted)
+    plan = fm.plan(text, 4)
+    assert torch.equal(plan(data=make(data)).dense(), wanted)
+    data = torch.tensor(data)
+    data[..., 0] = 2
+    for lower in (fm.parse(text, data=data).dense, lambda q_len: plan(data=data)):
+        with pytest.raises(fm.errors.LoweringError, match="or of 0 and 1, must be at most 1, got 2"):
+            lower(4)
+
+
+@pytest.mark.parametrize("lengths", [[0, 1], [1, 1], [0, 0]])
+def test_short_lengths_are_lengths(lengths: list[int]) -> None:
+    """As many as there are positions, they could be a keep mask."""
+    wanted = torch.arange(2) < torch.tensor(lengths)[:, None]
+    for form in (lengths, torch.tensor(lengths)):
+        for mask in (fm.key_padding(form), fm.cross_length(form)):
+            assert torch.equal(mask.dense(2), wanted[:, None, None].expand(2, 1, 2, 2))
+        assert torch.equal(fm.query_padding(form).dense(2), wanted[:, None, :, None].expand(2, 1, 2, 2))
+        assert torch.equal(fm.plan("key_padding(n)", 2)(n=form).dense(), fm.key_padding(form).dense(2))
+
+
 def test_keep_of_other_numbers_is_refused_where_it_can_be_read() -> None:
     tensor = torch.tensor([1, 1, 0, 1])
     mask = fm.key_padding(keep=tensor)
     assert mask.dense(4).sum() == 12
     tensor[1] = 2
     with pytest.raises(
-        fm.errors.LoweringError, match=r"key_padding: keep, .*True for a real token, or of 0 and 1, must be at most 1, got 2"
+        fm.errors.LoweringError, match=r"key_padding: keep, .*True for a real token .*, or of 0 and 1, must be at most 1, got 2"
     ):
         mask.dense(4)
     tensor[1] = -1

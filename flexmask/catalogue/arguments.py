@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table, per_batch, ranged
+from flexmask.expr.data import as_table, per_batch, ranged, truths
 from flexmask.expr.index import Index, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask
@@ -71,7 +71,7 @@ def check_mask(value: object, name: str) -> Mask:
     return value
 
 
-def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], truth: bool = False) -> Lookup:
+def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], truth: str = "") -> Lookup:
     """Data at the first of ``places`` that has as many indices as the data has axes.
 
     An axis of size 1 that ``b`` or ``h`` indexes is broadcast. A parameter is looked up at the first place.
@@ -81,20 +81,17 @@ def lookup(data: Data, what: str, axes: str, *places: tuple[Index | int, ...], t
         what: its name, for messages.
         axes: the axes that it may have, for messages.
         places: indices, fewest first.
-        truth: whether the data must be boolean, or must not be.
+        truth: what True is for, of truth values, also given as 0 and 1; nothing where the data must be integers.
 
     Raises:
-        OperandError: integers for truth values, or the other way round.
+        OperandError: truth values for integers, or other numbers than 0 and 1 for truth values.
         ExpressionError: another number of axes.
     """
     if isinstance(data, Param):
         return data[places[0]]
-    table = as_table(data, what)
-    if table.boolean != truth:
-        if not truth:
-            raise OperandError(f"{what} must be integers, not truth values")
-        instead = "write True for 1 and False for 0" if isinstance(table, Literal) else "take tensor != 0"
-        raise OperandError(f"{what} must be boolean, got integers; of 0 and 1 {instead}")
+    table = truths(data, what, truth) if truth else as_table(data, what)
+    if table.boolean and not truth:
+        raise OperandError(f"{what} must be integers, not truth values")
     indices = next((place for place in places if len(place) == len(table.shape)), None)
     if indices is None:
         raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(table.shape)}")

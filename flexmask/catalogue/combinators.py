@@ -38,15 +38,15 @@ def from_dense(table: Data) -> Mask:
         ⬚ ■
 
     Args:
-        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible; an
-            axis B or H of size 1 is broadcast.
+        table: ``bool[q_len, kv_len]``, ``bool[B, q_len, kv_len]`` or ``bool[B, H, q_len, kv_len]``, True for visible; or
+            0 and 1. An axis B or H of size 1 is broadcast.
 
     Raises:
-        OperandError: the table is not boolean.
+        OperandError: the table has values other than truth values, 0 and 1.
         ExpressionError: another number of axes.
     """
     places = ((q, kv), (b, q, kv), (b, h, q, kv))
-    return lookup(table, "from_dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth=True) != 0
+    return lookup(table, "from_dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth="visible") != 0
 
 
 @named

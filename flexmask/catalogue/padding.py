@@ -173,7 +173,7 @@ def _padding(name: str, sources: dict[str, Data | None], side: str, position: In
         real = per_batch(data, f"{name}: lengths", length, role="length")
         return position >= length - real if side == "left" else position < real
     meaning = "a real token" if what == "keep" else "padding"
-    values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", meaning)
+    values = data if isinstance(data, Param) else truths(data, f"{name}: {what}", f"{meaning} (token counts are lengths=)")
     if not isinstance(values, Param) and len(values.shape) not in (1, 2):
         raise ExpressionError(
             f"{name}: {what} must have the axes [S] or [B, S], got shape {list(values.shape)}{_squeeze_hint(values.shape)}"

@@ -41,8 +41,8 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
         ■ ■
 
     Args:
-        ancestors: ``bool[N, N]`` or ``bool[B, N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself. The
-            queries are the ``N`` nodes; the keys are the prefix and then the nodes.
+        ancestors: ``bool[N, N]`` or ``bool[B, N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself; or
+            0 and 1. The queries are the ``N`` nodes; the keys are the prefix and then the nodes.
         parents: instead of ancestors, the parent of each node as a list ``[N]`` or ``[B, N]``, below 0 for a root. A parent
             comes before its children.
         prefix: tokens before the tree, an int or ``int[B]``. Any number is a mask, so that a wrong one is no error. Keys after
@@ -54,7 +54,7 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
 
     Raises:
         ExpressionError: not exactly one of ``ancestors`` and ``parents``, or a parent after its child.
-        OperandError: ``parents`` is no list, or ``ancestors`` is not boolean.
+        OperandError: ``parents`` is no list, or ``ancestors`` has values other than truth values, 0 and 1.
 
     Source: SpecInfer, https://arxiv.org/abs/2305.09781; ``generate_jetspec_tree_causal_mask_mod`` of attention-gym.
     """
@@ -71,7 +71,7 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
     count = (table.shape and table.shape[-1]) or 1
     at = maximum(minimum(node, count - 1), 0)
     if spans is None:
-        seen = lookup(table, "tree: ancestors", "[N, N] or [B, N, N]", (q, at), (b, q, at), truth=True) != 0
+        seen = lookup(table, "tree: ancestors", "[N, N] or [B, N, N]", (q, at), (b, q, at), truth="an ancestor") != 0
     else:
         first, behind = spans
         seen = (along(first, at) <= along(first, q)) & (along(first, q) < along(behind, at))

@@ -207,20 +207,20 @@ def global_window(is_global: Data, *, left: Index | int | None, right: Index | i
         ■ ⬚ ⬚ ■ ■
 
     Args:
-        is_global: ``bool[S]`` or ``bool[B, S]``, True for a global token.
+        is_global: ``bool[S]`` or ``bool[B, S]``, True for a global token; or 0 and 1.
         left: tokens to the left of the query's own position; None for no limit.
         right: tokens to the right of it; None for no limit.
 
     Raises:
         ExpressionError: a negative distance.
-        OperandError: ``is_global`` is not boolean.
+        OperandError: ``is_global`` has values other than truth values, 0 and 1.
 
     Source: Longformer, https://arxiv.org/abs/2004.05150; ``generate_global_sliding_window`` of attention-gym.
     """
     queries, keys = (
-        lookup(is_global, "global_window: is_global", "[S] or [B, S]", (at,), (b, at), truth=True) != 0 for at in (q, kv)
+        lookup(is_global, "global_window: is_global", "[S] or [B, S]", (at,), (b, at), truth="a global token") for at in (q, kv)
     )
-    return queries | keys | _window("global_window", left, right, None)
+    return (queries != 0) | (keys != 0) | _window("global_window", left, right, None)
 
 
 def _window(

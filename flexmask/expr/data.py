@@ -203,7 +203,7 @@ def truths(data: object, what: str, meaning: str) -> Table:
     numbers = _flatten(values.tolist(), len(values.size))
     strange = next((number for number in numbers if number not in (0, 1)), None)
     if strange is not None:
-        raise OperandError(f"{what} must be {wanted}, got {strange}; token counts are lengths=")
+        raise OperandError(f"{what} must be {wanted}, got {strange}")
     return Literal(values.size, bytes(numbers), True)
 
 

@@ -46,8 +46,7 @@ def bind(
     """The context in which a mask is lowered at some lengths and sizes, its data validated against them.
 
     Raises:
-        LoweringError: an unbound parameter, data that contradicts the lengths, the sizes, the device or other data, or lengths
-            of padded sequences that may be a keep mask.
+        LoweringError: an unbound parameter, or data that contradicts the lengths, the sizes, the device or other data.
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
@@ -204,10 +203,11 @@ def _check_covers(lookup: Lookup, context: Context) -> None:
 
 def _check_range(ranged: Ranged, context: Context) -> None:
     values, limit = _tensor(ranged.source, context), _limit(ranged, context)
-    may_be_keep = ranged.role == "length" and 1 < values.numel() == limit
     if _sync.needs_sync(values):
         if is_captured():
-            _require_range(ranged, values, limit, may_be_keep=may_be_keep)
+            _sync.require(lambda: values >= ranged.low, values.device, _least_wanted(ranged))
+            if limit is not None:
+                _sync.require(lambda: values <= limit, values.device, _most_wanted(ranged, limit))
         return
     extent = ranged.memo.get("extent")
     if extent is None:
@@ -219,17 +219,6 @@ def _check_range(ranged: Ranged, context: Context) -> None:
         raise LoweringError(f"{_least_wanted(ranged)}, got {least}")
     if limit is not None and most > limit:
         raise LoweringError(f"{_most_wanted(ranged, limit)}, got {most}{_square_hint(ranged, context)}")
-    if may_be_keep and extent == (0, 1):
-        raise LoweringError(_no_keep_wanted(ranged, values))
-
-
-def _require_range(ranged: Ranged, values: Tensor, limit: int | None, *, may_be_keep: bool) -> None:
-    """As :func:`_check_range` where a graph runs."""
-    _sync.require(lambda: values >= ranged.low, values.device, _least_wanted(ranged))
-    if limit is not None:
-        _sync.require(lambda: values <= limit, values.device, _most_wanted(ranged, limit))
-    if may_be_keep:
-        _sync.require(lambda: (values.amin() != 0) | (values.amax() != 1), values.device, _no_keep_wanted(ranged, values))
 
 
 def _least_wanted(ranged: Ranged) -> str:
@@ -245,14 +234,6 @@ def _square_hint(ranged: Ranged, context: Context) -> str:
     if context.q_len != context.kv_len or ranged.high is None or ranged.high.symbols != {"kv_len"}:
         return ""
     return "; kv_len is q_len unless it is given: where there are more keys than queries, give kv_len=, or context= in a module"
-
-
-def _no_keep_wanted(ranged: Ranged, values: Tensor) -> str:
-    count = values.numel()
-    return (
-        f"{ranged.what} has {count} values, 0 and 1, for {count} positions: it may be a keep mask, as a tokenizer's "
-        f"attention_mask. Write keep= for one; for {count} sequences of 0 or 1 tokens compare, e.g. kv < table(lengths)[b]"
-    )
 
 
 def _limit(ranged: Ranged, context: Context) -> int | None:

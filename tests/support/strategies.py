@@ -212,13 +212,6 @@ def comparisons(draw: st.DrawFn, shape: Shape, depth: int = 2) -> Case:
 # ---------------------------------------------------------------- named masks
 
 
-def lengths_within(shape: Shape, most: int) -> st.SearchStrategy[Any]:
-    """Lengths of padded sequences, apart from those that may be a keep mask, which are refused."""
-    return per_batch(shape, st.integers(0, most)).filter(
-        lambda lengths: not (isinstance(lengths, list) and len(lengths) == most and set(lengths) == {0, 1})
-    )
-
-
 def per_batch(shape: Shape, entry: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """One entry for all, or a list of one for each batch element."""
     return st.one_of(entry, st.lists(entry, min_size=shape.batch, max_size=shape.batch))
@@ -270,7 +263,7 @@ def everywhere(draw: st.DrawFn, shape: Shape) -> Case:
         if left is None and right is None:
             left = 2
         return Case(fm.sliding_window(left=left, right=right), oracle.sliding_window(left, right))
-    keys, queries = lengths_within(shape, shape.kv_len), lengths_within(shape, shape.q_len)
+    keys, queries = (per_batch(shape, st.integers(0, length)) for length in (shape.kv_len, shape.q_len))
     length = "kv_len" if kind == "key_padding" else "q_len"
     side = draw(st.sampled_from(SIDES if length in shape.lengths else SIDES[:1]))
     if kind == "key_padding":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flexmask.errors import ExpressionError
 from flexmask.expr import Index
 from flexmask.registry import named
-from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor
+from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor, truths
 
 if TYPE_CHECKING:
     from flexmask.expr import Data
@@ -30,8 +30,8 @@ def gym_jetspec_tree(ancestors: Data | None = None, *, parents: Data | None = No
         ■ ■ ■ ■ ⬚ ■
 
     Args:
-        ancestors: ``bool[N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself. The queries are the ``N``
-            nodes; the keys are the prefix and then the nodes.
+        ancestors: ``bool[N, N]``, True where node ``j`` is an ancestor of node ``i`` or ``i`` itself; or 0 and 1. The queries are
+            the ``N`` nodes; the keys are the prefix and then the nodes.
         parents: instead of ancestors, the parent of each node, ``[N]``; a parent stands before its children, and the first
             node is the root. attention-gym's ``parent_indices``.
         prefix: tokens before the tree. attention-gym's ``prefix_length``.
@@ -46,7 +46,7 @@ def gym_jetspec_tree(ancestors: Data | None = None, *, parents: Data | None = No
     if (ancestors is None) == (parents is None):
         raise ExpressionError("gym_jetspec_tree: give exactly one of ancestors and parents")
     if parents is None:
-        matrix = tensor(ancestors, "gym_jetspec_tree: ancestors", "[N, N]")
+        matrix = truths(ancestors, "gym_jetspec_tree: ancestors", "[N, N]")
     else:
         values = tensor(parents, "gym_jetspec_tree: parents", "[N]")
         nodes: list[int] = values.tolist()

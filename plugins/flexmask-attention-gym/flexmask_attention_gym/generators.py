@@ -16,7 +16,7 @@ from flexmask.expr import Index, Table
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MaskMod", "each_axis", "generated", "inner", "offsets", "positive", "tensor"]
+__all__ = ["MaskMod", "each_axis", "generated", "inner", "offsets", "positive", "tensor", "truths"]
 
 P = ParamSpec("P")
 #: What attention-gym's generators return: ``(b, h, q_idx, kv_idx) -> bool``.
@@ -75,6 +75,14 @@ def tensor(data: object, what: str, axes: str) -> Tensor:
     if values.dim() != axes.count(",") + 1:
         raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(values.shape)}")
     return values
+
+
+def truths(data: object, what: str, axes: str) -> Tensor:
+    """As :func:`tensor`, of truth values, also given as 0 and 1."""
+    values = tensor(data, what, axes)
+    if bool(((values < 0) | (values > 1)).any()):
+        raise OperandError(f"{what} must be boolean, or of 0 and 1, got {data}")
+    return values.bool()
 
 
 def each_axis(data: object, what: str, *axes: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flexmask.errors import ExpressionError
 from flexmask.expr import Index
 from flexmask.registry import named
-from flexmask_attention_gym.generators import MaskMod, generated, positive, tensor
+from flexmask_attention_gym.generators import MaskMod, generated, positive, truths
 
 if TYPE_CHECKING:
     from flexmask.expr import Data
@@ -117,7 +117,7 @@ def gym_global_window(is_global: Data, *, left: Index | int, right: Index | int)
         ■ ⬚ ⬚ ⬚ ■
 
     Args:
-        is_global: ``bool[S]``, True for a global token; the same for all sequences.
+        is_global: ``bool[S]``, True for a global token, or 0 and 1; the same for all sequences.
         left: tokens to the left of the query's own position. This is attention-gym's ``window_size``.
         right: tokens to the right; as many, since attention-gym has one number for both.
 
@@ -129,7 +129,7 @@ def gym_global_window(is_global: Data, *, left: Index | int, right: Index | int)
     """
     from attn_gym.masks import generate_global_sliding_window
 
-    marks = tensor(is_global, "gym_global_window: is_global", "[S]").bool()
+    marks = truths(is_global, "gym_global_window: is_global", "[S]")
     return generate_global_sliding_window(_both("gym_global_window", left, right), marks)
 
 

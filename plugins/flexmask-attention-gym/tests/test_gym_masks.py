@@ -221,6 +221,8 @@ REFUSED = [
     ("gym_document(causal('lower_right'), lengths=[3])", "uses q_len or kv_len"),
     ("gym_document(3, lengths=[3])", "gym_document: wanted a mask first, got int 3"),
     ("gym_shared_prefix(prefix_of=[0], lengths=[3, 4])", "prefix_of must have one entry for 2 documents"),
+    ("gym_global_window([2, 0], left=1, right=1)", "is_global must be boolean, or of 0 and 1"),
+    ("gym_jetspec_tree(ancestors=[[2]])", "ancestors must be boolean, or of 0 and 1"),
     ("gym_jetspec_tree()", "exactly one of ancestors and parents"),
     ("gym_jetspec_tree(parents=[-1, 2, 0])", "the parent of node 1 must stand before it, got 2"),
     (
