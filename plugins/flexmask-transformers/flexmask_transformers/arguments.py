@@ -5,9 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmask import Mask
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["as_cells", "check_attention_mask", "check_model", "check_padding", "is_readable", "truth_values"]
+__all__ = [
+    "as_cells",
+    "check_attention_mask",
+    "check_model",
+    "check_padding",
+    "is_readable",
+    "is_user_mask",
+    "is_whole_mask",
+    "require",
+    "truth_values",
+]
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -15,12 +26,26 @@ def is_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _require(condition: Tensor, message: str, kind: type[Exception] = OperandError) -> None:
+def require(condition: Tensor, message: str, kind: type[Exception] = OperandError) -> None:
     """An error unless a truth value holds. Where reading it would force a host sync, it is an error where the model runs."""
     if not is_readable(condition):
         torch._assert_async(condition, message)
     elif not condition:
         raise kind(message)
+
+
+def is_user_mask(value: object) -> bool:
+    """Whether an ``attention_mask`` is a mask of flexmask: a Mask, a text, a mask_mod, or a dict of them."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(is_user_mask, value.values()))
+    return isinstance(value, Mask | str) or (callable(value) and not isinstance(value, Tensor) and not hasattr(value, "shape"))
+
+
+def is_whole_mask(value: object) -> bool:
+    """Whether an ``attention_mask`` replaces the model's own: a mask of flexmask, a tensor of four axes, or a dict of them."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(is_whole_mask, value.values()))
+    return (type(value) is Tensor and value.dim() == 4) or is_user_mask(value)
 
 
 def check_model(model: object, function: str) -> None:
@@ -56,7 +81,7 @@ def check_attention_mask(mask: object, embeds: Tensor) -> None:
             f"a 2-D attention_mask has 1 for real tokens and 0 for padding; this one, of {_name(mask.dtype)}, has other values. "
             "Of an additive mask give (mask == 0)"
         )
-        _require(((mask == 0) | (mask == 1)).all(), message)
+        require(((mask == 0) | (mask == 1)).all(), message)
 
 
 def check_padding(keep: Tensor, batch: int, q_len: int, kv_end: int, q_offset: int | Tensor) -> None:
@@ -80,7 +105,7 @@ def check_padding(keep: Tensor, batch: int, q_len: int, kv_end: int, q_offset: i
             q_offset = int(q_offset)
         else:
             message = f"attention_mask has {length} tokens, fewer than the cache and the {q_len} of this call"
-            _require(q_offset + q_len <= length, message, LoweringError)
+            require(q_offset + q_len <= length, message, LoweringError)
             return
         fits = q_offset + q_len <= length
     else:
@@ -118,7 +143,7 @@ def truth_values(mask: Tensor) -> Tensor:
         return mask
     if mask.is_complex() or mask.is_floating_point():
         raise OperandError(f"a mask of four axes must be bool, integers or float, got {_name(mask.dtype)}")
-    _require(((mask == 0) | (mask == 1)).all(), "an integer attention_mask of four axes has 1 for visible and 0 for hidden only")
+    require(((mask == 0) | (mask == 1)).all(), "an integer attention_mask of four axes has 1 for visible and 0 for hidden only")
     return mask != 0
 
 

@@ -15,15 +15,14 @@ from flexmask.backends import attention_weights
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
-from flexmask_transformers.arguments import as_cells
+from flexmask_transformers.arguments import as_cells, is_user_mask
 from flexmask_transformers.dense import dense_attention
+from flexmask_transformers.forwards import require_unpacked, running
 from flexmask_transformers.graphs import GraphMask
-from flexmask_transformers.masks import in_documents
 from flexmask_transformers.model_mask import ModelMask, to_mask
 from flexmask_transformers.packed_cache import note_keys
-from flexmask_transformers.packing import document_ids, packing_arguments
+from flexmask_transformers.packing import document_ids, packing_arguments, text_positions
 from flexmask_transformers.recording import record
-from flexmask_transformers.request import documents_in_graph, dropped_documents, is_user_mask, note_documents_in_graph
 from flexmask_transformers.scores import Scores, append_sink, with_sink
 
 __all__ = ["attention_forward"]
@@ -77,13 +76,14 @@ def attention_forward(
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    _require_known_documents(module, attention_mask, q_len, kwargs)
     is_causal = is_causal and q_len > 1 and attention_mask is None
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
         if isinstance(attention_mask, Tensor):
             attention_mask = as_cells(attention_mask, query, kv_len)
         is_whole = isinstance(attention_mask, GraphMask) and attention_mask.is_whole
-        documents = None if is_whole else _dense_documents(module, batch, q_len, kv_len, kwargs)
+        documents = None if is_whole else _dense_documents(batch, q_len, kv_len, kwargs)
         tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.is_scaling else None
         if tiled is not None:
             options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "dropout_p": dropout}
@@ -168,44 +168,51 @@ def _packed(
         )
     if model_mask.is_whole:
         return model_mask.mask
-    packing, positions = packing_arguments(kwargs), kwargs.get("position_ids")
-    if model_mask.request.has_positions or not getattr(module, "is_causal", False):
-        positions = None
+    packing = packing_arguments(kwargs)
+    if not packing:
+        return model_mask.mask
 
     def within_documents() -> Mask:
-        mask, documents = model_mask.mask, model_mask.request.documents
-        if positions is not None:
-            keep, cache = model_mask.request.keep, model_mask.request.cache
-            documents = dropped_documents(keep, cache, positions, batch, q_len, kv_len, model_mask.q_offset)
-        if model_mask.is_chunked and (packing or documents is not None):
+        if model_mask.is_chunked:
             raise LoweringError(
                 "this model's chunks start with each document, whose positions cu_seq_lens and seq_idx do not give; also give "
                 "position_ids that restart at each document"
             )
-        if positions is not None and documents is not None:
-            mask = in_documents(mask, documents, q_len)
-        if not packing:
-            return mask
-        ids = document_ids(packing, batch, q_len, kv_len, documents)
+        ids = document_ids(packing, batch, q_len, kv_len, model_mask.request.documents)
         if model_mask.request.cache is not None:
             note_keys(model_mask.request.cache).note(ids)
-        return mask & document(ids)
+        return model_mask.mask & document(ids)
 
-    return model_mask.variant("documents", (positions, *packing.values()), within_documents)
+    return model_mask.variant("documents", tuple(packing.values()), within_documents)
 
 
-def _dense_documents(module: torch.nn.Module, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Tensor | None:
+def _dense_documents(batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The documents ``int[B, S]`` that the arguments of a layer describe, next to a mask that is a tensor."""
-    packing, is_in_mask, documents = packing_arguments(kwargs), True, None
-    if torch.compiler.is_compiling() and getattr(module, "is_causal", False):
-        config, positions = getattr(module, "config", None), kwargs.get("position_ids")
-        documents, is_in_mask = documents_in_graph(config, positions, batch, q_len, kv_len)
+    packing = packing_arguments(kwargs)
     if not packing:
-        return None if documents is None or is_in_mask else documents.ids
-    ids = document_ids(packing, batch, q_len, kv_len, documents)
-    if torch.compiler.is_compiling():
-        note_documents_in_graph(getattr(module, "config", None), ids)
+        return None
+    forward = running() if torch.compiler.is_compiling() else None
+    ids = document_ids(packing, batch, q_len, kv_len, None if forward is None else forward.documents)
+    if forward is not None and forward.cache is not None:
+        note_keys(forward.cache).note(ids)
     return ids
+
+
+def _require_known_documents(module: torch.nn.Module, mask: Any, q_len: int, kwargs: Mapping[str, Any]) -> None:
+    """An error where a layer attends to tokens whose ``position_ids`` restart, with a mask that was made without them."""
+    forward = running()
+    if isinstance(mask, ModelMask):
+        is_known = mask.request.knows_positions
+    else:
+        is_known = isinstance(mask, GraphMask) or (mask is not None and (forward is None or forward.has_masks))
+    if is_known or q_len == 1 or packing_arguments(kwargs):
+        return
+    if forward is None:
+        positions, keep = text_positions(kwargs.get("position_ids")), None
+    else:
+        positions, keep = forward.position_ids, forward.keep
+    if positions is not None and positions.shape[-1] == q_len:
+        require_unpacked(positions, keep, f"{type(module).__name__} attends with a mask that was made without them")
 
 
 def _tiled_mask(mask: Any, is_causal: bool, documents: Tensor | None, kwargs: Mapping[str, Any]) -> Mask | LoweredMask | None:

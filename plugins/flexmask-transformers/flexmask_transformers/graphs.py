@@ -22,7 +22,7 @@ from flexmask.errors import LoweringError
 from flexmask.plans.capture import MAX_CELLS, lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask_transformers.packing import chunk_positions
-from flexmask_transformers.request import take_request_in_graph
+from flexmask_transformers.request import Request
 from flexmask_transformers.user_masks import user_mask_for
 
 __all__ = ["GraphMask", "mask_in_graph"]
@@ -57,14 +57,15 @@ def mask_in_graph(
     keep: Tensor | None,
     layer_type: str,
     options: dict[str, Any],
+    request: Request,
 ) -> GraphMask | Tensor | None:
     """The mask of one layer type in a graph; the arguments are those of the mask function.
 
     It is dense where queries follow keys in a cache, where its function is not known, and for lengths that change from call to
     call. Otherwise it is a :class:`GraphMask`, if it has documents, a window, or a mask of the user.
     """
-    documents, positions, given = take_request_in_graph()
-    user_mask, replaces, is_whole = user_mask_for(options.get("config"), layer_type, given)
+    documents = None if request.documents is None else request.documents.ids
+    user_mask, replaces, is_whole = user_mask_for(options.get("config"), layer_type, request.user_mask)
     is_chunked = layer_type == "chunked_attention"
     own = None if is_chunked else _known_mask(mask_function, options)
     starts_at_0 = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == 0 and kv_offset == 0
@@ -74,8 +75,8 @@ def mask_in_graph(
         if is_dense or (keep is not None and batch * q_len * kv_len > MAX_CELLS):
             if documents is not None:
                 if is_chunked:
-                    assert positions is not None
-                    mask_function = _in_documents(mask_function, documents, positions.expand(batch, -1), keep)
+                    assert request.documents is not None
+                    mask_function = _in_documents(mask_function, documents, request.documents.positions, keep)
                 mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
                 options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             return sdpa_mask(batch, q_len, kv_len, q_offset, kv_offset, mask_function, keep, **options)

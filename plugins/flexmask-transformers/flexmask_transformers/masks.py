@@ -54,7 +54,7 @@ def make_mask(
     layer_type = _layer_type(config, options.get("local_size"))
     if torch.compiler.is_compiling():
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
-        return mask_in_graph(*sizes, mask_function, attention_mask, layer_type, options)
+        return mask_in_graph(*sizes, mask_function, attention_mask, layer_type, options, take_request())
     request = take_request()
     is_chunked = layer_type == "chunked_attention"
     user_mask, replaces, is_whole = user_mask_for(config, layer_type, request.user_mask)
@@ -78,7 +78,7 @@ def make_mask(
         mask = mask if user_mask is None else mask & user_mask
     arguments = batch_size, q_length, kv_length, q_offset, device
     if replaces:
-        return ModelMask.make(mask, *arguments, is_whole=is_whole, request=Request(cache=request.cache))
+        return ModelMask.make(mask, *arguments, is_whole=is_whole, request=Request(cache=request.cache, knows_positions=True))
     return ModelMask.make(mask, *arguments, is_chunked=is_chunked and request.documents is None, request=request)
 
 

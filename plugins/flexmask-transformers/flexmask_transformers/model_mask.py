@@ -109,7 +109,7 @@ class ModelMask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name in METADATA:
+        if name in METADATA or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined] # reentrant checkpointing sets it
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "to" and isinstance(args[0], ModelMask):

@@ -11,9 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.errors import LoweringError, OperandError
-from flexmask_transformers.arguments import is_readable
+from flexmask_transformers.arguments import is_readable, require
 
-__all__ = ["Documents", "check_document_numbers", "chunk_positions", "document_ids", "packing_arguments", "restarts"]
+__all__ = [
+    "Documents",
+    "check_document_numbers",
+    "chunk_positions",
+    "document_ids",
+    "packing_arguments",
+    "restarts",
+    "text_positions",
+]
 
 #: The arguments of attention that describe the documents of a row.
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -85,7 +93,7 @@ def document_ids(packing: Mapping[str, Any], batch: int, q_len: int, kv_len: int
     return documents.ids if is_readable(ids) and torch.equal(own, starts) else ids
 
 
-def check_document_numbers(attention_mask: object, position_ids: Tensor) -> None:
+def check_document_numbers(attention_mask: object, position_ids: Tensor | None) -> None:
     """Checks that documents which a 2-D ``attention_mask`` numbers are those of ``position_ids``; the mask alone would lose them.
 
     Raises:
@@ -97,8 +105,8 @@ def check_document_numbers(attention_mask: object, position_ids: Tensor) -> None
         return
     keep = attention_mask != 0
     differ = _starts(attention_mask, keep)
-    if tuple(position_ids.shape) in ((1, keep.shape[1]), tuple(keep.shape)):
-        differ = differ & ~restarts(position_ids.expand(len(keep), -1), keep)
+    if position_ids is not None and position_ids.shape[-2:] == keep.shape:
+        differ = differ & ~restarts(position_ids, keep)
     message = (
         "attention_mask numbers documents that position_ids do not separate. A 2-D mask has 1 for real tokens and 0 for padding: "
         "give attention_mask != 0, and position_ids that restart, cu_seq_lens_q or seq_idx"
@@ -110,17 +118,46 @@ def check_document_numbers(attention_mask: object, position_ids: Tensor) -> None
         raise LoweringError(f"{message}; got another number at token {token} of row {row}")
 
 
+def text_positions(position_ids: Any) -> Tensor | None:
+    """The ``position_ids`` of a model as ``int[B or 1, S]``, or as ``int[3, B, S]``: time, height and width of each token.
+
+    Of four rows the first is that of the text. None for other shapes, and on meta, where they have no values.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.device.type == "meta":
+        return None
+    if position_ids.dim() == 1:
+        return position_ids[None]
+    if position_ids.dim() == 3 and position_ids.shape[0] in (3, 4):
+        return position_ids[0] if position_ids.shape[0] == 4 else position_ids
+    return position_ids if position_ids.dim() == 2 else None
+
+
 def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:
     """``bool[B, S]``: whether a token is the first of a further document.
 
     That is a token whose position is not greater than that of the real token before it. Positions of padding have no meaning.
+    Where positions are those of time, height and width, the tokens of an image share their time: there a document starts with
+    a token whose three positions are 0, or with a token of text whose position is not greater than that of the text before it.
 
     Args:
-        position_ids: ``int[B, S]``.
+        position_ids: ``int[B, S]``, or ``int[3, B, S]`` of time, height and width.
         keep: ``bool[B, at least S]``, True for real tokens, or None.
+
+    Raises:
+        LoweringError: time goes back in other ways, so that it is not known where documents start.
     """
     before, is_later = _previous(position_ids, keep)
-    return is_later & (position_ids <= before)
+    if position_ids.dim() == 2:
+        return is_later & (position_ids <= before)
+    is_text, was_text = ((rows == rows[:1]).all(0) for rows in (position_ids, before))
+    is_first = is_text & ((position_ids == 0).all(0) | was_text) & (position_ids <= before).all(0)
+    is_unclear = (position_ids[0] < before[0]) & ~is_first
+    message = (
+        "position_ids of three rows go back in time where no document starts; give four rows, of which the first has the "
+        "positions in the text, restarting at each document"
+    )
+    require(~(is_later[0] & is_unclear).any(), message, LoweringError)
+    return is_later[0] & is_first
 
 
 def chunk_positions(position_ids: Tensor, keep: Tensor | None) -> Tensor:
@@ -129,8 +166,8 @@ def chunk_positions(position_ids: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _previous(values: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The value at the real token before each token, and whether the token is real and has one before it; ``[B, S]``."""
-    length = values.shape[1]
+    """The value at the real token before each token, and whether the token is real and has one before it; ``[..., B, S]``."""
+    length = values.shape[-1]
     places = torch.arange(length, device=values.device).expand_as(values)
     real = torch.ones_like(values, dtype=torch.bool) if keep is None else keep[:, :length].expand_as(values)
     last = F.pad(torch.where(real, places, -1).cummax(-1).values, (1, -1), value=-1)

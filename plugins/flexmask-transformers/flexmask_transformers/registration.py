@@ -11,6 +11,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from flexmask_transformers.attention import attention_forward
+from flexmask_transformers.forwards import observe_all
 from flexmask_transformers.masks import make_mask
 from flexmask_transformers.request import preprocess
 from flexmask_transformers.versions import requirement
@@ -44,6 +45,7 @@ def register() -> None:
     for name, module in list(sys.modules.items()):  # models that are imported already may have it by name
         if name.startswith("transformers.") and vars(module).get(PREPROCESS) is original:
             setattr(module, PREPROCESS, replacement)
+    observe_all()
     PreTrainedModel.get_correct_attn_implementation = _checked(PreTrainedModel.get_correct_attn_implementation)
 
 

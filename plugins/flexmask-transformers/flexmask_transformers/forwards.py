@@ -1,0 +1,135 @@
+"""The forwards of models that are running, and the ``position_ids`` that they got.
+
+Many models give their ``position_ids`` to their embeddings alone, and neither to their masks nor to their attention.
+`observe_all` wraps the ``forward`` of every model class of transformers, so that masks and layers find what the model itself got.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexmask.errors import LoweringError
+from flexmask_transformers.arguments import is_readable, is_whole_mask
+from flexmask_transformers.packing import Documents, restarts, text_positions
+
+__all__ = ["Forward", "observe_all", "require_unpacked", "running"]
+
+
+class Forward:
+    """A forward of a model with ``attn_implementation="flexmask"``.
+
+    Attributes:
+        config: the config of the model.
+        position_ids: those that the model got, ``int[B or 1, S]``, or ``int[3, B, S]`` of time, height and width. None where it
+            got none, or a whole mask of its caller.
+        keep: its 2-D mask, ``bool[B, S]``, or None.
+        has_masks: whether a mask was made that has the documents of ``position_ids``.
+        documents: those of its mask in a graph of ``torch.compile``.
+        cache: its empty cache in a graph.
+    """
+
+    documents: Documents | None = None
+    cache: Any = None
+
+    def __init__(self, config: Any, position_ids: Tensor | None, keep: Tensor | None, *, has_masks: bool) -> None:
+        self.config, self.position_ids, self.keep, self.has_masks = config, position_ids, keep, has_masks
+
+    def is_of(self, config: Any) -> bool:
+        """Whether a config is the model's, or that of its text."""
+        return config is self.config or config is self.config.get_text_config()
+
+    def require_unpacked(self, what: str) -> None:
+        """An error where ``position_ids`` restart; in a graph where it runs."""
+        if self.position_ids is not None:
+            require_unpacked(self.position_ids, self.keep, what)
+
+
+def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> None:
+    """An error where ``position_ids`` describe several documents in a row, which ``what`` would not separate.
+
+    Raises:
+        LoweringError: they do. Where reading them would force a host sync, it is an error where the model runs.
+    """
+    starts = restarts(position_ids, keep)
+    message = (
+        f"position_ids restart inside a row, and {what}, so that its documents would see each other. Give each document a row; "
+        "cu_seq_lens_q or seq_idx separate them where the model passes them on to its attention"
+    )
+    if not is_readable(starts):
+        torch._assert_async(~starts.any(), message)
+    elif starts.any():
+        row, token = starts.nonzero()[0].tolist()
+        raise LoweringError(f"{message}; they restart at token {token} of row {row}")
+
+
+class _Local(threading.local):
+    forward: Forward | None = None
+
+
+_LOCAL = _Local()
+
+
+def running() -> Forward | None:
+    """The innermost forward that is running in this thread; None outside of a model."""
+    return _LOCAL.forward
+
+
+def observe_all() -> None:
+    """Observes the forwards of all model classes of transformers, and of those that are defined later."""
+    original: Any = vars(PreTrainedModel)["__init_subclass__"].__func__
+
+    def init_subclass(cls: type[PreTrainedModel], /, **options: Any) -> None:
+        original(cls, **options)
+        _observe(cls)
+
+    PreTrainedModel.__init_subclass__ = classmethod(init_subclass)
+    classes = [PreTrainedModel]
+    while classes:
+        kind = classes.pop()
+        _observe(kind)
+        classes += kind.__subclasses__()
+
+
+def _observe(kind: type[PreTrainedModel]) -> None:
+    """Wraps the forward that a class defines itself."""
+    forward: Any = vars(kind).get("forward")
+    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+    if code is None or getattr(forward, "__flexmask__", False):
+        return
+    names = code.co_varnames[: code.co_argcount]
+
+    def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        place = names.index(name) - 1 if name in names else len(args)
+        return args[place] if place < len(args) else None
+
+    @functools.wraps(forward)
+    def observed(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation != "flexmask":
+            return forward(self, *args, **kwargs)
+        outer = _LOCAL.forward
+        mask = argument("attention_mask", args, kwargs)
+        position_ids = text_positions(argument("position_ids", args, kwargs))
+        if is_whole_mask(mask):
+            position_ids = None
+        elif position_ids is None and outer is not None and outer.is_of(self.config):
+            position_ids = outer.position_ids
+        keep = None
+        if position_ids is not None and isinstance(mask, Tensor) and mask.dim() == 2:
+            keep = mask[:, -position_ids.shape[-1] :] != 0
+        _LOCAL.forward = Forward(self.config, position_ids, keep, has_masks=outer is not None and outer.has_masks)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _LOCAL.forward = outer
+
+    observed.__flexmask__ = True  # type: ignore[attr-defined]
+    kind.forward = observed
