@@ -106,6 +106,10 @@ def attention(
     values that the row does not attend to, as in ``scaled_dot_product_attention``. In a fully masked row the gradient of the
     output counts as 0, but NaN in the query still reaches the gradients of keys.
 
+    Data of a mask may be written after the forward pass where its key intervals are the mask. Where cells are computed, and with
+    a ``score_mod``, what they read must not be written before the backward pass, which computes them again: it raises as for
+    tensors that autograd saves, by their version counters.
+
     In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
     :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.
     A mask may be made there by text, named masks, operators (``~`` from torch 2.14) and ``bind``. Index expressions, a

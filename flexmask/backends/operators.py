@@ -6,7 +6,6 @@ the operators only where calls are recorded, as under FakeTensorMode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,8 +19,9 @@ from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import hessian_product, tangent
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
 from flexmask.backends.tile_weights import DropoutState, has_nonfinite
+from flexmask.backends.unchanged import Unchanged
 
-__all__ = ["attend_tiles", "fused_with_tiles", "plain_bounds"]
+__all__ = ["attend_tiles", "fused_with_tiles"]
 
 
 def attend_tiles(
@@ -40,7 +40,8 @@ def attend_tiles(
     if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
         out, _ = _block_sdpa(*arguments)
     elif _is_differentiated(query, key, value):
-        out, _ = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+        own = cells if cells is None or isinstance(cells, Tensor) else Unchanged(cells)
+        out, _ = _Attention.apply(query, key, value, bounds, own, *arguments[5:])  # type: ignore[no-untyped-call]
     else:
         out, _ = _Attention.forward(*arguments)
     return cast(Tensor, out)
@@ -51,7 +52,7 @@ def fused_with_tiles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bounds: Callable[[], Tensor],
+    bounds: Tensor | bool,
     scale: float,
     fully_masked: Tensor | None = None,
 ) -> Tensor:
@@ -64,19 +65,11 @@ def fused_with_tiles(
         query: [B, H, Q, D].
         key: [B, H_kv, KV, D].
         value: [B, H_kv, KV, Dv].
-        bounds: gives the key intervals, int [B', H', Q', K, 2].
+        bounds: the key intervals, int [B', H', Q', K, 2]; True for a causal mask, False for none.
         scale: factor of the scores.
         fully_masked: which rows the kernel was given as fully masked, bool [B', H', Q', 1], or None.
     """
     return cast(Tensor, _Fused.apply(out, query, key, value, bounds, scale, fully_masked))  # type: ignore[no-untyped-call]
-
-
-def plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    """The key intervals of causal or no masking: int32[1, 1, 1 or Q, 1, 2]."""
-    kv_len = key.size(2)
-    stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
-    stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
-    return torch.stack((torch.zeros_like(stop), stop), -1)[None, None, :, None]
 
 
 def _is_differentiated(*tensors: Tensor) -> bool:
@@ -261,8 +254,9 @@ class _Fused(Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(query, key, value, out)
-        ctx.bounds, ctx.scale, ctx.fully_masked = rest
+        bounds, ctx.scale, ctx.fully_masked = rest
+        ctx.is_causal = None if isinstance(bounds, Tensor) else bounds
+        ctx.save_for_backward(query, key, value, out, bounds if ctx.is_causal is None else None)
         return out.detach()
 
     @staticmethod
@@ -271,10 +265,19 @@ class _Fused(Function):
             if ctx.fully_masked is not None and has_nonfinite(grad):
                 grad = grad.masked_fill(ctx.fully_masked, 0)  # the kernel multiplies it by weights of 0
             return grad, *[None] * 6
-        tensors = ctx.saved_tensors
-        no_logsumexp = empty_logsumexp(tensors[0], is_fused=False)
-        grads = _Gradient.apply(grad, *tensors, no_logsumexp, ctx.bounds(), None, ctx.scale, 0.0, None, None)  # type: ignore[no-untyped-call]
+        query, key, value, out, bounds = ctx.saved_tensors
+        bounds = _plain_bounds(query, key, ctx.is_causal) if bounds is None else bounds
+        rest = empty_logsumexp(query, is_fused=False), bounds, None, ctx.scale, 0.0, None, None
+        grads = _Gradient.apply(grad, query, key, value, out, *rest)  # type: ignore[no-untyped-call]
         return None, *grads, None, None, None
+
+
+def _plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    """The key intervals of causal or no masking: int32[1, 1, 1 or Q, 1, 2]."""
+    kv_len = key.size(2)
+    stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
+    stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
+    return torch.stack((torch.zeros_like(stop), stop), -1)[None, None, :, None]
 
 
 # ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch

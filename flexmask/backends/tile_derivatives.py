@@ -25,6 +25,7 @@ from flexmask.backends.tile_weights import (
     without_autocast,
 )
 from flexmask.backends.tiling_cache import shared_tiling
+from flexmask.backends.unchanged import Unchanged
 
 __all__ = ["attend_with_score_mod", "hessian_product", "tangent"]
 
@@ -158,4 +159,5 @@ def attend_with_score_mod(
     if transformed:  # transforms cannot differentiate checkpoints
         return torch.cat([compute(tile, query, key, value) for tile in tiles], 2)
     # Checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time.
-    return torch.cat([checkpoint(compute, tile, query, key, value, use_reentrant=False) for tile in tiles], 2)
+    repeated = compute if torch.compiler.is_compiling() else Unchanged(compute, bounds)
+    return torch.cat([checkpoint(repeated, tile, query, key, value, use_reentrant=False) for tile in tiles], 2)

@@ -19,7 +19,7 @@ from flexmask.backends.backend import Backend, Call
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes
 from flexmask.backends.fused_kernel import has_fused_kernel
-from flexmask.backends.operators import attend_tiles, fused_with_tiles, plain_bounds
+from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_passes import FUSED_SCORES
@@ -138,7 +138,7 @@ def _whole_sdpa(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale
         return None
     if not out.requires_grad:
         return out
-    return fused_with_tiles(out, query, key, value, lambda: bounds, scale, tiling.fully_masked)
+    return fused_with_tiles(out, query, key, value, bounds, scale, tiling.fully_masked)
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
@@ -152,7 +152,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
         return out
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     scale = _default_scale(query) if scale is None else scale
-    return fused_with_tiles(out, query, key, value, partial(plain_bounds, query, key, is_causal), scale)
+    return fused_with_tiles(out, query, key, value, is_causal, scale)
 
 
 def _default_scale(query: Tensor) -> float:

@@ -1,0 +1,167 @@
+"""Data of a mask that is written between the forward and the backward pass: the gradient of the old data, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexmask as fm
+from flexmask.errors import LoweringError
+
+BATCH, LENGTH = 2, 12
+WRITTEN = "modified by an inplace operation: the Tensor .* was written after the forward pass"
+
+
+class Holder:
+    """A ``mask_mod`` that reads an attribute."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.ids[b, q] >= self.ids[b, kv]
+
+
+def traced(ids: Tensor) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: ids[b, q] >= ids[b, kv]
+
+
+def opaque(ids: Tensor) -> Callable[..., Tensor]:
+    return lambda b, h, q, kv: torch.sin(ids[b, q] * ids[b, kv]) >= 0
+
+
+def block_mask(mask_mod: Callable[..., Tensor]) -> Any:
+    return create_block_mask(mask_mod, BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
+
+
+def ids() -> Tensor:
+    return torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 5 % 7
+
+
+def ancestors() -> Tensor:
+    return torch.eye(LENGTH, dtype=torch.bool).repeat(BATCH, 1, 1)
+
+
+#: Masks that are evaluated cell by cell, from their data.
+MASKS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = {
+    "from_dense": (lambda: torch.rand(BATCH, LENGTH, LENGTH) < 0.5, fm.from_dense),
+    "a comparison": (ids, lambda t: fm.table(t)[fm.b, fm.q] >= fm.table(t)[fm.b, fm.kv]),
+    "eviction": (lambda: ids() + 3, lambda t: fm.masks.eviction(t)),
+    "tree": (ancestors, lambda t: fm.masks.tree(ancestors=t)),
+    "a mask_mod": (ids, traced),
+    "an opaque call": (ids, opaque),
+    "an object": (ids, Holder),
+    "a BlockMask": (ids, lambda t: block_mask(traced(t))),
+    "a BlockMask of an object": (ids, lambda t: block_mask(Holder(t))),
+}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """Query, key and value in one tensor, and a gradient of the output."""
+    shape = BATCH, 2, LENGTH, 4
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True), torch.randn(shape, dtype=torch.float64)
+
+
+def attend(x: Tensor, mask: Any, **options: Any) -> Tensor:
+    return fm.attention(x, x, x, mask, backend="sdpa", **options)
+
+
+def raise_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"score_mod": raise_score}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_cells_are_not_computed_from_other_data(name: str, options: dict[str, Any]) -> None:
+    make, mask = MASKS[name]
+    data, (x, grad) = make(), inputs()
+    out = attend(x, mask(data), **options)
+    torch.autograd.grad(out, x, grad, retain_graph=True)
+    data.copy_(data.flip(-1))
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(out, x, grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"score_mod": raise_score}], ids=["plain", "score_mod"])
+def test_second_derivatives(options: dict[str, Any]) -> None:
+    data, (x, grad) = ids(), inputs()
+    (first,) = torch.autograd.grad(attend(x, traced(data), **options), x, grad, create_graph=True)
+    data.copy_(data.flip(-1))
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(first, x, grad)
+
+
+def test_positions_of_the_queries() -> None:
+    offset, (x, grad) = torch.tensor([0, 1]), inputs()
+    out = attend(x, (fm.q - fm.kv) % 3 == 0, q_offset=offset)
+    offset += 1
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(out, x, grad)
+
+
+def test_data_of_a_score_mod() -> None:
+    bias, (x, grad) = torch.randn(LENGTH), inputs()
+    out = attend(x, "causal", score_mod=lambda score, b, h, q, kv: score + bias[kv])
+    bias.zero_()
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(out, x, grad)
+
+
+def test_layers_that_share_a_mask() -> None:
+    make, mask = MASKS["from_dense"]
+    data, (x, grad) = make(), inputs()
+    with fm.MaskCache():
+        out = attend(attend(x, mask(data)), mask(data))
+        data.copy_(~data)
+        again = attend(x, mask(data))
+        with pytest.raises(LoweringError, match=WRITTEN):
+            torch.autograd.grad(out, x, grad)
+        data.copy_(data.clone())  # the same values, of which the cache has a result
+        torch.autograd.grad(attend(x, mask(data)), x, grad)
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(again, x, grad)
+
+
+def test_a_module_with_a_cache() -> None:
+    layer, cache, data = fm.MultiheadFlexAttention(4, 4, 2), fm.KVCache(LENGTH), ids()
+    x = torch.randn(BATCH, LENGTH, 4)
+    mask = fm.table(data)[fm.b, fm.q] >= fm.table(data)[fm.b, fm.kv]
+    layer(x[:, :8], mask & fm.causal(), cache=cache)
+    out = layer(x[:, 8:], mask & fm.causal(), cache=cache)
+    data.copy_(data.flip(-1))
+    with pytest.raises(LoweringError, match=WRITTEN):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("score_mod", [None, raise_score])
+def test_key_intervals_of_a_lowered_mask(score_mod: Any) -> None:
+    lowered, (x, grad) = fm.plan("causal & sliding_window(size=3)", LENGTH)(), inputs()
+    (first,) = torch.autograd.grad(attend(x, lowered, score_mod=score_mod), x, grad, create_graph=True)
+    lowered.bounds.zero_()
+    with pytest.raises((LoweringError, RuntimeError), match="modified by an inplace operation"):
+        torch.autograd.grad(first, x, grad)
+
+
+def test_masks_of_key_intervals_keep_what_they_need() -> None:
+    data, (x, grad) = torch.arange(LENGTH) // 4, inputs()
+    cells = data[:, None] == data
+    (want,) = torch.autograd.grad(scaled_dot_product_attention(x, x, x, cells), x, grad)
+    out = attend(x, fm.document(data))
+    data.zero_()
+    torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], want)
+
+
+@pytest.mark.slow
+def test_compiled_code_keeps_what_it_needs() -> None:
+    data, (x, grad) = torch.rand(BATCH, LENGTH, LENGTH) < 0.5, inputs()
+    data[..., 0] = True
+    (want,) = torch.autograd.grad(scaled_dot_product_attention(x, x, x, data[:, None]), x, grad)
+    out = torch.compile(lambda x: attend(x, fm.from_dense(data)), backend="aot_eager", fullgraph=True)(x)
+    data.fill_(True)
+    torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], want)
