@@ -1,8 +1,8 @@
-"""Names of devices, and whether reading a value forces a host sync."""
+"""Names of devices, whether reading a value forces a host sync, and whether tensors hold the values that they held before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "data_version", "has_data_version", "is_unchanged", "needs_sync", "require", "resolve_device"]
+__all__ = ["PerDevice", "Stamp", "has_stamp", "needs_sync", "require", "resolve_device"]
 
 
 def needs_sync(tensor: Tensor) -> bool:
@@ -36,23 +36,37 @@ def require(condition: Callable[[], Tensor], device: torch.device, message: str,
         torch._assert_async(holds if holds.numel() == 1 else holds.all(), message)
 
 
-def has_data_version(tensor: Tensor) -> bool:
-    """Whether changes of a tensor can be detected: see :func:`data_version`."""
+def has_stamp(tensor: Tensor) -> bool:
+    """Whether changes of a tensor can be detected: see :class:`Stamp`."""
     return not (needs_sync(tensor) and tensor.is_inference()) and not is_wrapped(tensor) and has_values(tensor)
 
 
-def data_version(tensor: Tensor) -> Any:
-    """What :func:`is_unchanged` compares: a copy of the values on the CPU, elsewhere the memory and torch's version counter."""
-    if not needs_sync(tensor):
-        return tensor.detach().clone()
-    return tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride(), tensor.dtype
+class Stamp:
+    """What some tensors hold at one time. On the CPU values are compared, elsewhere the memory and torch's version counter, which
+    does not count writes through ``.data`` and in inference mode.
+
+    Attributes:
+        kept: tensors of these values: copies on the CPU, else the same memory, which this keeps in use.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.kept = [tensor.detach() if needs_sync(tensor) else tensor.detach().clone() for tensor in tensors]
+        self._places = [_place(tensor) if needs_sync(tensor) else None for tensor in tensors]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether as many tensors hold the same still."""
+        return len(tensors) == len(self.kept) and all(map(_is_same, tensors, self.kept, self._places))
 
 
-def is_unchanged(tensor: Tensor, version: Any) -> bool:
-    """Whether a tensor holds the values of an earlier :func:`data_version`."""
-    if isinstance(version, Tensor):
-        return version.device == tensor.device and version.dtype == tensor.dtype and torch.equal(version, tensor.detach())
-    return bool(data_version(tensor) == version)
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _is_same(tensor: Tensor, kept: Tensor, place: tuple[Any, ...] | None) -> bool:
+    if tensor.device != kept.device or tensor.dtype != kept.dtype:
+        return False
+    return torch.equal(kept, tensor.detach()) if place is None else _place(tensor) == place
 
 
 def resolve_device(device: object) -> torch.device:

@@ -26,11 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A result, the tensors that it was built from, and their versions. Keeping the tensors keeps their ids and memory in use."""
+    """A result, and what the tensors held that it was built from. Keeping the mask keeps the ids of its tensors in use."""
 
     mask: Mask
-    tensors: list[Tensor]
-    versions: list[Any]
+    stamp: _sync.Stamp
     result: Any
 
 
@@ -100,7 +99,7 @@ class MaskCache:
         elif reason := not_plain_reason(q_offset):
             raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = [*mask.tensors, *([q_offset] if isinstance(q_offset, Tensor) else [])]
-        if not all(_sync.has_data_version(tensor) for tensor in tensors):
+        if not all(map(_sync.has_stamp, tensors)):
             result = build()
             with self._lock:
                 self.builds += 1
@@ -110,11 +109,10 @@ class MaskCache:
         key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
         with self._lock:
             entry = self._entries.pop(key, None)
-            if entry is not None and all(map(_sync.is_unchanged, tensors, entry.versions)):
+            if entry is not None and entry.stamp.holds(tensors):
                 self.hits += 1
             else:
-                versions = [_sync.data_version(tensor) for tensor in tensors]
-                entry = _Entry(mask, tensors, versions, build())
+                entry = _Entry(mask, _sync.Stamp(tensors), build())
                 self.builds += 1
             self._entries[key] = entry
             while len(self._entries) > self.size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ class _Kept(NamedTuple):
 
     Attributes:
         setting: what it depends on besides the values of the bounds.
-        version: of the bounds, see `_sync.data_version`. On the CPU it is a copy: the layers in a graph have several tensors of
-            the same bounds, and a graph writes other bounds to their memory where torch's version counter does not see it.
+        stamp: of the bounds. On the CPU it has a copy: the layers in a graph have several tensors of the same bounds, and a
+            graph writes other bounds to their memory where torch's version counter does not see it.
         tiling: the tiling.
     """
 
     setting: tuple[object, ...]
-    version: Any
+    stamp: _sync.Stamp
     tiling: Tiling
 
 
@@ -44,18 +44,18 @@ def shared_tiling(
 ) -> Tiling:
     """The tiles of `plan_tiles`, made once for equal bounds; where comparing values forces a host sync, once for their memory."""
     global _KEPT
-    if is_observed(bounds) or not _sync.has_data_version(bounds):
+    if is_observed(bounds) or not _sync.has_stamp(bounds):
         return plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=in_bands)
     shapes = *query.shape[:3], *key.shape[1:3], *bounds.shape
     setting = *shapes, bounds.device, most_scores, in_bands, torch.is_inference_mode_enabled()
     with outside_transforms():
         for found in _KEPT:
-            if found.setting == setting and _sync.is_unchanged(bounds, found.version):
+            if found.setting == setting and found.stamp.holds([bounds]):
                 break
         else:
-            version = _sync.data_version(bounds)
-            own = version if isinstance(version, Tensor) else bounds.detach()  # which keeps the memory, but not the tensor
-            found = _Kept(setting, version, plan_tiles(own, query, key, most_scores=most_scores, in_bands=in_bands))
+            stamp = _sync.Stamp([bounds])
+            tiling = plan_tiles(stamp.kept[0], query, key, most_scores=most_scores, in_bands=in_bands)
+            found = _Kept(setting, stamp, tiling)
     if not _KEPT or found is not _KEPT[0]:
         others = [other for other in _KEPT if other is not found][: MAX_TILINGS - 1]
         ends = accumulate(other.tiling.size for other in (found, *others))

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, nearest
+from flexmask._transforms import is_observed
 from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.backends.tile_weights import ScoreMod
@@ -60,8 +61,10 @@ class ContextParallel:
     or inside a ContextParallel in which the layer did not run. ``torch.compile`` compiles again for a ContextParallel with other
     sizes: the tokens of this rank, or those that it sends and receives.
 
-    Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. If a rank
-    fails, the others raise the process group's error after its time-out.
+    Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. The first
+    calls, one for each layer of ``masks``, are compared: where masks, sizes, dtypes or dropout differ, every rank raises. Calls
+    in code that ``torch.compile`` traces are not compared. If a rank fails later, the others raise the process group's error
+    after its time-out.
 
     Args:
         mesh: a one-dimensional DeviceMesh, such as ``mesh["cp"]``, or a process group; None for the group of all processes.
@@ -120,6 +123,7 @@ class ContextParallel:
         given = {"seq_len": seq_len, "balance": balance, "strategy": strategy, "batch": batch, "heads": heads}
         arguments = {**given, "block_size": block_size, "masks": list(counts), "number of layers": list(counts.values())}
         check_agreement(arguments, error, self.group, self.device)
+        self._uncompared = sum(counts.values())
 
     def _plan(
         self,
@@ -238,7 +242,9 @@ class ContextParallel:
         if mask is None and len(self._declared) > 1:
             raise LoweringError(f"block_mask needs one of the masks that were given: {known(self._declared)}")
         wanted = self._declared[0].mask if mask is None else as_mask(mask, device=self.device)
-        return gathered_block_mask(self.sharding, self._find(wanted).mask, self.rank, device=self.device, **self._sizes)
+        return gathered_block_mask(
+            self.sharding, find_declared(self._declared, wanted).mask, self.rank, device=self.device, **self._sizes
+        )
 
     # ---------------------------------------------------------------- attention
 
@@ -258,8 +264,7 @@ class ContextParallel:
             call: its arguments.
             run: computes a call in this process.
         """
-        declared = self._find(call.mask)
-        self._check(call, declared)
+        declared = self._agreed(call)
         call = call._replace(dropout_seed=self._seed(call))
         if declared.keys is not None:
             return self._attend_to_keys(call, declared, declared.keys, run)
@@ -297,13 +302,32 @@ class ContextParallel:
         seed: Tensor = collectives.wait_tensor(collectives.broadcast(drawn, 0, self.group))
         return seed
 
-    def _find(self, mask: object) -> Declared:
-        wanted = mask if isinstance(mask, Mask) else ALL_CELLS  # None; lowered masks are errors before
-        found = find_declared(self._declared, wanted)
-        found.check_unchanged()
-        return found
+    def _agreed(self, call: Call) -> Declared:
+        """The declared mask of a call. In the first calls, one for each declared layer, the ranks compare their calls.
 
-    def _check(self, call: Call, declared: Declared) -> None:
+        Raises:
+            LoweringError: the call fits no declared mask, that of another rank does not, or the ranks differ.
+        """
+        if is_observed(call.query) or not self._uncompared:
+            return self._find(call)
+        self._uncompared -= 1
+        declared, error = None, None
+        try:
+            declared = self._find(call)
+        except LoweringError as found:
+            error = found
+        (batch, heads, _, head), (_, kv_heads, _, v_head) = call.query.shape, call.value.shape
+        seed = call.dropout_seed.tolist() if isinstance(call.dropout_seed, Tensor) else call.dropout_seed
+        given: dict[str, Any] = {"mask": declared and self._declared.index(declared), "batch": batch}
+        given |= {"heads": (heads, kv_heads), "head sizes": (head, v_head), "dtype": call.query.dtype}
+        given |= {"dropout_p": call.dropout_p, "dropout_seed": seed}
+        check_agreement({f"the {name} of a call": value for name, value in given.items()}, error, self.group, self.device)
+        assert declared is not None, "else there is an error"
+        return declared
+
+    def _find(self, call: Call) -> Declared:
+        """The declared mask of a call, which fits it."""
+        declared = find_declared(self._declared, call.mask if isinstance(call.mask, Mask) else ALL_CELLS)
         (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
         for name, wanted, given in zip(("batch", "heads"), declared.sizes, (batch, heads), strict=True):
             if wanted not in (None, given):
@@ -323,6 +347,7 @@ class ContextParallel:
                 f"strategy='heads' needs heads that {self.world_size} ranks divide, got {heads} of queries and {kv_heads} of keys"
                 "; use strategy='keys'"
             )
+        return declared
 
     def __repr__(self) -> str:
         return (

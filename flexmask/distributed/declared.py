@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flexmask._sync import Stamp
 from flexmask.distributed.exchange import TokenExchange
 from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import DeferredMask
@@ -27,7 +28,7 @@ class Declared:
         lowered: the mask of the rank; None where it has no queries or no keys.
         keys: the exchange of keys; None where heads are exchanged.
         text: the text that makes an equal mask; None where it has tensors.
-        versions: how often each of its tensors was changed.
+        stamp: of its tensors.
     """
 
     mask: Mask
@@ -35,31 +36,32 @@ class Declared:
     lowered: LoweredMask | None
     keys: TokenExchange | None
     text: str | None = field(init=False)
-    versions: list[int] = field(init=False)
+    stamp: Stamp = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", _text_of(self.mask))
-        object.__setattr__(self, "versions", _versions(self.mask))
+        object.__setattr__(self, "stamp", Stamp(self.mask.tensors))
 
     def check_unchanged(self) -> None:
         """Raises a LoweringError where the mask has other data since; not in compiled code, where it is a constant."""
-        if not torch.compiler.is_compiling() and _versions(self.mask) != self.versions:
+        if not torch.compiler.is_compiling() and not self.stamp.holds(self.mask.tensors):
             raise LoweringError(
                 f"the data of {self.mask.brief()} was changed after ContextParallel was made; make it again for other data"
             )
 
 
 def find_declared(declared: Sequence[Declared], mask: Mask) -> Declared:
-    """The declared mask that equals a mask.
+    """The declared mask that equals a mask, with the data that it had.
 
     Code that ``torch.compile`` traces compares no expressions: it finds the same object, or the text of an equal mask.
 
     Raises:
-        LoweringError: there is none.
+        LoweringError: there is none, or its data was changed.
     """
     is_traced = torch.compiler.is_compiling()
     for own in declared:
         if own.mask is mask or (_is_text_of(own, mask) if is_traced else own.mask == mask):
+            own.check_unchanged()
             return own
     if is_traced:
         hint = "; in code that torch.compile traces, pass the declared mask itself, or write its text"
@@ -100,7 +102,3 @@ def _are_equal(text: str, other: str) -> bool:
 
 
 _are_equal._dynamo_marked_constant = True  # type: ignore[attr-defined] # texts are constants of traced code
-
-
-def _versions(mask: Mask) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in mask.tensors]

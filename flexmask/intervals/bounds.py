@@ -346,23 +346,23 @@ class _Analysis:
         data = self.column_data(column) if can_keep_tensors() else None
         context = self.context
         key = context.kv_len, context.batch, context.heads, context.device
-        known, versions, runs = column.memo.get("runs", (None, [], None))
-        if data is not None and known == key and all(map(_sync.is_unchanged, data, versions)):
+        known, stamp, runs = column.memo.get("runs", (None, None, None))
+        if data is not None and known == key and stamp.holds(data):
             return cast(ValueRuns, runs)
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            column.memo["runs"] = key, [_sync.data_version(tensor) for tensor in data], runs
+            column.memo["runs"] = key, _sync.Stamp(data), runs
         return runs
 
     def column_data(self, column: Index) -> list[Tensor] | None:
-        """The tensors whose versions tell whether a column changed; None where comparing them costs as much as its runs."""
+        """The tensors whose stamp tells whether a column changed; None where comparing them costs as much as its runs."""
         table = _table_of(column)
         if isinstance(table, Table) and table.constant:
             return []
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
             return [values] if self.context.q_len <= MAX_KEPT_QUERIES else None
-        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_data_version(table.tensor) else None
+        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_stamp(table.tensor) else None
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device

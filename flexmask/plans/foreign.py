@@ -35,26 +35,20 @@ def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
     """
     lists = [getattr(block_mask, f"{kind}kv_{part}") for kind in ("", "full_") for part in ("num_blocks", "indices")]
     lists = [tensor for tensor in lists if tensor is not None]
-    if is_captured() or not all(map(_sync.has_data_version, lists)):
+    if is_captured() or not all(map(_sync.has_stamp, lists)):
         return _read(block_mask)
     setting = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.mask_mod, torch.is_inference_mode_enabled()
     known = _KNOWN.get(block_mask)
-    if (
-        known is None
-        or known.setting != setting
-        or len(known.versions) != len(lists)
-        or not all(map(_sync.is_unchanged, lists, known.versions))
-    ):
-        known = _Known(setting, [_sync.data_version(tensor) for tensor in lists], _read(block_mask))
-        _KNOWN[block_mask] = known
+    if known is None or known.setting != setting or not known.stamp.holds(lists):
+        _KNOWN[block_mask] = known = _Known(setting, _sync.Stamp(lists), _read(block_mask))
     return known.result
 
 
 class _Known(NamedTuple):
-    """What the lists of a BlockMask hold, and their versions."""
+    """What was read from the lists of a BlockMask."""
 
     setting: tuple[Any, ...]
-    versions: list[Any]
+    stamp: _sync.Stamp
     result: tuple[Tensor, Tensor | MaskMod]
 
 

@@ -25,13 +25,11 @@ class _Known(NamedTuple):
     """What a graph computes from its data alone.
 
     Attributes:
-        versions: of the data, see :func:`flexmask._sync.data_version`.
-        data: the tensors that it was computed from, whose memory stays in use, as results may be views of them.
+        stamp: of the data. The tensors that it keeps are those from which the results are computed, which may be views of them.
         results: what was computed.
     """
 
-    versions: list[Any]
-    data: list[Tensor]
+    stamp: _sync.Stamp
     results: Sequence[Any]
 
 
@@ -51,16 +49,14 @@ class Replay:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
-        if self._parts is None or not all(map(_sync.has_data_version, tensors)) or _is_recorded(tensors[-1]):
+        if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(*tensors)
         before_steps, step = self._parts
         *data, offset = tensors
         known = self._known  # read once, as another thread may replace it
-        if known is None or not all(map(_sync.is_unchanged, data, known.versions)):
-            versions = [_sync.data_version(tensor) for tensor in data]
-            # On the CPU versions are copies, which writes to the caller's tensors do not change.
-            own = [version if isinstance(version, Tensor) else tensor for version, tensor in zip(versions, data, strict=True)]
-            self._known = known = _Known(versions, own, before_steps.forward(*own))
+        if known is None or not known.stamp.holds(data):
+            stamp = _sync.Stamp(data)
+            self._known = known = _Known(stamp, before_steps.forward(*stamp.kept))
         return step.forward(offset, *known.results)
 
 

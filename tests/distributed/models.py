@@ -394,3 +394,24 @@ def check_meshes(checks: Checks) -> None:
     checks("a mesh of two dimensions", whole_mesh)
     checks("DDP", check_data_parallel, mesh, "ddp")
     checks("FSDP2", check_data_parallel, mesh, "fsdp")
+
+
+def check_calls_that_differ() -> None:
+    """Every rank raises in the first call, and goes on with the next ContextParallel."""
+    rank = dist.get_rank()
+
+    def refused(message: str, declared: Any, masks: Any, batch: int = 1, heads: int = 2, **options: Any) -> None:
+        cp = ContextParallel(None, declared, 9)
+        x = torch.randn(batch, heads, len(cp.positions), 4)
+        with pytest.raises(LoweringError, match=message), cp:
+            list(map(partial(attention, x, x, x, **options), masks))
+
+    every = ["causal", "full"]
+    differ = r"ranks \[1\] of the group differ from rank 0 in the {} of a call"
+    refused(differ.format("batch"), "causal", ["causal"], batch=1 + rank)
+    refused(differ.format("heads"), "causal", ["causal"], heads=2 + rank)
+    refused(differ.format("heads"), "causal", ["causal"], heads=3 - rank)
+    refused(differ.format("mask"), every, every[:: 1 - 2 * rank])
+    refused(differ.format("mask"), ["causal", *every], ["causal", every[rank]])
+    refused(differ.format("dropout_seed"), "causal", ["causal"], dropout_p=0.5, dropout_seed=rank or None)
+    refused(r"ranks \[1\] of the group have an error" if rank == 0 else "is not declared", "causal", every[rank : rank + 1])

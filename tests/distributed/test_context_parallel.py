@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ def two_ranks(rank: int) -> None:
     checks("torch's own context parallelism", models.check_torch_context_parallel)
     checks("backward outside", models.check_backward_outside)
     checks("errors", models.check_errors)
+    checks("calls that differ", models.check_calls_that_differ)
     checks.report()
 
 
@@ -134,6 +135,49 @@ def test_one_rank(alone: dist.ProcessGroup) -> None:
         query, key, value = x
         torch.testing.assert_close(attention(*x), scaled_dot_product_attention(query, key, value))
     assert not ENTERED
+
+
+def lengths_in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.tensor([5])
+
+
+def write_in_inference_mode(lengths: Tensor) -> None:
+    with torch.inference_mode():
+        lengths.fill_(8)
+
+
+#: How to write data that torch's version counter does not count.
+WRITES: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = {
+    "NumPy": (lambda: torch.tensor([5]), lambda lengths: lengths.numpy().fill(8)),
+    "data": (lambda: torch.tensor([5]), lambda lengths: lengths.data.fill_(8)),
+    "other data": (lambda: torch.tensor([5]), lambda lengths: setattr(lengths, "data", torch.tensor([8]))),
+    "inference mode": (lengths_in_inference_mode, write_in_inference_mode),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_changed_data_is_an_error(alone: dist.ProcessGroup, name: str) -> None:
+    make, write = WRITES[name]
+    lengths, x = make(), [torch.randn(1, 2, 9, 4)] * 3
+    mask = fm.key_padding(lengths)
+    cp = ContextParallel(alone, mask, 9)
+    with cp:
+        attention(*x, mask)
+        write(lengths)
+        with pytest.raises(LoweringError, match="was changed after ContextParallel was made"):
+            attention(*x, mask)
+    with pytest.raises(LoweringError, match="was changed after ContextParallel was made"), cp:
+        pass  # compiled code reads no data
+
+
+def test_calls_after_the_first_are_not_compared(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    cp, x = ContextParallel(alone, ["causal", "full"], 9), [torch.randn(1, 2, 9, 4)] * 3
+    with cp:
+        attention(*x, "causal")
+        attention(*x, None)
+        monkeypatch.delattr(dist, "all_gather")
+        attention(*x, "causal")
 
 
 @pytest.mark.parametrize(
