@@ -25,7 +25,7 @@ BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
 
 #: What is known of a mask once its call is made.
-DERIVED = ("key", "structure", "symbols", "depth", "below", "tensors", "memo")
+DERIVED = ("key", "structure", "symbols", "depth", "below", "held", "tensors", "memo")
 
 
 def _of_mask(name: str) -> Any:
@@ -110,7 +110,7 @@ class DeferredMask(Deferred, Mask):
         """See :meth:`flexmask.expr.node.Node.replace`."""
         return self._outside().replace(function)
 
-    key, structure, symbols, depth, below, tensors, memo = map(_of_mask, DERIVED)
+    key, structure, symbols, depth, below, held, tensors, memo = map(_of_mask, DERIVED)
 
 
 def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredMask:

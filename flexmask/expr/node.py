@@ -9,15 +9,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar, cast
 
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.torch_functions import torch_function_message
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["Key", "MAX_DEPTH", "Node", "Structure", "key_of", "nodes_in", "within_depth"]
+__all__ = ["Held", "Key", "MAX_DEPTH", "Node", "Structure", "key_of", "nodes_in", "within_depth"]
 
 #: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
 #: for each of them, next to what the caller needs of it.
@@ -30,6 +31,8 @@ MAX_OPERAND = 50
 HOLDS_TENSOR = {"TensorTable", "CapturedTensor"}
 
 N = TypeVar("N", bound="Node")
+#: A tensor, and its shape and dtype when a node took it.
+Held: TypeAlias = "tuple[Tensor, torch.Size, torch.dtype]"
 
 
 class Key:
@@ -98,7 +101,7 @@ class Structure:
 
     def __init__(self, node: Node) -> None:
         self._node, self._key = weakref.ref(node), node.key
-        self._tensors: tuple[int, ...] | None = tuple(map(id, node.tensors))
+        self._tensors: tuple[int, ...] | None = tuple([id(tensor) for tensor, _, _ in node.held])
 
     @property
     def node(self) -> Node | None:
@@ -107,7 +110,7 @@ class Structure:
 
     @property
     def key(self) -> Key:
-        """The key of the expression, with tensors numbered in the order of :attr:`Node.tensors`."""
+        """The key of the expression, with tensors numbered in the order of :attr:`Node.held`."""
         if self._tensors is not None:
             self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)}, {})
             self._tensors = None
@@ -187,13 +190,13 @@ class Derived:
     They are no fields, so that FSDP, which searches the fields of a module's arguments for tensors, meets no node twice.
     """
 
-    __slots__ = ("__weakref__", "below", "depth", "key", "memo", "params", "symbols", "tensors")
+    __slots__ = ("__weakref__", "below", "depth", "held", "key", "memo", "params", "symbols")
 
     key: Key
     symbols: frozenset[str]
     depth: int
     below: tuple[Node, ...]
-    tensors: tuple[Tensor, ...]
+    held: tuple[Held, ...]
     params: tuple[str, ...]
     memo: dict[str, Any]
 
@@ -207,7 +210,7 @@ class Node(Derived):
         symbols: the index symbols (``b``, ``h``, ``q``, ``kv``, ``q_len``, ``kv_len``) that occur below.
         depth: how many operations are inside each other, 1 for a node with none below.
         below: the nodes directly below, in the order of the fields.
-        tensors: the tensors below, each once, in the order of the fields.
+        held: the tensors below, each once, in the order of the fields, with their shapes and dtypes when this was made.
         params: the names of the parameters that are not bound yet, in alphabetical order.
         memo: what later layers worked out about this node; no part of its identity.
     """
@@ -216,7 +219,7 @@ class Node(Derived):
         object.__setattr__(self, "below", tuple(nodes_in(self._values())))
         object.__setattr__(self, "key", self._make_key())
         object.__setattr__(self, "symbols", self._make_symbols())
-        object.__setattr__(self, "tensors", self._make_tensors())
+        object.__setattr__(self, "held", self._make_held())
         object.__setattr__(self, "params", self._make_params())
         object.__setattr__(self, "depth", 1 + max([child.depth for child in self.below], default=0))
         object.__setattr__(self, "memo", {})
@@ -236,13 +239,29 @@ class Node(Derived):
             symbols = child.symbols if symbols <= child.symbols else symbols | child.symbols
         return symbols
 
-    def _make_tensors(self) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = ()
+    def _make_held(self) -> tuple[Held, ...]:
+        found: tuple[Held, ...] = ()
         for child in self.below:
-            own = child.tensors
+            own = child.held
             if own and own is not found:
-                found = tuple({id(tensor): tensor for tensor in (*found, *own)}.values()) if found else own
+                found = tuple({id(held[0]): held for held in (*found, *own)}.values()) if found else own
         return found
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors below, each once, in the order of the fields.
+
+        Raises:
+            LoweringError: one has another shape or dtype than when the expression was made, which has these in it.
+        """
+        for tensor, shape, dtype in self.held:
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise LoweringError(
+                    f"a tensor of {self.brief()} was {dtype}{list(shape)} when that was made, and is {tensor.dtype}"
+                    f"{list(tensor.shape)} now. Its values may change, its shape and dtype may not: make the mask again, or give "
+                    "it a parameter and bind the data of each step"
+                )
+        return tuple([tensor for tensor, _, _ in self.held])
 
     def _make_params(self) -> tuple[str, ...]:
         found: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexmask.expr.index import PRECEDENCE, Index
-from flexmask.expr.node import Key, Node, key_of
+from flexmask.expr.node import Held, Key, Node, key_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ class CapturedTensor(Node):
     def _make_key(self) -> Key:
         return Key(("CapturedTensor", id(self.tensor)))
 
-    def _make_tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
+    def _make_held(self) -> tuple[Held, ...]:
+        return ((self.tensor, self.tensor.shape, self.tensor.dtype),)
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]

@@ -17,7 +17,7 @@ from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError, TraceError
 from flexmask.expr.deferral import refuse_traced
 from flexmask.expr.index import PRECEDENCE, Index, as_index
-from flexmask.expr.node import Key, Node, key_of, within_depth
+from flexmask.expr.node import Held, Key, Node, key_of, within_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,8 +134,8 @@ class TensorTable(Table):
     def _make_key(self) -> Key:
         return Key(("TensorTable", id(self.tensor)), (self.may_be_longer, self.name))
 
-    def _make_tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
+    def _make_held(self) -> tuple[Held, ...]:
+        return ((self.tensor, self.tensor.shape, self.tensor.dtype),)
 
     @property
     def shape(self) -> tuple[int | None, ...]:

@@ -1,0 +1,74 @@
+"""A tensor under a mask that takes another shape or dtype: an error wherever the mask is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexmask as fm
+from flexmask.errors import LoweringError
+
+LENGTH = 6
+CHANGED = r"was torch.int64\[6\] when that was made, and is torch.int"
+
+#: How to change the shape or the dtype.
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "more values": lambda ids: setattr(ids, "data", torch.arange(8)),
+    "another axis": lambda ids: setattr(ids, "data", torch.zeros(1, LENGTH, dtype=torch.int64)),
+    "another dtype": lambda ids: setattr(ids, "data", ids.int()),
+    "resized": lambda ids: ids.resize_(4),
+    "set": lambda ids: ids.set_(torch.arange(5)),
+}
+
+#: Masks of ids, with an analysis that equal masks share, with one of their own, and with an opaque call.
+MASKS: dict[str, Callable[[Tensor], fm.Mask]] = {
+    "shared form": lambda ids: fm.causal() & fm.document(ids),
+    "literal data": lambda ids: fm.document(ids) & fm.key_padding([6]),
+    "opaque": lambda ids: fm.from_mask_mod(lambda b, h, q, kv: torch.sin(ids[q] - ids[kv]) > 0),
+}
+
+#: What reads the data of a mask.
+USES: dict[str, Callable[[fm.Mask], object]] = {
+    "dense": lambda mask: mask.dense(LENGTH),
+    "rows": lambda mask: mask.rows(LENGTH),
+    "block_mask": lambda mask: mask.block_mask(LENGTH),
+    "attention": lambda mask: fm.attention(*torch.zeros(3, 1, 1, LENGTH, 2), mask),
+    "plan": lambda mask: mask.plan(LENGTH)(),
+    "to": lambda mask: mask.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes(change: str, name: str, used: bool) -> None:
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    mask = MASKS[name](ids)
+    if used:
+        mask.dense(LENGTH)
+    CHANGES[change](ids)
+    with pytest.raises(LoweringError, match=CHANGED):
+        mask.dense(LENGTH)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses(use: str) -> None:
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    mask = fm.document(ids)
+    with fm.MaskCache():
+        USES[use](mask)
+        ids.data = torch.arange(8)
+        with pytest.raises(LoweringError, match=CHANGED):
+            USES[use](mask)
+
+
+def test_a_plan_that_has_a_graph() -> None:
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    plan = fm.document(ids).plan(LENGTH)
+    plan()
+    ids.data = torch.arange(8)
+    with pytest.raises(LoweringError, match=CHANGED):
+        plan()
