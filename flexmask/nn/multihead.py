@@ -56,9 +56,9 @@ class MultiheadFlexAttention(nn.Module):
         d_context: width of the context where it differs from ``d_in``; the module is then for cross-attention.
         out_bias: whether the output projection has a bias.
         dropout: probability that an attention weight is dropped in training mode.
-        mask: a mask, its text, or a ``mask_mod``, for calls of :meth:`forward` without one. A mask in the call replaces it: with
-            ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the module, and is not in its
-            state.
+        mask: a mask, its text, or a ``mask_mod``, which is traced here, once, for calls of :meth:`forward` without one. A mask in
+            the call replaces it: with ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the
+            module, and is not in its state.
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.

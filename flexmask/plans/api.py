@@ -20,6 +20,7 @@ from flexmask.intervals.bind import MAX_OFFSET
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
+from flexmask.lowering.mask_mod import MaskMod
 from flexmask.plans.capture import Setting, run_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -36,14 +37,14 @@ class Plan:
     the model's graph.
 
     Attributes:
-        mask: the mask, with its parameters.
+        mask: the mask, with its parameters; of a ``mask_mod`` as it was traced last.
         setting: the lengths and sizes.
         compile: whether Inductor compiles the graph.
     """
 
-    def __init__(self, mask: Mask, setting: Setting, *, compile: bool = False) -> None:
+    def __init__(self, mask: Mask, setting: Setting, *, compile: bool = False, mask_mod: MaskMod | None = None) -> None:
         self.mask, self.setting, self.compile = mask, setting, compile
-        self._names = mask.params
+        self._names, self._mask_mod = mask.params, mask_mod
 
     def __call__(self, /, *unnamed: Any, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
         """Lowers the mask with some data.
@@ -80,6 +81,8 @@ class Plan:
             from flexmask.plans.traced import lower_traced
 
             return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
+        if self._mask_mod is not None:  # what it captures may be another tensor by now
+            self.mask = as_mask(self._mask_mod, device=setting.device)
         tensors = [*self.mask.tensors, *values]
         try:
             return run_graph(self.mask, self._names, setting, tensors, compiled=self.compile)
@@ -146,8 +149,9 @@ def plan(
     Args:
         mask: a mask, its text, or a ``mask_mod``. Data that changes is a parameter of the mask: in text each name that is not one
             of flexmask, in Python ``flexmask.param("cu")``. So is a number that changes, as in ``sliding_window(size=w)``; other
-            numbers are a part of the graph. A ``mask_mod`` is traced once and has no parameters: a tensor that it captures stays
-            the one of this call, in which only changes in place are seen.
+            numbers are a part of the graph. A ``mask_mod`` has no parameters. It is traced at each call of the plan, as it may
+            capture other tensors by then; for one that does not, :func:`flexmask.from_mask_mod` saves that time. In code that
+            ``torch.compile`` traces it is the mask of the last call outside, or of this one.
         q_len: number of queries.
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.
@@ -163,6 +167,7 @@ def plan(
         LoweringError: a length or a size that is not possible.
     """
     refuse_traced("a plan")
+    mask_mod = None if isinstance(mask, Mask | str) else mask
     mask = as_mask(mask, device=device)
     if "q_offset" in mask.params:
         raise ExpressionError(f"{mask.brief()} has the parameter q_offset, which a plan takes itself; rename it")
@@ -177,7 +182,7 @@ def plan(
     default = mask.tensors[0].device if mask.tensors else torch.device("cpu")
     where = default if device is None else _sync.resolve_device(device)
     setting = Setting(lengths[0], lengths[1], rest[0], rest[1], 0, where, block_sizes(block_size))
-    return Plan(mask, setting, compile=compile)
+    return Plan(mask, setting, compile=compile, mask_mod=mask_mod)
 
 
 def _tensor(value: Any, name: str, device: torch.device) -> Tensor:

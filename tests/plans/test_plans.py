@@ -415,3 +415,18 @@ def test_offsets_in_a_graph() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for offset in (3, 7, 9, torch.tensor([5, 2])):
         torch.testing.assert_close(compiled(offset), attention(query, key, key, fm.causal(), q_offset=offset))
+
+
+def test_a_mask_mod_is_read_at_each_call() -> None:
+    ids, width = torch.tensor([0, 0, 1, 1]), 4
+    q, kv = torch.arange(4)[:, None], torch.arange(4)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (ids[q] == ids[kv]) & (q - kv < width)
+
+    plan = fm.plan(mask_mod, 4)
+    assert torch.equal(plan().dense()[0, 0], ids[:, None] == ids)
+    ids = torch.tensor([0, 1, 1, 1])
+    assert torch.equal(plan().dense()[0, 0], ids[:, None] == ids)
+    width = 1
+    assert torch.equal(plan().dense()[0, 0], (ids[:, None] == ids) & (q - kv < 1))
