@@ -123,6 +123,8 @@ def _with_torch_functions(module: GraphModule) -> GraphModule:
             function = getattr(torch._C._VariableFunctions, name, None)
             if function is not None and getattr(torch, name, None) == function:
                 node.target = getattr(torch, name)
+            elif not (node.args and isinstance(node.args[0], Node)):
+                continue  # of a number, which has no methods
             elif hasattr(torch._C.TensorBase, name):
                 node.op, node.target = "call_method", name
             elif name == "_to_copy" and node.kwargs.keys() == {"dtype"}:

@@ -12,6 +12,7 @@ import flexmask as fm
 from flexmask.errors import LoweringError
 
 LENGTH = 6
+X = torch.zeros(1, 1, LENGTH, 2)
 CHANGED = r"was torch.int64\[6\] when that was made, and is torch.int"
 
 #: How to change the shape or the dtype.
@@ -20,7 +21,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "another axis": lambda ids: setattr(ids, "data", torch.zeros(1, LENGTH, dtype=torch.int64)),
     "another dtype": lambda ids: setattr(ids, "data", ids.int()),
     "resized": lambda ids: ids.resize_(4),
-    "set": lambda ids: ids.set_(torch.arange(5)),
+    "set": lambda ids: ids.set_(torch.arange(5).untyped_storage(), 0, (5,), (1,)),
 }
 
 #: Masks of ids, with an analysis that equal masks share, with one of their own, and with an opaque call.
@@ -35,7 +36,7 @@ USES: dict[str, Callable[[fm.Mask], object]] = {
     "dense": lambda mask: mask.dense(LENGTH),
     "rows": lambda mask: mask.rows(LENGTH),
     "block_mask": lambda mask: mask.block_mask(LENGTH),
-    "attention": lambda mask: fm.attention(*torch.zeros(3, 1, 1, LENGTH, 2), mask),
+    "attention": lambda mask: fm.attention(X, X, X, mask),
     "plan": lambda mask: mask.plan(LENGTH)(),
     "to": lambda mask: mask.to("cpu"),
 }

@@ -157,3 +157,9 @@ def test_a_mask_without_data() -> None:
     plan = mask.plan(1, KV_LEN)
     for position in (0, 59, 60, 299):
         assert plan(q_offset=torch.tensor([position])).dense().sum() == min(position, 60) + 1
+
+
+def test_numbers_in_an_opaque_call() -> None:
+    ids = torch.arange(KV_LEN)
+    plan = fm.plan(fm.from_mask_mod(lambda b, h, q, kv: torch.sin(ids[q] * 1.5) > 0), KV_LEN)
+    assert torch.equal(plan().dense()[0, 0, :, 0], torch.sin(ids * 1.5) > 0)
