@@ -70,7 +70,8 @@ def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> No
 
 
 class _Local(threading.local):
-    forward: Forward | None = None
+    def __init__(self) -> None:
+        self.forward: Forward | None = None  # not of the class, for dynamo guards that an instance has no own
 
 
 _LOCAL = _Local()

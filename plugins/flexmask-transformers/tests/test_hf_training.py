@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -144,6 +145,19 @@ class TestCompile:
         found = gradients(ours, compiled(tokens(1), position_ids=positions(5, 7)).logits.square().sum())
         for name in wanted:
             assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+        torch.compiler.reset()
+
+    def test_the_first_forwards_of_a_thread(self) -> None:
+        eager, ours = one_layer("llama")
+
+        def run() -> torch.Tensor:
+            torch.compiler.reset()
+            compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+            return cast("torch.Tensor", compiled(tokens()).logits)
+
+        with ThreadPoolExecutor(1) as pool:
+            for found in (pool.submit(run).result(), pool.submit(run).result()):
+                assert_close(found, eager(tokens()).logits, **CLOSE)
         torch.compiler.reset()
 
     def test_layers_that_are_compiled_one_by_one(self) -> None:
