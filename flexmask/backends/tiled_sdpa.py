@@ -215,7 +215,9 @@ def _run(call: Call) -> Tensor:
     is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
     fusible = (is_real or is_graph) and not is_transformed(query, key, value)
-    plain = call.score_mod is None and hashes is None and fusible
+    # torch's causal kernel multiplies the -inf of hidden cells by the scale: NaN unless that is positive.
+    is_positive = call.scale is None or call.scale > 0
+    plain = call.score_mod is None and hashes is None and fusible and is_positive
     fused, visible = _visible(call, plain=plain)
     if visible is None:
         return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)

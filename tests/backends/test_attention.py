@@ -190,6 +190,19 @@ def test_scale(name: str, scale: float) -> None:
     check_attention(CASES[name], CASES[name].inputs(), scale=scale)
 
 
+@pytest.mark.parametrize("how", ["eager", "planned", "compiled"])
+def test_causal_at_any_scale(how: str) -> None:
+    """torch's causal kernel multiplies the -inf of hidden cells by the scale: NaN unless that is positive."""
+    mask = fm.plan(fm.causal(), 5, 5)() if how == "planned" else "causal"
+    call: Any = torch.compile(attention, backend="eager", fullgraph=True) if how == "compiled" else attention
+    tensors = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    copies = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    query, key, value = copies
+    for scale in (0.7, 0.0, -0.7):
+        expected = oracle.attention(query, key, value, torch.ones(5, 5).tril().bool(), scale)
+        check_same(call(*tensors, mask, scale=scale), expected, tensors, copies)
+
+
 def test_none_is_no_mask_and_text_is_its_mask() -> None:
     tensors = CASES["documents"].inputs()
     assert torch.equal(attention(*tensors), attention(*tensors, fm.full()))

@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     "scores": Case(DOCUMENTS, in_documents, call={"score_mod": alibi}),
     "dropout": Case(CAUSAL & fm.key_padding(lengths=[256, 0]), lambda b, h, q, kv: (kv <= q) & (b == 0), call={"dropout_p": 0.3}),
     "dropout, scores and grouped heads": Case(
-        DOCUMENTS, in_documents, heads=(4, 2), call={"dropout_p": 0.1, "score_mod": alibi, "scale": 0.3}
+        DOCUMENTS, in_documents, heads=(4, 2), call={"dropout_p": 0.1, "score_mod": alibi, "scale": -0.3}
     ),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ def dense_attention(
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scores.scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if mask is None and documents is None and scores.is_scaling:
+    if mask is None and documents is None and scores.is_scaling and (not is_causal or scores.scale > 0):  # is_causal: else NaN
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
     if mask is None and is_causal:
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()[None, None]

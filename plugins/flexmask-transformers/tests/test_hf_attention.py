@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from flexmask_transformers.dense import dense_attention
 from flexmask_transformers.model_mask import ModelMask
+from flexmask_transformers.scores import Scores
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import AttentionInterface
@@ -144,6 +146,13 @@ def test_no_mask_is_causal_where_the_layer_or_the_caller_is(of_layer: bool, give
 def test_one_query_without_a_mask_attends_to_all_keys() -> None:
     found = attend(*tensors(1, 7), None)
     assert_close(found.double(), reference(*tensors(1, 7), full().dense(1, 7)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_negative_scale_without_a_mask_in_a_graph() -> None:
+    """Where torch's causal kernel gives NaN."""
+    query, key, _ = tensors(6, 6)
+    found = dense_attention(query, key, key, None, Scores(-0.3), is_causal=True)
+    assert_close(found, reference(query, key, key, torch.ones(1, 1, 6, 6).tril(), -0.3).float())
 
 
 def test_queries_of_one_sequence_serve_all() -> None:
