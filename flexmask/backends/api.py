@@ -14,6 +14,7 @@ from flexmask._checks import check_function, checked_number, names_explained, no
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
+from flexmask.backends.mixed_precision import autocast, autocast_dtype, without_autocast
 from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
@@ -94,6 +95,9 @@ def attention(
             ``"sdpa"`` calls ``scaled_dot_product_attention`` on blocks of queries, each against the keys that it attends to,
             with gradients on every device.
 
+    Under ``torch.autocast`` query, key and value are cast to its dtype, as by ``scaled_dot_product_attention``. So theirs may
+    differ there, as after rotary embeddings in float32. It is off for what a backend and ``score_mod`` compute.
+
     ``sdpa`` has derivatives of any order, in forward and reverse mode, and the transforms of ``torch.func``. Only the first
     derivative in reverse mode is fast. ``vmap`` maps over query, key and value, not over the data of a mask. Tensors on the
     ``meta`` device and under ``FakeTensorMode`` give an output without values. ``flex`` has the first derivative in reverse mode,
@@ -116,7 +120,8 @@ def attention(
     ``mask_mod`` and a plan are made outside.
 
     Returns:
-        ``[B, H, q_len, D_v]``, of the query's dtype. Where an axis has size 0 it is 0 or empty under any mask.
+        ``[B, H, q_len, D_v]``, of the query's dtype, or that of autocast. Where an axis has size 0 it is 0 or empty under any
+        mask.
 
     Raises:
         ExpressionError: no backend has the name ``backend``, or ``dropout_p`` is not between 0 and 1.
@@ -151,9 +156,11 @@ def _run(call: Call, backend: str, *, names_axes: bool) -> Tensor:
         return _empty_output(query, key, value)
     chosen = select(call, backend)
     if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
-        return chosen.run(call)
+        with without_autocast(query):
+            return chosen.run(call)
     try:
-        return chosen.run(call)
+        with without_autocast(query):
+            return chosen.run(call)
     except LoweringError as error:
         if names_axes and isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
             raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
@@ -257,8 +264,9 @@ def checked_call(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
 ) -> Call:
-    """The arguments of :func:`attention` as a call, where they fit each other."""
+    """The arguments of :func:`attention` as a call, where they fit each other. Under autocast the tensors are cast here."""
     _check(query, key, value, enable_gqa)
+    query, key, value = (autocast(tensor) for tensor in (query, key, value))
     if not torch.compiler.is_compiling():
         check_options(score_mod, scale)
     if isinstance(mask, LoweredMask | BlockMask):
@@ -277,9 +285,10 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     if not query.dim() == key.dim() == value.dim() == 4:
         hint = FEWER_AXES_HINTS.get(query.dim(), "")
         raise LoweringError(f"attention takes [B, H, length, D]; got {_shapes(query, key, value)}{hint}")
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+    if not autocast_dtype(query) == autocast_dtype(key) == autocast_dtype(value) or not query.is_floating_point():
         raise OperandError(
-            f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+            f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}; convert "
+            "them with .to(), or use torch.autocast, which casts all but float64"
         )
     if not query.device == key.device == value.device:
         raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")

@@ -33,6 +33,8 @@ __all__ = [
 class Call(NamedTuple):
     """The arguments of one call of :func:`flexmask.attention`, after its checks: shapes, dtypes and devices fit each other.
 
+    Under autocast the tensors are cast already.
+
     Attributes:
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
@@ -82,7 +84,8 @@ class Backend:
         name: what ``backend=`` takes.
         supports: gives None for a call that ``run`` can compute, else the reason why it cannot, as a sentence that says what to
             change.
-        run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts.
+        run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts. It runs
+            without autocast.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
         preferred_for: the types of masks for which ``backend="auto"`` tries it first on every device.
     """

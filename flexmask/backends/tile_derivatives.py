@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmask._transforms import is_transformed
+from flexmask.backends.mixed_precision import without_autocast
 from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import (
@@ -22,7 +23,6 @@ from flexmask.backends.tile_weights import (
     compute_weights,
     has_nonfinite,
     precise_dtype,
-    without_autocast,
 )
 from flexmask.backends.tiling_cache import shared_tiling
 from flexmask.backends.unchanged import Unchanged
@@ -151,10 +151,8 @@ def attend_with_score_mod(
         precise = precise_dtype(query)
         q, k, v = (part.to(precise) for part in tile.parts(query, key, value))
         visible = tile.visible(bounds, cells)
-        with without_autocast(query):
-            return tile.unfold(attend(tile, q * scale, k, v, visible, score_mod, drop, isolate_nonfinite=isolate_nonfinite)).to(
-                query.dtype
-            )
+        out = attend(tile, q * scale, k, v, visible, score_mod, drop, isolate_nonfinite=isolate_nonfinite)
+        return tile.unfold(out).to(query.dtype)
 
     if transformed:  # transforms cannot differentiate checkpoints
         return torch.cat([compute(tile, query, key, value) for tile in tiles], 2)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.backends.fused_kernel import fused_backward, fused_forward, has_fused_kernel
+from flexmask.backends.mixed_precision import without_autocast
 from flexmask.backends.tile import Cells, Tile
 from flexmask.backends.tile_weights import (
     DropoutState,
@@ -20,7 +21,6 @@ from flexmask.backends.tile_weights import (
     drop_weights,
     has_nonfinite,
     precise_dtype,
-    without_autocast,
 )
 from flexmask.backends.tiling_cache import shared_tiling
 
@@ -55,20 +55,19 @@ def forward(
     most_scores = FUSED_SCORES if drop is None else _unfused_scores(query)
     tiling = shared_tiling(bounds, query, key, most_scores=most_scores, in_bands=is_fused and cells is None)
     out, logsumexp = empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
-    with without_autocast(query):
-        for tile, bias, fully_masked_rows in tiling.with_biases(cells, query.dtype):
-            q, k, v = tile.parts(query, key, value)
-            if is_fused:
-                part, part_logsumexp = fused_forward(q, k, v, bias, scale)
-            elif drop is None:
-                part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            else:
-                part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
-            if fully_masked_rows is not None:
-                part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
-            tile.write(out, part)
-            if is_fused:
-                tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
+    for tile, bias, fully_masked_rows in tiling.with_biases(cells, query.dtype):
+        q, k, v = tile.parts(query, key, value)
+        if is_fused:
+            part, part_logsumexp = fused_forward(q, k, v, bias, scale)
+        elif drop is None:
+            part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        else:
+            part = _dropped_sdpa(q, k, v, bias, scale, tile, drop)
+        if fully_masked_rows is not None:
+            part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
+        tile.write(out, part)
+        if is_fused:
+            tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
     if tiling.fully_masked is not None:
         out.masked_fill_(tiling.fully_masked, 0)
     if has_nonfinite(out):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ __all__ = [
     "drop_weights",
     "has_nonfinite",
     "precise_dtype",
-    "without_autocast",
 ]
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -143,13 +141,6 @@ def compute_weights(
     if nonfinite_keys is not None and visible is not None:  # all weights of a row with NaN are NaN
         weights = weights.masked_fill(~visible, 0)
     return weights.reshape(*q.shape[:3], k.size(2))
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast is off on the device of a tensor."""
-    kind = tensor.device.type
-    is_off = tensor.is_meta or not torch.is_autocast_enabled(kind)
-    return nullcontext() if is_off else torch.autocast(kind, enabled=False)
 
 
 def precise_dtype(tensor: Tensor) -> torch.dtype:

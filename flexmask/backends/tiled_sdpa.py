@@ -79,7 +79,6 @@ def block_sdpa(
         LoweringError: shapes that do not fit each other, or an interval outside 0..KV.
         OperandError: dtypes that do not fit.
     """
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     _check(query, key, value, bounds, cells)
     if dropout_p and hashes is None:
         raise LoweringError(f"dropout_p={dropout_p} needs hashes=(rows, keys), from flexmask.backends.dropout")
@@ -150,21 +149,12 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     if not out.requires_grad or is_captured():
         return out
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     scale = _default_scale(query) if scale is None else scale
     return fused_with_tiles(out, query, key, value, is_causal, scale)
 
 
 def _default_scale(query: Tensor) -> float:
     return 1 / math.sqrt(query.size(-1))
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """A tensor in the dtype to which autocast casts the inputs of scaled_dot_product_attention."""
-    kind = tensor.device.type
-    if tensor.is_meta or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # meta has no autocast
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cells: Cells) -> None:
@@ -221,7 +211,6 @@ def _run(call: Call) -> Tensor:
     fused, visible = _visible(call, plain=plain)
     if visible is None:
         return fused_sdpa(query, key, value, is_causal=fused == "causal", scale=call.scale)
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     return _attend(
         query, key, value, *visible, score_mod=call.score_mod, scale=call.scale, dropout_p=call.dropout_p, hashes=hashes
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flexmask._checks import checked_number, not_plain_reason
 from flexmask.backends.api import check_options
+from flexmask.backends.mixed_precision import autocast, without_autocast
 from flexmask.backends.parallel import refuse_in_parallel
 from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile_weights import ScoreMod
@@ -64,10 +65,12 @@ def attention_weights(
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
     factor = d_head**-0.5 if scale is None else checked_number(scale, "scale")
-    scores = query.to(precise) @ key.to(precise).repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
-    if score_mod is not None:
-        indices = [torch.arange(length, device=query.device) for length in scores.shape]
-        scores = over_indices(score_mod)(scores, *indices).to(precise)
+    query, key = (autocast(tensor).to(precise) for tensor in (query, key))
+    with without_autocast(query):
+        scores = query @ key.repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
+        if score_mod is not None:
+            indices = [torch.arange(length, device=query.device) for length in scores.shape]
+            scores = over_indices(score_mod)(scores, *indices).to(precise)
     if mask is not None:
         mask = as_mask(mask, device=query.device)
         cells = mask.dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)

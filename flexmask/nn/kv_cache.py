@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
+from flexmask.backends.mixed_precision import autocast_dtype
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.catalogue.windows import full
 from flexmask.errors import LoweringError, OperandError
@@ -58,6 +59,8 @@ class KVCache:
     serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
     share a LoweredMask: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error.
     Not checked: a BlockMask, or the LoweredMask of a plan, without ``q_offset`` has the rows from position 0 on.
+
+    Calls with and without ``torch.autocast`` may alternate: where the dtypes of their keys differ, the cache holds the wider.
 
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
@@ -142,7 +145,8 @@ class KVCache:
             The keys and values to attend to.
 
         Raises:
-            LoweringError: too many tokens, or shapes, a dtype or a device that differ from those of the tokens before.
+            LoweringError: too many tokens, shapes or a device that differ from those of the tokens before, or a dtype that
+                :meth:`widen` refuses.
         """
         if self.holds_context:
             raise LoweringError("the cache holds the keys of a context: give self-attention a KVCache of its own")
@@ -155,6 +159,7 @@ class KVCache:
                 "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
             )
         self._check(key, value)
+        self.widen(key, value)
         self._padded_next = self._padded
         if self.window is not None:
             return self._shifted(key, value)
@@ -177,6 +182,27 @@ class KVCache:
         self._padded = self._padded_next
         self.length = self.length + number
         self._end += number
+
+    def widen(self, key: Tensor, value: Tensor) -> None:
+        """Converts what the cache holds where tokens are of a wider dtype, as after calls under autocast.
+
+        Args:
+            key: any of the dtype of new keys.
+            value: any of that of new values.
+
+        Raises:
+            LoweringError: they are of a narrower dtype, and autocast does not cast both to one.
+        """
+        if self.key is None or self.value is None:
+            return
+        wanted = []
+        for name, new, held in (("keys", key, self.key), ("values", value, self.value)):
+            wanted.append(torch.promote_types(held.dtype, new.dtype))
+            if wanted[-1] != new.dtype and autocast_dtype(held) != autocast_dtype(new):
+                raise LoweringError(f"the cache holds {name} of {held.dtype}, got {new.dtype}; keep to one dtype, or reset() it")
+        if wanted != [self.key.dtype, self.value.dtype]:
+            with torch.inference_mode(False):
+                self.key, self.value = self.key.to(wanted[0]), self.value.to(wanted[1])
 
     def store(self, key: Tensor, value: Tensor) -> None:
         """Stores the keys and values of a context, ``[B, n_kv_heads, kv_len, d_head]``.
@@ -347,10 +373,8 @@ class KVCache:
                     f"the cache holds {name} [B, n_kv_heads, length, d_head] of {held.shape[0]} sequences and {held.shape[1]} "
                     f"heads of {held.shape[3]}, got {list(new.shape)}; reset() it for another batch"
                 )
-            if new.dtype != held.dtype or new.device != held.device:
-                raise LoweringError(
-                    f"the cache holds {name} of {held.dtype} on {held.device}, got {new.dtype} on {new.device}; reset() it"
-                )
+            if new.device != held.device:
+                raise LoweringError(f"the cache holds {name} on {held.device}, got some on {new.device}; reset() it")
 
     def _write(self, room: Tensor, new: Tensor) -> None:
         if isinstance(self.length, int):

@@ -15,6 +15,7 @@ from flexmask._checks import check_function, checked_int, kind_of, names_explain
 from flexmask.backends.api import attend, check_options, checked_call
 from flexmask.backends.backend import check_backend
 from flexmask.backends.dropout import check_dropout
+from flexmask.backends.mixed_precision import autocast_dtype
 from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
@@ -199,7 +200,7 @@ class MultiheadFlexAttention(nn.Module):
             if is_traced and isinstance(mask, Mask):
                 call_mask = lower_in_graph(mask, query, key, parameters=parameters)
         else:
-            key, value = self._cached(cache, new, mask, is_context=context is not None)
+            key, value = self._cached(cache, query, new, mask, is_context=context is not None)
             if isinstance(mask, LoweredMask | BlockMask):
                 check_cached_keys(mask, query, key, cache)
             else:
@@ -299,7 +300,7 @@ class MultiheadFlexAttention(nn.Module):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
             if reason := not_plain_reason(tensor):
                 raise OperandError(f"{name} must be a plain tensor, got {reason}")
-            if tensor.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+            if autocast_dtype(tensor) != autocast_dtype(weight):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
                 hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""
@@ -359,7 +360,9 @@ class MultiheadFlexAttention(nn.Module):
                 parts = (*parts, *both.split(others, -1))
         return [part.unflatten(-1, (part.shape[-1] // self.d_head, self.d_head)).transpose(1, 2) for part in parts]
 
-    def _cached(self, cache: KVCache, new: list[Tensor], mask: AnyMask | None, *, is_context: bool) -> tuple[Tensor, Tensor]:
+    def _cached(
+        self, cache: KVCache, query: Tensor, new: list[Tensor], mask: AnyMask | None, *, is_context: bool
+    ) -> tuple[Tensor, Tensor]:
         """The keys and values to attend to: those of the context, or of all tokens so far."""
         if new and not is_context:
             whole = torch.compiler.is_compiling() if mask is None or isinstance(mask, Mask) else mask.shape[-1] == cache.capacity
@@ -367,6 +370,7 @@ class MultiheadFlexAttention(nn.Module):
         if new:
             cache.store(new[0], new[1])
             return new[0], new[1]
+        cache.widen(query, query)
         return cast(Tensor, cache.key), cast(Tensor, cache.value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:

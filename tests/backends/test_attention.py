@@ -252,17 +252,6 @@ def test_fully_masked_rows_give_exactly_zero(name: str, score_mod: ScoreMod | No
     assert all(tensor.isfinite().all() for tensor in (out, query.grad, key.grad, value.grad))
 
 
-@pytest.mark.parametrize("name", ["causal", "documents", "diagonals"])
-def test_autocast(name: str) -> None:
-    case = CASES[name]
-    tensors = case.inputs(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(*tensors, case.mask)
-    assert out.dtype == torch.bfloat16
-    check_close(out, oracle.attention(*tensors, case.visible()))
-    assert all(gradient.dtype == torch.float32 for gradient in gradients(out, tensors))
-
-
 @pytest.mark.parametrize(("batch", "kv_len"), [(0, 3), (2, 0)])
 def test_nothing_to_attend_with_or_to(batch: int, kv_len: int) -> None:
     query, key, value = torch.ones(batch, 2, 5, 4), torch.ones(batch, 2, kv_len, 4), torch.ones(batch, 2, kv_len, 6)

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.backends import tile_blocks, tile_rows, tiling_cache
@@ -316,19 +315,6 @@ class TestInputs:
         block_sdpa(query, key, value, intervals(causal(50, 50))).sum().backward()
         assert value.grad is not None
         assert query.grad is None
-
-    def test_autocast(self) -> None:
-        query, key, value = inputs(torch.float32)
-        mask = causal(50, 50)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = block_sdpa(query, key, value, intervals(mask))
-            wanted = F.scaled_dot_product_attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask)
-            modified = block_sdpa(query, key, value, intervals(mask), score_mod=lambda score, b, h, q_idx, kv_idx: score)
-            grads = torch.autograd.grad(out.float().square().sum(), (query, key, value))
-        assert out.dtype == modified.dtype == wanted.dtype == torch.bfloat16
-        check_close(out, wanted, torch.bfloat16)
-        check_close(modified, wanted, torch.bfloat16)
-        assert [grad.dtype for grad in grads] == [torch.float32] * 3
 
 
 class TestScoreMod:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -143,6 +144,23 @@ def check_calls(strategy: Any) -> None:
         with cp:
             found = attention(*own, mask, **given)
         torch.testing.assert_close(cp.unshard(found, 2), whole)
+
+
+def check_mixed_precision(strategy: Any) -> None:
+    """Dtypes that differ, as rotary embeddings give them under autocast; gradients in these dtypes."""
+    generator = torch.Generator().manual_seed(1)
+    dtypes = torch.float32, torch.float32, torch.bfloat16
+    tensors = [torch.randn(BATCH, 2, LENGTH, 16, generator=generator).to(dtype).requires_grad_() for dtype in dtypes]
+    cp = ContextParallel(None, "causal", LENGTH, strategy=strategy, block_size=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        query, key, value = tensors
+        whole = scaled_dot_product_attention(query, key, value, is_causal=True)
+        with cp:
+            found = cp.unshard(attention(*(cp.shard(tensor, 2) for tensor in tensors), "causal"), 2)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, whole, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad(found.float().sum(), tensors)
+    assert [grad.dtype for grad in grads] == list(dtypes)
 
 
 def check_compiled_once() -> None:

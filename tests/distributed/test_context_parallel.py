@@ -35,6 +35,7 @@ def two_ranks(rank: int) -> None:
             lambda s=strategy: models.check_model(s, dropout=0.3, checkpointed=True),
         )
         checks(f"calls, {strategy}", models.check_calls, strategy)
+        checks(f"mixed precision, {strategy}", models.check_mixed_precision, strategy)
     checks("a compiled model", models.check_model, "keys", True)
     checks("compiled once", models.check_compiled_once)
     checks("compiled FlexAttention", models.check_compiled_flex)

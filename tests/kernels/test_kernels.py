@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 import flexmask as fm
 from flexmask.lowering import block_lists
-from tests.kernels.cases import BUILT, CASES, Case, attended, block_mask, inputs
+from tests.kernels.cases import BUILT, CASES, Case, alibi, attended, block_mask, inputs
 from tests.support import oracle
 from tests.support.dropout import kept_of
 
@@ -135,6 +135,28 @@ def test_attention(name: str) -> None:
 )
 def test_half_precision(name: str) -> None:
     check(CASES[name], torch.bfloat16)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_mixed_precision(backend: Any, in_graph: bool) -> None:
+    """Query and key in float32 and the value in bfloat16, as rotary embeddings give them, and gradients in these dtypes."""
+    case = Case(fm.causal(), lambda b, h, q, kv: kv <= q, 128, heads=(4, 2), call={"score_mod": alibi})
+    query, key, value = inputs(case, torch.float32)
+    tensors = query, key, value.detach().bfloat16().requires_grad_()
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = "causal" if in_graph else block_mask(case)
+        return fm.attention(query, key, value, mask, enable_gqa=True, backend="flex", **case.call)
+
+    call: Any = torch.compile(step, backend=backend, fullgraph=True) if in_graph else step
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(*tensors)
+    assert found.dtype == torch.bfloat16
+    wanted, _ = reference(case, *tensors)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    for own, other in zip(*(torch.autograd.grad(out.float().square().sum(), tensors) for out in (found, wanted)), strict=True):
+        assert own.dtype == other.dtype
+        assert (own - other).norm() < 2e-2 * other.norm()
 
 
 def test_log_sum_exp(backend: Any) -> None:
