@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 import flexmask
 from flexmask import Mask, causal, document, full
 from flexmask.backends import attention_weights
+from flexmask.backends.mixed_precision import autocast
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
@@ -71,6 +72,7 @@ def attention_forward(
     for name, what in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise LoweringError(f"flexmask does not support {what} ({name}=); use another attn_implementation for this model")
+    query, key, value = (autocast(tensor) for tensor in (query, key, value))
     query = query.expand(key.shape[0], -1, -1, -1)
     (batch, _, q_len, width), kv_len = query.shape, key.shape[2]
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)

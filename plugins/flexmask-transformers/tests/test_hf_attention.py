@@ -148,6 +148,15 @@ def test_one_query_without_a_mask_attends_to_all_keys() -> None:
     assert_close(found.double(), reference(*tensors(1, 7), full().dense(1, 7)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_hidden_row_of_a_float_mask_under_autocast() -> None:
+    """It attends to all keys alike, as in eager: the least number of float32 is -inf in bfloat16, but not in the mask."""
+    query, key, value = tensors(6, 6)
+    mask = torch.zeros(1, 1, 6, 6).index_fill(2, torch.tensor(2), torch.finfo(torch.float32).min)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(query, key, value.bfloat16(), mask)
+    assert_close(found[:, :, 2].float(), value.mean(2).repeat_interleave(2, 1), rtol=2e-2, atol=2e-2)
+
+
 def test_a_negative_scale_without_a_mask_in_a_graph() -> None:
     """Where torch's causal kernel gives NaN."""
     query, key, _ = tensors(6, 6)

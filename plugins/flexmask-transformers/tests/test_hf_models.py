@@ -125,6 +125,21 @@ class TestSeq2Seq:
         assert ours.generate(tokens(), **options).tolist() == eager.generate(tokens(), **options).tolist()
 
 
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, *SEQ2SEQ])
+def test_mixed_precision(name: str) -> None:
+    """Logits and gradients under autocast are as close to those in float32 as rounding lets them be."""
+    keep, inputs = padding("right"), {"input_ids": tokens(), "attention_mask": padding("right")}
+    if name in SEQ2SEQ:
+        inputs["decoder_input_ids"], keep = tokens(2, 7, seed=1), torch.ones(2, 7)
+    found = []
+    for own, is_on in zip(pair(name), (False, True), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            logits = own(**inputs).logits.float()[keep.bool()]
+        found.append((logits, torch.cat([one.flatten() for one in gradients(own, logits.square().sum()).values()])))
+    for wanted, got in zip(*found, strict=True):
+        assert (got - wanted).norm() < 0.03 * wanted.norm()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "t5"])
 def test_attention_weights(name: str) -> None:
     keep = padding("left")

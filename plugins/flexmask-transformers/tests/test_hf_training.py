@@ -72,8 +72,8 @@ class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
         return {"input_ids": [5 + (index + i) % 4 for i in range(4 + index % 5)]}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_trainer_learns_from_packed_rows(tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "bf16"), [(False, False), (True, True)])
+def test_the_trainer_learns_from_packed_rows(tmp_path: Path, checkpointing: bool, bf16: bool) -> None:
     own = model(attention_dropout=0.1)
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
@@ -86,6 +86,7 @@ def test_the_trainer_learns_from_packed_rows(tmp_path: Path, checkpointing: bool
         save_strategy="no",
         disable_tqdm=True,
         gradient_checkpointing=checkpointing,
+        bf16=bf16,
     )
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     trainer = transformers.Trainer(model=own, args=arguments, train_dataset=Rows(), data_collator=collator)
@@ -145,6 +146,16 @@ class TestCompile:
         found = gradients(ours, compiled(tokens(1), position_ids=positions(5, 7)).logits.square().sum())
         for name in wanted:
             assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+        torch.compiler.reset()
+
+    def test_mixed_precision(self) -> None:
+        eager, ours = one_layer("llama")
+        compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)
+        wanted = eager(tokens()).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            found = compiled(tokens()).logits
+        assert found.dtype == torch.bfloat16
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
         torch.compiler.reset()
 
     def test_the_first_forwards_of_a_thread(self) -> None:
