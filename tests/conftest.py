@@ -1,20 +1,21 @@
 """Settings that hold for every test."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "ci",
-    deadline=None,
-    derandomize=True,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.register_profile("explore", deadline=None, max_examples=2000)
-settings.load_profile("ci")
+ALWAYS: Any = {
+    "deadline": None,
+    "print_blob": False,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("default", **ALWAYS, derandomize=True, max_examples=25)
+settings.register_profile("all", **ALWAYS, derandomize=True, max_examples=1000)
+settings.register_profile("explore", **ALWAYS, max_examples=2000)
+settings.load_profile("default")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
     torch.set_num_threads(1)

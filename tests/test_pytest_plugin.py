@@ -18,6 +18,9 @@ import flexmask as fm
 
 MASK = fm.causal() & fm.key_padding(torch.tensor([3, 5]))
 
+def test_device(flexmask_device):
+    assert flexmask_device == "cpu"
+
 def test_right(assert_equivalent):
     assert_equivalent(MASK, 6, reference=lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx < 3 + 2 * b))
 
@@ -59,19 +62,12 @@ def test_it_is_registered() -> None:
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess("-p", "no:randomly")
-    result.assert_outcomes(passed=4, failed=6)
+    result.assert_outcomes(passed=5, failed=6)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
     result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
     result.stdout.fnmatch_lines(["*function(x, mask=mask)*"])
     for module in ("equivalence", "leaks", "influence"):
         result.stdout.no_fnmatch_line(f"*flexmask/testing/{module}.py*")  # the traceback ends in the user's own line
-
-
-def test_the_device_is_asked_for(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'cpu'")
-    pytester.runpytest_subprocess().assert_outcomes(passed=1)
-    pytester.makepyfile("def test_device(flexmask_device):\n    assert flexmask_device == 'meta'")
-    pytester.runpytest_subprocess("--flexmask-device", "meta").assert_outcomes(passed=1)
 
 
 def test_several_devices(pytester: pytest.Pytester) -> None:

@@ -331,6 +331,7 @@ def test_one_module_for_encoder_decoder_and_cross_attention() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flex_module_for_causal_attention_on_padded_inputs() -> None:
     """A BlockMask goes into the module, the queries and keys come back for a picture of the scores."""
     lengths, longest = [90, 140, 33], 140

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexmask as fm
 from flexmask import b, kv, q
 from flexmask.errors import LoweringError
+from tests.support.exhaustive import exhaustive
 
 L = 256
 
@@ -55,11 +56,15 @@ def one_graph() -> Iterator[None]:
     assert not counters["graph_break"]
 
 
+each_backend = pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
+
+
 @pytest.mark.slow
-def test_twenty_compositions_take_one_kernel() -> None:
+@each_backend
+def test_twenty_compositions_take_one_kernel(backend: str) -> None:
     assert len(set(COMPOSITIONS)) == 20
     query, key, value = (torch.randn(2, 2, L, 16) for _ in range(3))
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend=backend)
     with torch.no_grad(), one_graph():
         compiled(query, key, value, block_mask=COMPOSITIONS[0].block_mask(L, batch=2))
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -109,9 +114,10 @@ def batches(number: int, sequences: int) -> Iterator[tuple[fm.Mask, fm.Mask]]:
 
 
 @pytest.mark.slow
-def test_a_model_takes_one_graph_for_twenty_batches() -> None:
+@each_backend
+def test_a_model_takes_one_graph_for_twenty_batches(backend: str) -> None:
     model = Decoder(50, 32, 2)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
     with torch.no_grad(), one_graph():
         for step, masks in enumerate(batches(20, 3)):
             tokens = torch.randint(0, 50, (3, L))
@@ -121,6 +127,7 @@ def test_a_model_takes_one_graph_for_twenty_batches() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", ["one tensor", "one tensor of keys", "views", "one token"])
 def test_query_key_and_value_that_share_memory(given: str) -> None:
     """Before torch 2.13 the compiled CPU kernel itself rejects them."""
@@ -138,6 +145,7 @@ def test_query_key_and_value_that_share_memory(given: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length", [20, 24])
 @pytest.mark.parametrize("computed", [(0, 1), (1, 2), (0,), (2,)])
 def test_views_next_to_what_the_graph_computes(computed: tuple[int, ...], length: int) -> None:
@@ -154,6 +162,7 @@ def test_views_next_to_what_the_graph_computes(computed: tuple[int, ...], length
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmask.backends.flex.MAX_KERNELS", 1)
     torch.compiler.reset()
@@ -194,10 +203,11 @@ def test_other_lengths_compile_once_more_on_cuda() -> None:
 
 
 @pytest.mark.slow
-def test_more_intervals_take_other_kernels() -> None:
+@each_backend
+def test_more_intervals_take_other_kernels(backend: str) -> None:
     """Sizes do not change with the number of intervals: torch's CPU kernels do not compile with a dynamic size."""
     query, key, value = (torch.randn(1, 1, L, 16) for _ in range(3))
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention, backend=backend)
     torch.compiler.reset()
     counters.clear()
     with torch.no_grad():

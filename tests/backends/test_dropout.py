@@ -165,6 +165,7 @@ BACKENDS: tuple[Literal["flex"], Literal["sdpa"]] = ("flex", "sdpa")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["none", "causal", "padding, one sequence empty"])
 def test_backends_drop_the_same(name: str) -> None:
     tensors = detached(inputs(torch.float32, kv_heads=2))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flexmask as fm
 from flexmask.backends import tile_rows, tiling
+from tests.support.exhaustive import each_run
 
 BATCH, HEADS, LENGTH = 2, 4, 40
 rows, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
@@ -52,7 +53,7 @@ def inputs() -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", each_run(MASKS, "documents", "not separable", "lowered", "block mask"))
 def test_one_graph_with_gradients(name: str) -> None:
     mask, cells = MASKS[name]()
 
@@ -119,7 +120,13 @@ def test_a_graph_has_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("checkpoint" in str(node.target) for node in graph.graph.nodes) == 3
 
 
-@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, i, j: score * 2], ids=["plain", "score_mod"])
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        pytest.param(None, id="plain"),
+        pytest.param(lambda score, b, h, i, j: score * 2, id="score_mod", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_dynamic_lengths(score_mod: Any) -> None:
     def attend(query: Tensor) -> Tensor:
         return fm.attention(query, query, query, fm.sliding_window(size=7), score_mod=score_mod, backend="sdpa")

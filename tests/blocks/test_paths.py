@@ -11,7 +11,7 @@ from functools import cache, reduce
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -20,7 +20,8 @@ import flexmask as fm
 from flexmask import _sync
 from flexmask.lowering import block_lists
 from flexmask.lowering import block_mask as lowering
-from tests.support.lowerings import blocks_of, check_block_mask, check_mask_mod, check_rows
+from tests.support import oracle
+from tests.support.lowerings import blocks_of, check_block_mask, check_lists, check_mask_mod, check_rows
 from tests.support.paths import PATHS, path
 from tests.support.strategies import Case, Shape, shaped_masks
 
@@ -32,29 +33,18 @@ def is_known(shape: Shape) -> bool:
     return isinstance(shape.q_offset, int) or shape.q_end <= shape.kv_len
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_blocks_of_random_mask(name: str) -> None:
-    @given(shaped_masks(), BLOCK_SIZES)
-    def check(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
-        case, shape = drawn
-        assume(is_known(shape) or "host syncs avoided" not in name)
-        with path(name):
-            check_block_mask(case, shape, case.expected(shape), block_size)
-
-    check()
-
-
-@pytest.mark.parametrize("name", ["host syncs avoided", "runs of queries"])
-def test_rows_and_closures_of_random_mask(name: str) -> None:
-    @given(shaped_masks())
-    def check(drawn: tuple[Case, Shape]) -> None:
-        case, shape = drawn
-        assume(is_known(shape) or "host syncs avoided" not in name)
-        with path(name):
-            check_rows(case, shape, case.expected(shape))
-            check_mask_mod(case, shape, case.expected(shape))
-
-    check()
+@given(shaped_masks(), BLOCK_SIZES)
+def test_paths_of_random_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
+    case, shape = drawn
+    expected = case.expected(shape)
+    for name in PATHS:
+        if is_known(shape) or "host syncs avoided" not in name:
+            note(name)
+            with path(name):
+                check_block_mask(case, shape, expected, block_size)
+                if name in ("host syncs avoided", "runs of queries"):
+                    check_rows(case, shape, expected)
+                    check_mask_mod(case, shape, expected)
 
 
 LONG: list[fm.Mask] = [
@@ -73,13 +63,9 @@ SIZE = 2020
 
 
 @cache
-def lists_of_cells(mask: fm.Mask) -> dict[str, list[list[int]]]:
-    """The lists of blocks of 4, counted from the cells."""
-    cells = mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE)
-    visible = cells.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).sum((3, 5))
-    kinds = {"kv": (visible > 0) & (visible < 16), "full_kv": visible == 16}
-    kinds |= {"q": kinds["kv"].mT, "full_q": kinds["full_kv"].mT}
-    return {name: [row.nonzero().flatten().tolist() for row in kind.flatten(0, 2)] for name, kind in kinds.items()}
+def kinds_of(mask: fm.Mask) -> Tensor:
+    """Which blocks of 4 are empty, partial and full, counted from the cells."""
+    return oracle.classify_blocks(mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE), 4, 4)
 
 
 @pytest.mark.parametrize("mask", LONG, ids=lambda mask: mask.brief())
@@ -88,8 +74,7 @@ def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
     """Blocks of 4 in 2,020 tokens: 255,025 in all, more than the grid has on the CPU."""
     with path(name):
         found = mask.block_mask(SIZE, block_size=4)
-    for kind, wanted in lists_of_cells(mask).items():
-        assert list(blocks_of(found, kind, Shape(SIZE, SIZE, batch=2, heads=2))) == wanted, kind
+    check_lists(found, Shape(SIZE, SIZE, batch=2, heads=2), kinds_of(mask))
 
 
 # ---------------------------------------------------------------- data that changes
@@ -275,6 +260,7 @@ def test_heads_and_batch_are_one_axis_in_memory(mask: fm.Mask, way: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", PACKED, ids=str)
 def test_compiled_attention_takes_packed_lists(mask: fm.Mask) -> None:
     torch.compiler.reset()  # kernels of other tests count towards torch's limit

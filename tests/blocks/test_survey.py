@@ -6,7 +6,7 @@ import operator
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask import Mask, _sync, h, kv, q
@@ -22,8 +21,7 @@ from flexmask.blocks import cells as blocks
 from flexmask.blocks import survey
 from flexmask.blocks.cells import BlockCells
 from flexmask.lowering import block_mask as lowering
-from tests.support.block_lists import check_lists
-from tests.support.lowerings import check_block_mask, check_stats
+from tests.support.lowerings import check_block_mask, check_lists_of_cells, check_stats, grid
 from tests.support.strategies import Case, Shape, combined, constant, index_cases, mask_cases, shapes, symbols
 
 
@@ -71,29 +69,17 @@ def surveyed(draw: st.DrawFn) -> tuple[Case, Shape]:
 BLOCK_SIZES = st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16])
 
 
-@given(surveyed(), BLOCK_SIZES, st.booleans())
-def test_blocks_of_periodic_masks(drawn: tuple[Case, Shape], block_size: Any, stepwise: bool) -> None:
+@given(surveyed(), BLOCK_SIZES)
+def test_blocks_and_counts_of_periodic_masks(drawn: tuple[Case, Shape], block_size: Any) -> None:
     case, shape = drawn
     expected = case.expected(shape)
-    if not stepwise:
-        check_block_mask(case, shape, expected, block_size)
-        return
-    with small_steps():
-        check_block_mask(case, shape, expected, block_size)
+    for steps in (nullcontext, small_steps):
+        with steps():
+            check_block_mask(case, shape, expected, block_size)
+            check_counts(case, shape, expected, block_size)
 
 
-@given(surveyed(), st.sampled_from([(1, 1), (4, 8), (16, 16)]), st.booleans())
-def test_counts_of_periodic_masks(drawn: tuple[Case, Shape], block_size: tuple[int, int], stepwise: bool) -> None:
-    case, shape = drawn
-    expected = case.expected(shape)
-    if not stepwise:
-        check_counts(case, shape, expected, block_size)
-        return
-    with small_steps():
-        check_counts(case, shape, expected, block_size)
-
-
-def check_counts(case: Case, shape: Shape, expected: Tensor, block_size: tuple[int, int]) -> None:
+def check_counts(case: Case, shape: Shape, expected: Tensor, block_size: Any) -> None:
     check_stats(case, shape, expected, block_size)
     found = case.mask.stats(**shape.lowering, block_size=block_size)
     repeated = shape.batch * shape.heads // (found.batch * found.heads)
@@ -146,29 +132,29 @@ MODS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("block_size", [(4, 4), (16, 8)])
 @pytest.mark.parametrize("name", MODS)
-def test_counts_are_those_of_cells(name: str, block_size: tuple[int, int]) -> None:
+def test_counts_are_those_of_cells(name: str) -> None:
     mask = fm.from_mask_mod(MODS[name])
     cells = mask.dense(LENGTH, batch=2, heads=2)
-    found = mask.stats(LENGTH, batch=2, heads=2, block_size=block_size)
-    assert (found.visible, found.cells) == (int(cells.sum()), cells.numel())
-    assert found.fully_masked_rows == int((~cells.any(-1)).sum())
+    for block_size in (4, (16, 8)):
+        found = mask.stats(LENGTH, batch=2, heads=2, block_size=block_size)
+        assert (found.visible, found.cells) == (int(cells.sum()), cells.numel())
+        assert found.fully_masked_rows == int((~cells.any(-1)).sum())
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
-@pytest.mark.parametrize("block_size", [16, (64, 8)], ids=str)
 @pytest.mark.parametrize("name", MODS)
-def test_lists_are_those_of_torch(name: str, block_size: Any, stepwise: bool) -> None:
-    sizes = 2, 2, LENGTH, LENGTH - 3
-    wanted = create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
+def test_lists_are_those_of_cells(name: str, stepwise: bool) -> None:
+    shape = Shape(LENGTH, LENGTH - 3, batch=2, heads=2)
+    expected = MODS[name](*grid(shape)).expand(2, 2, LENGTH, LENGTH - 3)
     with pytest.MonkeyPatch.context() as patch:
         if stepwise:
             patch.setattr(lowering, "MAX_GRID", _sync.PerDevice(0, 0))
             patch.setattr(survey, "CHUNK", 50)
             patch.setattr(blocks, "CHUNK", _sync.PerDevice(1000, 1000))
-        found = fm.create_block_mask(MODS[name], *sizes, device="cpu", BLOCK_SIZE=block_size)
-    check_lists(found, wanted)
+        for block_size in (16, (64, 8)):
+            found = fm.create_block_mask(MODS[name], *expected.shape, device="cpu", BLOCK_SIZE=block_size)
+            check_lists_of_cells(found, shape, expected)
 
 
 # ---------------------------------------------------------------- work
@@ -233,25 +219,26 @@ def test_few_cells_are_evaluated(mask: Mask, for_blocks: float, for_counts: floa
 MEMORY = """
 import resource, torch, flexmask as fm
 torch.set_num_threads(1)
-fm.parse({text!r}).block_mask(512)
+texts = {texts!r}
+for text in texts:
+    fm.parse(text).block_mask(512)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-mask = fm.parse({text!r})
-mask.block_mask({length})
-mask.stats({length})
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * {unit})
+for text, length in texts.items():
+    mask = fm.parse(text)
+    mask.block_mask(length)
+    mask.stats(length)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * {unit})
 """
+LARGE = {
+    "((q - kv) % 64 == 0) | (abs(q - kv) < 128)": 12_288,
+    "random_cells(0.5)": 4096,
+    "per_head([(q * kv) % 7 == 0, random_cells(0.9)])": 4096,
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "length"),
-    [
-        ("((q - kv) % 64 == 0) | (abs(q - kv) < 128)", 12_288),
-        ("random_cells(0.5)", 4096),
-        ("per_head([(q * kv) % 7 == 0, random_cells(0.9)])", 4096),
-    ],
-)
-def test_memory_is_bounded(text: str, length: int) -> None:
+def test_memory_is_bounded() -> None:
     """The memory of the process, not of single tensors: small tensors can keep the memory of large ones in use."""
-    script = MEMORY.format(text=text, length=length, unit=1 if sys.platform == "darwin" else 1024)
+    script = MEMORY.format(texts=LARGE, unit=1 if sys.platform == "darwin" else 1024)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 200 * 2**20
+    for text, taken in zip(LARGE, done.stdout.split(), strict=True):
+        assert int(taken) < 200 * 2**20, text

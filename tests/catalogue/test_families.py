@@ -14,7 +14,7 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.expr.tables import Literal
 from tests.support import oracle
-from tests.support.lowerings import check_block_mask, check_mask_mod, check_rows
+from tests.support.lowerings import check_lowerings
 from tests.support.named_masks import FORMS, SHAPES, Convert, assert_means, draw
 from tests.support.strategies import Case, Shape
 
@@ -57,13 +57,6 @@ PLAIN: dict[str, Build] = {
     "random_cells all": (lambda: fm.masks.random_cells(1.0), oracle.full()),
     "coarse": (lambda: fm.masks.coarse(fm.sliding_window(left=1, right=0), 3), oracle.coarse(oracle.sliding_window(1, 0), 3)),
 }
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", PLAIN)
-def test_mask_without_data(name: str, shape: Shape) -> None:
-    build, allowed = PLAIN[name]
-    assert_means(Case(build(), allowed), shape)
 
 
 #: Masks that are made for one shape, with further ones that they still have a meaning at.
@@ -124,12 +117,6 @@ MADE_FOR: dict[str, tuple[Callable[[], Mask], oracle.Predicate, list[tuple[int, 
         [(8, 8), (3, 9), (9, 4)],
     ),
 }
-
-
-@pytest.mark.parametrize(("name", "lengths"), [(name, lengths) for name, row in MADE_FOR.items() for lengths in row[2]])
-def test_mask_made_for_a_shape(name: str, lengths: tuple[int, int]) -> None:
-    build, allowed, _ = MADE_FOR[name]
-    assert_means(Case(build(), allowed), Shape(*lengths))
 
 
 # ---------------------------------------------------------------- masks with data: one for all, and one for each batch element
@@ -350,8 +337,8 @@ def test_an_axis_of_1_stands_for_all() -> None:
 # ---------------------------------------------------------------- lowerings
 
 LOWERED: dict[str, tuple[Case, Shape]] = {
-    **{f"{name} {shape}": (Case(row[0](), row[1]), SHAPES[shape]) for name, row in PLAIN.items() for shape in ("odd", "offset")},
-    **{name: (Case(row[0](), row[1]), Shape(*row[2][0])) for name, row in MADE_FOR.items()},
+    **{f"{name} {at}": (Case(row[0](), row[1]), shape) for name, row in PLAIN.items() for at, shape in SHAPES.items()},
+    **{f"{name} {lengths}": (Case(row[0](), row[1]), Shape(*lengths)) for name, row in MADE_FOR.items() for lengths in row[2]},
     **{f"{name} of {form}": made(FORMS[form], True) for name, made in WITH_DATA.items() for form in ("literal", "tensor")},
 }
 
@@ -359,10 +346,7 @@ LOWERED: dict[str, tuple[Case, Shape]] = {
 @pytest.mark.parametrize("name", LOWERED)
 def test_every_lowering(name: str) -> None:
     made, shape = LOWERED[name]
-    expected = made.expected(shape)
-    check_rows(made, shape, expected)
-    check_mask_mod(made, shape, expected)
-    check_block_mask(made, shape, expected, 4)
+    check_lowerings(made, shape, made.expected(shape), 4)
 
 
 # ---------------------------------------------------------------- rows

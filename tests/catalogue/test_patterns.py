@@ -11,7 +11,7 @@ import pytest
 import flexmask as fm
 from flexmask import Mask, b, causal, h, kv, q, table
 from tests.support import oracle
-from tests.support.lowerings import check_block_mask, check_mask_mod, check_rows
+from tests.support.lowerings import check_lowerings
 from tests.support.strategies import Case, Shape
 
 SQUARES = [Shape(1, 1), Shape(21, 21)]
@@ -331,12 +331,7 @@ EACH = [(name, shape) for name, pattern in PATTERNS.items() for shape in pattern
 @pytest.mark.parametrize(("name", "shape"), EACH, ids=[f"{name}-{shape.q_len}x{shape.kv_len}" for name, shape in EACH])
 def test_every_lowering(name: str, shape: Shape) -> None:
     case = Case(PATTERNS[name].mask, PATTERNS[name].allowed)
-    expected = case.expected(shape)
-    assert case.mask.dense(**shape.lowering).expand_as(expected).equal(expected)
-    check_rows(case, shape, expected)
-    check_mask_mod(case, shape, expected)
-    for block_size in (4, 16):
-        check_block_mask(case, shape, expected, block_size)
+    check_lowerings(case, shape, case.expected(shape), 4)
 
 
 def test_patterns_are_told_apart() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flexmask as fm
 from flexmask.cli import main
@@ -61,7 +62,7 @@ def visible(mask: fm.Mask, q_len: int, kv_len: int) -> list[list[bool]]:
 def test_statistics(text: str, q_len: int, kv_len: int) -> None:
     found = answer("stats", text, "--q-len", str(q_len), "--kv-len", str(kv_len), "--block-size", "4,2")
     cells = visible(fm.parse(text), q_len, kv_len)
-    kinds = [kind for row in oracle.classify_blocks(cells, 4, 2) for kind in row]
+    kinds = oracle.classify_blocks(torch.tensor(cells), 4, 2).flatten().tolist()
     shown = sum(map(sum, cells))
     partial = kinds.count(oracle.PARTIAL)
     in_full = kinds.count(oracle.FULL) * 8

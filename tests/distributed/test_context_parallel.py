@@ -20,7 +20,7 @@ from flexmask.distributed import ContextParallel
 from flexmask.distributed.agreement import fingerprint
 from flexmask.errors import LoweringError
 from tests.distributed import models
-from tests.distributed.equality import Checks, attention, check_cases, check_drawn
+from tests.distributed.equality import LONG, Checks, attention, check_cases, check_drawn
 from tests.support.ranks import exit_codes, run_ranks
 
 
@@ -38,7 +38,6 @@ def two_ranks(rank: int) -> None:
         checks(f"mixed precision, {strategy}", models.check_mixed_precision, strategy)
     checks("a compiled model", models.check_model, "keys", True)
     checks("compiled once", models.check_compiled_once)
-    checks("compiled FlexAttention", models.check_compiled_flex)
     checks("tokens", models.check_tokens)
     checks("torch's own context parallelism", models.check_torch_context_parallel)
     checks("backward outside", models.check_backward_outside)
@@ -71,6 +70,16 @@ def eight_ranks(rank: int) -> None:
     checks.report()
 
 
+def many_checks(rank: int) -> None:
+    checks = Checks()
+    check_cases(checks, lengths=LONG)
+    check_cases(checks)
+    check_drawn(checks, 100)
+    if dist.get_world_size() == 2:
+        checks("compiled FlexAttention", models.check_compiled_flex)
+    checks.report()
+
+
 def test_two_ranks() -> None:
     run_ranks(2, two_ranks)
 
@@ -81,6 +90,12 @@ def test_three_ranks() -> None:
 
 def test_four_ranks() -> None:
     run_ranks(4, four_ranks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_long_sequences_and_many_masks(world: int) -> None:
+    run_ranks(world, many_checks)
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 8, reason="needs 8 cores")

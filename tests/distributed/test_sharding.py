@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,7 +92,6 @@ def plans(draw: st.DrawFn) -> tuple[list[Case], Shape, dict[str, Any]]:
     return cases, shape, options
 
 
-@settings(max_examples=40)
 @given(plans())
 def test_plans_of_drawn_masks(drawn: tuple[list[Case], Shape, dict[str, Any]]) -> None:
     cases, shape, options = drawn
@@ -202,7 +201,6 @@ def test_blocks_with_much_of_the_work_of_a_rank() -> None:
     assert sharding.imbalance <= 1.02
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_halves_are_arcs(data: st.DataObject) -> None:
     """Ranks have equally many units in few runs, and as even work as arcs of all units can have."""
@@ -220,7 +218,6 @@ def test_halves_are_arcs(data: st.DataObject) -> None:
         assert abs(int(work[owner == 0].sum()) * 2 - int(work.sum())) <= max(2 * min(aside), 0.02 * int(work.sum()))
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.DataObject) -> None:
     ranks, each = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4))

@@ -19,6 +19,7 @@ from flexmask.gallery.snippets import command, python
 from flexmask.gallery.source import read_entries
 from tests.support import browser
 from tests.support.browser import Opened, screenshot
+from tests.support.exhaustive import exhaustive
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -267,7 +268,9 @@ def test_detail_says_all_and_copies(chromium: Browser, file: Path) -> None:
             assert page.page.locator("#said").text_content() == "Copied."
 
 
-@pytest.mark.parametrize("title", ["A padded batch in a decoder", "Cross-attention of a translation", "Tree of drafts", "Causal"])
+@pytest.mark.parametrize(
+    "title", ["A padded batch in a decoder", *exhaustive(["Cross-attention of a translation", "Tree of drafts", "Causal"])]
+)
 def test_cells_tell_the_truth(chromium: Browser, file: Path, title: str) -> None:
     (entry,) = [entry for entry in ENTRIES if entry.title == title]
     with opened(chromium, file, entry.slug) as page:
@@ -277,7 +280,7 @@ def test_cells_tell_the_truth(chromium: Browser, file: Path, title: str) -> None
         assert box is not None
         cells, seen = cells_of(entry), set[bool]()
         generator = random.Random(0)
-        for _ in range(60):
+        for _ in range(30):
             said = page.hover(generator.uniform(0.2, 0.9) * box["width"], generator.uniform(0.1, 0.9) * box["height"])
             place = re.match(r"b (\d+) +h (\d+) +q (\d+)[^:]* kv (\d+)[^:]*: (visible|hidden)", said)
             if place is None:  # beside the mask
@@ -326,8 +329,9 @@ PIXELS = """(canvas, [down, across]) => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("device", ["desktop", "phone"])
+@pytest.mark.parametrize(
+    ("device", "scheme"), [("desktop", "light"), ("phone", "dark"), *exhaustive([("desktop", "dark"), ("phone", "light")])]
+)
 def test_nothing_is_wider_than_the_screen(chromium: Browser, file: Path, device: str, scheme: str) -> None:
     options: dict[str, Any] = {"color_scheme": scheme, "reduced_motion": "reduce", **(PHONE if device == "phone" else {})}
     wide = "(element) => element.scrollWidth - element.clientWidth"

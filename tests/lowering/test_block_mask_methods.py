@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import flexmask as fm
 from tests.support.block_lists import check_lists
+from tests.support.exhaustive import exhaustive
 from tests.support.paths import WAYS, path
 
 SIZES = 2, 2, 96, 128
@@ -173,8 +174,9 @@ def test_a_block_mask_is_a_tree_of_tensors(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
 @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
-def test_adjust_for_a_kernel(inside: bool) -> None:
+def test_adjust_for_a_kernel(inside: bool, backend: str) -> None:
     """Before compiled code and inside it."""
     torch.compiler.reset()
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +188,8 @@ def test_adjust_for_a_kernel(inside: bool) -> None:
 
     given = ours(columns, "packed sets")
     with torch.no_grad():
-        found = torch.compile(attend, fullgraph=True)(query, key, value, given if inside else given._adjust(48, 64))
+        attend_compiled = torch.compile(attend, fullgraph=True, backend=backend)
+        found = attend_compiled(query, key, value, given if inside else given._adjust(48, 64))
     cells = columns(*(torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate((2, 2, 48, 64))))
     wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, cells.expand(2, 2, 48, 64))
     torch.testing.assert_close(found, wanted.nan_to_num(0.0), atol=1e-5, rtol=1e-5)

@@ -17,39 +17,54 @@ from tests.support.lowerings import (
     assert_canonical,
     cells_of,
     check_block_mask,
-    check_mask_mod,
-    check_rows,
-    check_stats,
+    check_lowerings,
     element_mask,
     has_intervals,
 )
-from tests.support.named_masks import NAMES, SHAPES, name_and_shape, named
+from tests.support.named_masks import NAMES, SHAPES, WITH_DATA, fits, named
 from tests.support.strategies import Case, Shape, mask_cases, shaped_masks
 
-# ---------------------------------------------------------------- checks
-
+BLOCK_SIZES: list[int | tuple[int, int]] = [4, (4, 8), 16, 3, (8, 3), 1]
 
 # ---------------------------------------------------------------- named masks
 
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-each_name = pytest.mark.parametrize("name", NAMES)
+
+def batched_or_not(name: str, shape: Shape) -> list[bool]:
+    """With data for each sequence, and at two shapes with data for all of them."""
+    return [True, False] if name in WITH_DATA and shape in (SHAPES["square"], SHAPES["offsets"]) else [True]
 
 
-@name_and_shape(NAMES)
-def test_rows_of_named_mask(name: str, shape: Shape) -> None:
-    case = named(name, shape)
-    check_rows(case, shape, case.expected(shape))
+EACH = [
+    pytest.param(name, shape, batched, BLOCK_SIZES[(number + turn) % len(BLOCK_SIZES)], id=f"{name}-{at}-{batched}")
+    for number, name in enumerate(NAMES)
+    for turn, (at, shape) in enumerate(SHAPES.items())
+    if fits(name, shape)
+    for batched in batched_or_not(name, shape)
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@each_shape
+@pytest.mark.parametrize(("name", "shape", "batched", "block_size"), EACH)
+def test_lowerings_of_named_mask(name: str, shape: Shape, batched: bool, block_size: int | tuple[int, int]) -> None:
+    case = named(name, shape, batched)
+    check_lowerings(case, shape, case.expected(shape), block_size)
+
+
+def test_rows_of_named_masks_are_exact() -> None:
+    shape = SHAPES["odd"]
+    assert {name for name in NAMES if not named(name, shape).mask.rows(**shape.lowering).exact} <= {"dense"}
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES.values(), DTYPES * 2, strict=True)), ids=str)
 def test_bias_of_named_mask(shape: Shape, dtype: torch.dtype) -> None:
     case = named("causal", shape)
     bias = case.mask.to_bias(**shape.lowering, dtype=dtype)
     assert bias.dtype == dtype
     expected = case.expected(shape)
-    for number, visible in zip(bias.expand_as(expected).flatten().tolist(), expected.flatten().tolist(), strict=True):
-        assert number == (0 if visible else torch.finfo(dtype).min)
+    wanted = torch.zeros(expected.shape, dtype=dtype).masked_fill(~expected, torch.finfo(dtype).min)
+    assert torch.equal(bias.expand_as(expected), wanted)
 
 
 def test_bias_is_what_softmax_adds() -> None:
@@ -64,24 +79,6 @@ def test_bias_is_what_softmax_adds() -> None:
 def test_bias_of_other_dtypes_is_refused(dtype: Any) -> None:
     with pytest.raises(OperandError, match="dtype must be a floating-point dtype"):
         fm.causal().to_bias(4, dtype=dtype)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
-def test_rows_of_named_mask_are_exact(name: str) -> None:
-    assert named(name, SHAPES["odd"]).mask.rows(**SHAPES["odd"].lowering).exact
-
-
-@name_and_shape(NAMES)
-def test_mask_mod_of_named_mask(name: str, shape: Shape) -> None:
-    case = named(name, shape)
-    check_mask_mod(case, shape, case.expected(shape))
-
-
-@pytest.mark.parametrize("block_size", [4, (4, 8), 16], ids=str)
-@name_and_shape(NAMES)
-def test_block_mask_of_named_mask(name: str, shape: Shape, block_size: int | tuple[int, int]) -> None:
-    case = named(name, shape, batched=shape.q_len % 2 == 1)
-    check_block_mask(case, shape, case.expected(shape), block_size)
 
 
 LONG = {
@@ -114,45 +111,13 @@ def test_mask_mod_under_vmap(name: str) -> None:
         assert torch.equal(element_mask(made, shape), expected)
 
 
-@each_name
-def test_stats_of_named_mask(name: str) -> None:
-    shape = SHAPES["odd"]
-    case = named(name, shape)
-    check_stats(case, shape, case.expected(shape), (4, 8))
-
-
 # ---------------------------------------------------------------- random expressions
 
 
-@given(shaped_masks())
-def test_dense_of_random_mask(drawn: tuple[Case, Shape]) -> None:
+@given(shaped_masks(), st.sampled_from(BLOCK_SIZES))
+def test_lowerings_of_random_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
     case, shape = drawn
-    expected = case.expected(shape)
-    assert torch.equal(case.mask.dense(**shape.lowering).expand_as(expected), expected)
-
-
-@given(shaped_masks())
-def test_rows_of_random_mask(drawn: tuple[Case, Shape]) -> None:
-    case, shape = drawn
-    check_rows(case, shape, case.expected(shape))
-
-
-@given(shaped_masks())
-def test_mask_mod_of_random_mask(drawn: tuple[Case, Shape]) -> None:
-    case, shape = drawn
-    check_mask_mod(case, shape, case.expected(shape))
-
-
-@given(shaped_masks(), st.sampled_from([1, 3, 4, (4, 8), (8, 3), 16]))
-def test_block_mask_of_random_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
-    case, shape = drawn
-    check_block_mask(case, shape, case.expected(shape), block_size)
-
-
-@given(shaped_masks(), st.sampled_from([(4, 4), (2, 8), (16, 16)]))
-def test_stats_of_random_mask(drawn: tuple[Case, Shape], block_size: tuple[int, int]) -> None:
-    case, shape = drawn
-    check_stats(case, shape, case.expected(shape), block_size)
+    check_lowerings(case, shape, case.expected(shape), block_size)
 
 
 # ---------------------------------------------------------------- masks that are not separable in q and kv
@@ -172,14 +137,10 @@ INSEPARABLE: list[tuple[Mask, oracle.Predicate]] = [
 
 
 @pytest.mark.parametrize(("mask", "allowed"), INSEPARABLE, ids=[str(mask) for mask, _ in INSEPARABLE])
-@each_shape
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_inseparable_mask(mask: Mask, allowed: oracle.Predicate, shape: Shape) -> None:
     case = Case(mask, allowed)
-    expected = case.expected(shape)
-    assert torch.equal(mask.dense(**shape.lowering).expand_as(expected), expected)
-    check_rows(case, shape, expected)
-    check_mask_mod(case, shape, expected)
-    check_block_mask(case, shape, expected, (2, 4))
+    check_lowerings(case, shape, case.expected(shape), (2, 4))
 
 
 def test_bounds_are_tight_outside_the_inseparable_part() -> None:
@@ -198,11 +159,7 @@ def test_names_that_cancel_leave_data_unused() -> None:
         ((fm.q < fm.kv) | fm.causal() | fm.document([0, 0, 1, 1]), True),
     ):
         case = Case(mask, oracle.full() if visible else oracle.empty())
-        expected = case.expected(shape)
-        assert torch.equal(mask.dense(4).expand_as(expected), expected)
-        check_rows(case, shape, expected)
-        check_mask_mod(case, shape, expected)
-        check_block_mask(case, shape, expected, 2)
+        check_lowerings(case, shape, case.expected(shape), 2)
 
 
 def test_names_that_cancel_still_determine_the_batch() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -27,6 +27,7 @@ from flexmask.nn.cache_masks import check_window
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import difference
 from tests.support import oracle
+from tests.support.exhaustive import exhaustive
 from tests.support.rope import turn
 from tests.support.strategies import Case as DrawnCase
 from tests.support.strategies import Shape, mask_cases
@@ -422,13 +423,14 @@ def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_compiled_decoding_takes_two_graphs(ragged: bool) -> None:
+def test_compiled_decoding_takes_two_graphs(ragged: bool, backend: str) -> None:
     """A BlockMask over the capacity has one size for every step."""
     torch.compiler.reset()
     counters.clear()
     module, x, cache = MultiheadFlexAttention(6, 32, 2, rope=turn), torch.randn(2, 12, 6), KVCache(16)
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
     with torch.no_grad():
         expected = module(x, "causal")
         module(x[:, :4], "causal", cache=cache)
@@ -626,7 +628,6 @@ def test_errors(name: str) -> None:
 SHAPE = Shape(12, 12, batch=2, heads=4, lengths=())
 
 
-@settings(max_examples=40)
 @given(mask_cases(SHAPE, 2), st.sampled_from([[7, 1, 1, 1, 1, 1], [4, 3, 5], [1] * 12]), st.sampled_from([None, 1, 3, 6]))
 def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: int | None) -> None:
     """For any mask and window, no row differs from that of the whole sequence."""
@@ -647,7 +648,6 @@ def test_a_cache_is_right_or_raises(case: DrawnCase, chunks: list[int], window: 
             done += part.shape[1]
 
 
-@settings(max_examples=200)
 @given(mask_cases(SHAPE, 3))
 def test_visible_keys_are_within_the_lookback(case: DrawnCase) -> None:
     whole, most, ahead = lookback_of(case.mask)

@@ -17,6 +17,7 @@ import flexmask as fm
 from flexmask import MultiheadFlexAttention
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from tests.support import oracle
+from tests.support.exhaustive import exhaustive
 from tests.support.rope import turn
 
 DOUBLE = torch.float64
@@ -271,12 +272,13 @@ def test_a_module_as_rope_is_part_of_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
 @pytest.mark.parametrize("options", [{"n_kv_heads": 2}, {"rope": turn}, {"d_context": 7}])
-def test_compiles_whole_with_a_block_mask(options: dict[str, Any]) -> None:
+def test_compiles_whole_with_a_block_mask(options: dict[str, Any], backend: str) -> None:
     torch.compiler.reset()
     module, x = MultiheadFlexAttention(6, 64, 4, **options), torch.randn(2, 130, 6)
     context = torch.randn(2, 130, 7) if "d_context" in options else None
-    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     with torch.no_grad():
         for step, mask in enumerate((fm.causal() & fm.key_padding([130, 40]), fm.document(lengths=[[30, 100], [120, 10]]))):
             with torch.compiler.set_stance("fail_on_recompile" if step else "default"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,6 +21,7 @@ from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.support import oracle
 from tests.support.block_lists import check_lists
+from tests.support.exhaustive import exhaustive
 from tests.support.lowerings import blocks_of, element_mask
 from tests.support.strategies import BOOLEANS, BOOLS, IDS, Case, Shape, filled, lengths_of, shaped_masks, shapes
 
@@ -52,7 +53,6 @@ def plan_for(mask: fm.Mask | str, shape: Shape) -> fm.Plan:
     return fm.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, block_size=BLOCK_SIZE)
 
 
-@settings(max_examples=15)
 @given(shaped_masks(longest=24, depth=2).filter(lambda drawn: positions_exist(drawn[1])))
 def test_drawn_masks(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
@@ -155,7 +155,6 @@ def masks_with_data(draw: st.DrawFn) -> tuple[str, Shape, list[tuple[dict[str, A
     return text, shape, filled_in
 
 
-@settings(max_examples=20)
 @given(masks_with_data())
 def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tuple[dict[str, Any], oracle.Predicate]]]) -> None:
     text, shape, filled_in = drawn
@@ -170,7 +169,6 @@ def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tupl
     assert GRAPHS.captures <= before + 1
 
 
-@settings(max_examples=20)
 @given(st.data())
 def test_conditions_of_keys_are_evaluated_once_for_each_key(data: st.DataObject) -> None:
     """Joined to a mask with key intervals they need no cells of each query."""
@@ -232,14 +230,14 @@ def given_a_mask(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tenso
 PLAN = fm.plan(PACKED, TOKENS, batch=BATCH, heads=HEADS)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", *exhaustive(["inductor"])])
 @pytest.mark.parametrize("way", ["a plan called inside", "a mask"])
-def test_compiled_attention_is_one_graph_for_all_data(way: str) -> None:
+def test_compiled_attention_is_one_graph_for_all_data(way: str, backend: str) -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     step: Callable[..., Tensor] = given_a_mask if way == "a mask" else called_inside
     compiled = torch.compile(step, fullgraph=True, backend=counter)
 
-    @settings(max_examples=8)
     @given(packings())
     def check_packing(drawn: tuple[dict[str, Tensor], Tensor]) -> None:
         data, expected = drawn

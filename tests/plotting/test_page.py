@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from flexmask.plotting import palette
@@ -22,6 +23,7 @@ from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, compr
 from tests.plotting.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
 from tests.support import browser
 from tests.support.browser import Opened, opened, screenshot
+from tests.support.exhaustive import exhaustive
 
 chromium = browser.chromium
 
@@ -166,12 +168,9 @@ class Drawn:
 
     def extent(self, color: Rgb) -> tuple[int, int, int, int]:
         """The smallest rectangle that holds all pixels of a color: left, top, right, bottom."""
-        wanted, places = bytes((*color, 255)), []
-        rows = [self.data[4 * y * self.width : 4 * (y + 1) * self.width] for y in range(self.height)]
-        for y, row in enumerate(rows):
-            places += [(x, y) for x in range(self.width) if row[4 * x : 4 * x + 4] == wanted]
-        xs, ys = [x for x, _ in places], [y for _, y in places]
-        return min(xs), min(ys), max(xs) + 1, max(ys) + 1
+        pixels = np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, 4)
+        ys, xs = np.nonzero((pixels == (*color, 255)).all(-1))
+        return int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1
 
     def main_color(self, x: float, y: float, reach: int = 6) -> Rgb:
         """The most frequent color around a place: that below a pattern."""
@@ -213,7 +212,7 @@ def test_pointing_at_a_cell_tells_the_truth(shown: Shown) -> None:
             view.page.get_by_label("Sequence").select_option(str(b))
             view.page.mouse.move(1, 1)
             extent = unpadded(drawn(view).extent(VISIBLE), PADDED[b])
-            for row, column, x, y in random.Random(b).sample(list(middles(extent, N, N)), 60):
+            for row, column, x, y in random.Random(b).sample(list(middles(extent, N, N)), 20):
                 said = view.hover(x, y)
                 place = f"b {b}  h 0  q {row} ({tokens[row]})  kv {column} ({tokens[column]})"
                 assert said.startswith(f"{place}: {mask.says(b, row, column)}; query in")
@@ -221,7 +220,7 @@ def test_pointing_at_a_cell_tells_the_truth(shown: Shown) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("notches", [1, 3, 7])
+@pytest.mark.parametrize("notches", [3, *exhaustive([1, 7])])
 def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
     ids = [i // 20 for i in range(96)]
     mask = case({"causal": lambda b, q, kv: kv <= q, "document(ids)": lambda b, q, kv: ids[q] == ids[kv]}, 96, 96)
@@ -236,7 +235,7 @@ def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
         assert view.readout == before
         view.page.mouse.move(1, 1)
         now, checked, random_ = drawn(view), 0, random.Random(notches)
-        for _ in range(60):
+        for _ in range(30):
             x, y = random_.uniform(left, right - 1), random_.uniform(top, bottom - 1)
             said, color = view.hover(x, y), now.at(x, y)
             found = re.match(r"b 0  h 0  q (\d+)  kv (\d+): (.*)$", said)
@@ -245,7 +244,7 @@ def test_zoom_keeps_the_cell_and_the_truth(shown: Shown, notches: int) -> None:
             if color in {VISIBLE, HIDDEN}:  # not a line of the grid
                 checked += 1
                 assert (color == VISIBLE) == (found[3] == "visible")
-        assert checked > 30
+        assert checked > 15
 
 
 @pytest.mark.browser

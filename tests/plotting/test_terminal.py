@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from rich.cells import cell_len
@@ -187,7 +187,6 @@ def test_every_cell_without_gaps_where_they_do_not_fit(on: str) -> None:
     assert np.array_equal(beside == b, others & ~dense)
 
 
-@settings(max_examples=40)  # each draws three pictures
 @given(st.data())
 def test_any_mask_is_drawn_as_it_is(data: st.DataObject) -> None:
     shape = data.draw(shapes())

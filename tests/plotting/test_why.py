@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +35,7 @@ Cells: TypeAlias = NDArray[np.bool_]
 Tree: TypeAlias = "int | tuple[str, list[Tree]]"
 
 
+@cache
 def leaf_cells(number: int) -> Cells:
     return np.asarray(LEAVES[number].dense(Q, KV)[0, 0])
 

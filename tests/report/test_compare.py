@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flexmask as fm
@@ -48,7 +48,6 @@ def test_difference_of_random_masks(drawn: tuple[Case, Case, Shape]) -> None:
     assert one.mask.equals(one.mask, **shape.lowering)
 
 
-@settings(max_examples=40)
 @given(pairs())
 def test_difference_equals_the_oracle(drawn: tuple[Case, Case, Shape]) -> None:
     one, other, shape = drawn

@@ -38,7 +38,7 @@ def test_numbers(mask: fm.Mask, exact: bool) -> None:
         assert found.intervals == max(map(len, rows))
         assert found.mean_intervals == pytest.approx(sum(map(len, rows)) / len(rows))
         assert found.open_blocks == 0
-    kinds = [kind for head in cells.flatten(0, 1).tolist() for row in oracle.classify_blocks(head, 4, 8) for kind in row]
+    kinds = oracle.classify_blocks(cells, 4, 8).flatten().tolist()
     stats = found.stats
     assert kinds.count(oracle.PARTIAL) == stats.partial_blocks
     assert kinds.count(oracle.FULL) == stats.full_blocks

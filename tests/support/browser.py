@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from PIL import Image
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -77,18 +80,17 @@ class Opened:
     def picture(self) -> tuple[int, int, bytes]:
         """The canvas: its width and height in device pixels, and their red, green, blue and alpha, row by row."""
         self.settle()
-        width, height, text = self.page.evaluate(READ)
-        return width, height, bytes.fromhex(text)
+        _, _, encoded = self.page.evaluate(READ).partition(",")
+        with Image.open(io.BytesIO(b64decode(encoded))) as picture:
+            return picture.width, picture.height, picture.convert("RGBA").tobytes()
 
 
 # A copy is read: the canvas itself stays as it is where users see it.
 READ = """() => {
   const canvas = document.querySelector(".flexmask-stage canvas"), copy = document.createElement("canvas");
   [copy.width, copy.height] = [canvas.width, canvas.height];
-  const pen = copy.getContext("2d", { willReadFrequently: true });
-  pen.drawImage(canvas, 0, 0);
-  const { data } = pen.getImageData(0, 0, copy.width, copy.height);
-  return [copy.width, copy.height, Array.from(data, (value) => value.toString(16).padStart(2, "0")).join("")];
+  copy.getContext("2d").drawImage(canvas, 0, 0);
+  return copy.toDataURL("image/png");
 }"""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
@@ -23,10 +23,9 @@ def assert_canonical(rows: fm.intervals.Rows, shape: Shape) -> None:
     assert rows.kv_len == shape.kv_len
     for size, wanted in zip(rows.bounds.shape, (shape.batch, shape.heads, shape.q_len), strict=False):
         assert size in {1, wanted}
-    slots = rows.bounds.shape[3]
-    for intervals, cells in zip(rows.bounds.flatten(0, 2).tolist(), own_cells_of(rows).flatten(0, 2).tolist(), strict=True):
-        used = [list(pair) for pair in oracle.intervals_of(cells)]
-        assert intervals == used + [[shape.kv_len] * 2] * (slots - len(used))
+    ends = rows.bounds.flatten(-2)
+    assert ((ends >= 0) & (ends <= shape.kv_len)).all()
+    assert ((ends[..., 1:] > ends[..., :-1]) | (ends[..., :-1] == shape.kv_len)).all()
 
 
 def own_cells_of(rows: fm.intervals.Rows) -> torch.Tensor:
@@ -86,57 +85,59 @@ def blocks_of(block_mask: BlockMask, kind: str, shape: Shape) -> Iterator[list[i
         yield sorted(row[:count])
 
 
+def listed(block_mask: BlockMask, kind: str, shape: Shape) -> torch.Tensor:
+    """How often one of the lists names each block, int [batch, heads, rows, columns]."""
+    counts, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+    assert counts.dtype == indices.dtype == torch.int32
+    rows, columns = (-(-n // size) for n, size in zip((shape.q_len, shape.kv_len), block_mask.BLOCK_SIZE, strict=True))
+    assert indices.shape[2:] == ((rows, columns) if "kv" in kind else (columns, rows))
+    sizes = shape.batch, shape.heads, *indices.shape[2:]
+    unused = torch.arange(sizes[-1]) >= counts.unsqueeze(-1)
+    places = indices.masked_fill(unused, sizes[-1]).expand(sizes).long()
+    return torch.zeros(*sizes[:3], sizes[3] + 1, dtype=torch.int32).scatter_add_(3, places, torch.ones_like(places).int())[
+        ..., :-1
+    ]
+
+
 def element_mask(block_mask: BlockMask, shape: Shape) -> torch.Tensor:
     """The element mask as a kernel reads it: all of a full block, and of a partial one what mask_mod says."""
     q_block, kv_block = block_mask.BLOCK_SIZE
-    q_blocks = -(-shape.q_len // q_block)
+    full, partial = (
+        (listed(block_mask, kind, shape) > 0).repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)
+        for kind in ("full_kv", "kv")
+    )
     seen = block_mask.mask_mod(*grid(shape)).expand(shape.batch, shape.heads, shape.q_len, shape.kv_len)
-    cells = torch.zeros_like(seen)
-    for kind in ("kv", "full_kv"):
-        for place, columns in enumerate(blocks_of(block_mask, kind, shape)):
-            b, h, row = place // q_blocks // shape.heads, place // q_blocks % shape.heads, place % q_blocks
-            rows = slice(row * q_block, (row + 1) * q_block)
-            for column in columns:
-                keys = slice(column * kv_block, (column + 1) * kv_block)
-                cells[b, h, rows, keys] = True if kind == "full_kv" else seen[b, h, rows, keys]
-    return cells
+    return (full | partial)[:, :, : shape.q_len, : shape.kv_len] & (full[:, :, : shape.q_len, : shape.kv_len] | seen)
+
+
+def pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    return block_size if isinstance(block_size, tuple) else (block_size, block_size)
 
 
 def check_block_mask(case: Case, shape: Shape, expected: torch.Tensor, block_size: int | tuple[int, int]) -> None:
     found = case.mask.block_mask(**shape.lowering, block_size=block_size)
-    wanted = create_block_mask(
-        lambda b, h, q_idx, kv_idx: expected[b, h, q_idx, kv_idx],
-        shape.batch,
-        shape.heads,
-        shape.q_len,
-        shape.kv_len,
-        device="cpu",
-        BLOCK_SIZE=block_size,
-    )
-    assert found.BLOCK_SIZE == wanted.BLOCK_SIZE
-    assert found.seq_lengths == wanted.seq_lengths
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        ours, theirs = getattr(found, f"{kind}_indices"), getattr(wanted, f"{kind}_indices")
-        assert ours.shape[2:] == theirs.shape[2:], kind
-        assert list(blocks_of(found, kind, shape)) == list(blocks_of(wanted, kind, shape)), kind
+    assert pair(block_size) == found.BLOCK_SIZE
+    check_lists_of_cells(found, shape, expected)
     assert torch.equal(element_mask(found, shape), expected)
-    check_oracle_blocks(wanted, expected, shape)
 
 
-def check_oracle_blocks(block_mask: BlockMask, expected: torch.Tensor, shape: Shape) -> None:
-    """torch classifies blocks as the oracle does: the two ways to count agree."""
-    q_block, kv_block = block_mask.BLOCK_SIZE
-    tables = expected.flatten(0, 1).tolist()
-    kinds = [row for table in tables for row in oracle.classify_blocks(table, q_block, kv_block)]
-    for kind, number in (("kv", oracle.PARTIAL), ("full_kv", oracle.FULL)):
-        wanted = [[column for column, found in enumerate(row) if found == number] for row in kinds]
-        assert list(blocks_of(block_mask, kind, shape)) == wanted
+def check_lists_of_cells(found: BlockMask, shape: Shape, expected: torch.Tensor) -> None:
+    """Each block is in the list that its cells say."""
+    check_lists(found, shape, oracle.classify_blocks(expected, *found.BLOCK_SIZE))
 
 
-def check_stats(case: Case, shape: Shape, expected: torch.Tensor, block_size: tuple[int, int]) -> None:
+def check_lists(found: BlockMask, shape: Shape, kinds: torch.Tensor) -> None:
+    """Each block is in its list once, and in no other."""
+    assert found.seq_lengths == (shape.q_len, shape.kv_len)
+    for name, kind in (("kv", oracle.PARTIAL), ("full_kv", oracle.FULL)):
+        wanted = (kinds == kind).int()
+        assert torch.equal(listed(found, name, shape), wanted), name
+        assert torch.equal(listed(found, name.replace("kv", "q"), shape), wanted.mT), name.replace("kv", "q")
+
+
+def check_stats(case: Case, shape: Shape, expected: torch.Tensor, block_size: int | tuple[int, int]) -> None:
     stats = case.mask.stats(**shape.lowering, block_size=block_size)
-    tables = expected[: stats.batch, : stats.heads].flatten(0, 1).tolist()
-    kinds = [kind for table in tables for row in oracle.classify_blocks(table, *block_size) for kind in row]
+    kinds = oracle.classify_blocks(expected[: stats.batch, : stats.heads], *pair(block_size)).flatten().tolist()
     assert stats.visible_fraction == pytest.approx(float(expected.double().mean()))
     for number, count in (
         (oracle.FULL, stats.full_blocks),
@@ -144,6 +145,17 @@ def check_stats(case: Case, shape: Shape, expected: torch.Tensor, block_size: tu
         (oracle.EMPTY, stats.empty_blocks),
     ):
         assert kinds.count(number) == count
+
+
+def check_lowerings(case: Case, shape: Shape, expected: torch.Tensor, block_size: int | tuple[int, int]) -> None:
+    """All that a mask lowers to has the same cells."""
+    dense = case.mask.dense(**shape.lowering)
+    assert dense.dtype == torch.bool
+    assert torch.equal(dense.expand_as(expected), expected)
+    check_rows(case, shape, expected)
+    check_mask_mod(case, shape, expected)
+    check_block_mask(case, shape, expected, block_size)
+    check_stats(case, shape, expected, block_size)
 
 
 class LargestTensor(TorchDispatchMode):

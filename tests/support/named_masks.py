@@ -1,11 +1,10 @@
 """The named masks with the oracle's predicates."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-import pytest
 import torch
 
 import flexmask as fm
@@ -228,17 +227,6 @@ def fits(name: str, shape: Shape) -> bool:
     if name in FROM_THE_END:
         return shape.q_offset == 0
     return name not in ONE_SEQUENCE or shape.q_end <= shape.kv_len
-
-
-def name_and_shape(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Every named mask at every shape that it has a meaning at."""
-    rows = [
-        pytest.param(name, shape, id=f"{name}-{of_shape}")
-        for name in names
-        for of_shape, shape in SHAPES.items()
-        if fits(name, shape)
-    ]
-    return pytest.mark.parametrize(("name", "shape"), rows)
 
 
 def named(name: str, shape: Shape, batched: bool = True) -> Case:

@@ -505,20 +505,12 @@ def table_of(allowed: Predicate, q_len: int, kv_len: int, *, batch: int = 1, hea
     ]
 
 
-def classify_blocks(rows: list[list[bool]], q_block: int, kv_block: int) -> list[list[int]]:
-    """EMPTY, PARTIAL or FULL for each block of one [q_len][kv_len] table; a ragged last block is never full."""
-    q_len, kv_len = len(rows), len(rows[0])
-    kinds: list[list[int]] = []
-    for top in range(0, q_len, q_block):
-        kinds.append([])
-        for start in range(0, kv_len, kv_block):
-            seen = sum(
-                rows[row][kv]
-                for row in range(top, min(top + q_block, q_len))
-                for kv in range(start, min(start + kv_block, kv_len))
-            )
-            kinds[-1].append(EMPTY if seen == 0 else FULL if seen == q_block * kv_block else PARTIAL)
-    return kinds
+def classify_blocks(cells: torch.Tensor, q_block: int, kv_block: int) -> torch.Tensor:
+    """EMPTY, PARTIAL or FULL for each block of bool[..., q_len, kv_len]; a ragged last block is never full."""
+    q_len, kv_len = cells.shape[-2:]
+    whole = torch.nn.functional.pad(cells.int(), (0, -kv_len % kv_block, 0, -q_len % q_block))
+    seen = whole.unflatten(-1, (-1, kv_block)).unflatten(-3, (-1, q_block)).sum((-3, -1))
+    return EMPTY + (seen > 0) * PARTIAL + (seen == q_block * kv_block) * (FULL - PARTIAL)
 
 
 def intervals_of(row: Sequence[bool]) -> list[tuple[int, int]]:

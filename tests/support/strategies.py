@@ -67,10 +67,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A mask, and what it should say about one cell."""
+    """A mask, and what it should say about one cell. Printed, as where a drawn one fails, it is what makes the mask."""
 
     mask: Mask
     allowed: oracle.Predicate
+
+    def __repr__(self) -> str:
+        return f"fm.parse({str(self.mask)!r})"
 
     def expected(self, shape: Shape) -> torch.Tensor:
         """The oracle's answer, bool [batch, heads, q_len, kv_len]."""

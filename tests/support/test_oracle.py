@@ -2,21 +2,27 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.support import oracle
+from tests.support.lowerings import check_lists_of_cells, element_mask
+from tests.support.strategies import Shape
 
 
 def test_blocks_of_a_ragged_table() -> None:
-    rows = [
-        [True, True, True, False, True],
-        [True, True, False, False, True],
-        [True, True, False, False, True],
-    ]
-    assert oracle.classify_blocks(rows, 2, 2) == [
-        [oracle.FULL, oracle.PARTIAL, oracle.PARTIAL],
-        [oracle.PARTIAL, oracle.EMPTY, oracle.PARTIAL],
-    ]
+    cells = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 0, 0, 1], [1, 1, 0, 0, 1]]).bool()
+    full, partial, empty = oracle.FULL, oracle.PARTIAL, oracle.EMPTY
+    assert oracle.classify_blocks(cells, 2, 2).tolist() == [[full, partial, partial], [partial, empty, partial]]
+    assert oracle.classify_blocks(cells, 3, 1).tolist() == [[full, full, partial, empty, full]]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, (2, 4), 16])
+def test_blocks_are_those_of_torch(block_size: int | tuple[int, int]) -> None:
+    cells = torch.rand(2, 3, 9, 13) < torch.tensor([0.05, 0.5, 0.95]).view(1, 3, 1, 1)
+    made = create_block_mask(lambda b, h, q, kv: cells[b, h, q, kv], 2, 3, 9, 13, "cpu", BLOCK_SIZE=block_size)
+    check_lists_of_cells(made, Shape(9, 13, 2, 3), cells)
+    assert torch.equal(element_mask(made, Shape(9, 13, 2, 3)), cells)
 
 
 @pytest.mark.parametrize(

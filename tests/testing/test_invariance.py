@@ -294,6 +294,7 @@ def test_what_cannot_be_checked(changed: dict[str, Any], kind: type[Exception], 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block_size", [64, 1], ids=["aligned", "anywhere"])
 def test_compiled_attention(block_size: int) -> None:
     """FlexAttention's kernels give the same bits where documents begin at their blocks, and other bits where they do not."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -48,14 +48,12 @@ def check_fails(check: Callable[[], None], *parts: str) -> str:
 # ---------------------------------------------------------------- assert_equivalent: what is right
 
 
-@settings(max_examples=25)
 @given(shaped_masks(longest=12, depth=2))
 def test_drawn_masks_equal_their_meaning(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
     assert_equivalent(case.mask, **shape.lowering, reference=case.expected(shape), block_size=4, dtypes=(torch.float64,))
 
 
-@settings(max_examples=25)
 @given(shaped_masks(longest=12, depth=2), st.integers(0, 10**6))
 def test_one_cell_that_differs_is_found(drawn: tuple[Case, Shape], place: int) -> None:
     case, shape = drawn
@@ -124,6 +122,7 @@ TENSORS = ("query", "key", "value")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flex_on_the_cpu_has_outputs_alone() -> None:
     names = [
         finding.name for finding in agreement(make_setting(PACKED, 12), backends=["flex"], dtypes=(torch.float32, torch.float64))
@@ -319,7 +318,6 @@ def test_every_dtype_is_checked(dtype: torch.dtype) -> None:
     check_fails(lambda: assert_no_leak(lambda x: layer(x, fm.causal(offset=1)), fm.causal(), X.to(dtype)), "22 by gradient")
 
 
-@settings(max_examples=25)
 @given(shaped_masks(longest=10, offsets=False, depth=2), st.integers(0, 10**6))
 def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, Shape], place: int) -> None:
     case, shape = drawn

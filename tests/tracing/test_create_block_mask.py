@@ -65,9 +65,12 @@ SIZES: list[tuple[int | None, int | None, int, int, int | tuple[int, int]]] = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("mask_mod", "sizes"),
+    [(mod, sizes) for i, mod in enumerate(MODS) for j, sizes in enumerate(SIZES) if (i + j) % 2 == i // 4],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @first_only
-@pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_lists_are_those_of_torch(mask_mod: Any, sizes: tuple[Any, ...]) -> None:
     batch, heads, q_len, kv_len, block_size = sizes
     found = fm.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=block_size)
@@ -93,13 +96,14 @@ def test_masks_are_taken_as_well() -> None:
 
 #: Sizes at which torch's function takes no time.
 SMALL = [sizes for sizes in SIZES if max(sizes[2:4]) < 100]
+#: Each function by each way, at sizes in turn.
+EACH = [(mod, SMALL[(i + j) % len(SMALL)], way) for i, mod in enumerate(MODS) for j, way in enumerate(WAYS)]
+each = pytest.mark.parametrize(("mask_mod", "sizes", "way"), EACH, ids=lambda value: getattr(value, "__name__", str(value)))
 with_order = pytest.mark.skipif("compute_dq_write_order" not in THEIR_ARGUMENTS, reason="this torch has no write order")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@each
 @first_only
-@pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_full_blocks_among_the_others(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
     found = ours(mask_mod, sizes, way, separate_full_blocks=False)
     assert found.full_kv_num_blocks is None
@@ -112,10 +116,8 @@ def test_full_blocks_among_the_others(mask_mod: Any, sizes: tuple[Any, ...], way
 
 
 @with_order
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@each
 @first_only
-@pytest.mark.parametrize("mask_mod", MODS, ids=lambda mod: mod.__name__)
 def test_write_order(mask_mod: Any, sizes: tuple[Any, ...], way: str) -> None:
     for options in ({}, {"dq_kv_order": False}, {"separate_full_blocks": False}):
         asked: dict[str, Any] = {"compute_dq_write_order": True, **options}
@@ -242,6 +244,7 @@ def test_errors(changed: dict[str, Any], kind: type[Exception], wanted: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask_mod", [documents, scored], ids=lambda mod: mod.__name__)
 def test_compiled_attention(mask_mod: Any) -> None:
     generator = torch.Generator().manual_seed(0)
