@@ -1,11 +1,45 @@
 """Settings that hold for every test of the backends."""
 
-import pytest
+from collections.abc import Iterator
 
-from flexmask.backends import tiling_cache
+import pytest
+import torch
+
+from flexmask.backends import tile_blocks, tile_rows, tiling_cache
+from flexmask.backends import tiling as tile_plan
 
 
 @pytest.fixture(autouse=True)
 def own_tilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test makes its own tilings, as some change how they are made."""
     monkeypatch.setattr(tiling_cache, "_KEPT", ())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that few tokens make many, with several runs of keys."""
+    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(tile_blocks, "GAP", 3)
+    monkeypatch.setattr(tile_blocks, "ALIGNMENT", 2)
+    monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
+    monkeypatch.setattr(tile_plan, "CALL_SCORES", 0)
+    monkeypatch.setattr(tile_plan, "FUSED_CALL_SCORES", 0)
+    monkeypatch.setattr(tile_plan, "READ_SCORES", 0)
+
+
+@pytest.fixture
+def small_bands(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of small tiles wherever tiles lie along the diagonal."""
+    monkeypatch.setattr(tile_rows, "MIN_BLOCK_ROWS", 4)
+    monkeypatch.setattr(tile_plan, "CALL_SCORES", 2**16)
+    monkeypatch.setattr(tile_plan, "FUSED_CALL_SCORES", 2**16)
+    monkeypatch.setattr(tile_plan, "MAX_DENSE_SCORES", 0)

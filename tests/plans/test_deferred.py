@@ -15,6 +15,7 @@ import flexmask as fm
 from flexmask import Mask, attention, kv, q
 from flexmask.expr.deferral import FUNCTIONS
 from tests.support import oracle
+from tests.support.exhaustive import each_run, exhaustive
 
 LENGTH = 24
 X = torch.randn(2, 2, LENGTH, 8)
@@ -67,7 +68,7 @@ def dense(visible: Tensor) -> Tensor:
     return oracle.attention(X, X, X, visible).float()
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", each_run(MADE, "functions", "operators", "a mask that is an input", "parse", "per document"))
 def test_a_mask_made_in_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     make, cells = MADE[name]
@@ -182,7 +183,7 @@ def test_errors_are_those_of_the_library(name: str) -> None:
         compiled(torch.tensor([3, 4]))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", *exhaustive(["eager"])])
 def test_masks_that_are_not_kept(backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda query, mask: fm.attention(query, query, query, mask), backend=backend, fullgraph=True)

@@ -21,7 +21,7 @@ from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.support import oracle
 from tests.support.block_lists import check_lists
-from tests.support.exhaustive import exhaustive
+from tests.support.exhaustive import exhaustive, half
 from tests.support.lowerings import blocks_of, element_mask
 from tests.support.strategies import BOOLEANS, BOOLS, IDS, Case, Shape, filled, lengths_of, shaped_masks, shapes
 
@@ -53,6 +53,7 @@ def plan_for(mask: fm.Mask | str, shape: Shape) -> fm.Plan:
     return fm.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, block_size=BLOCK_SIZE)
 
 
+@half
 @given(shaped_masks(longest=24, depth=2).filter(lambda drawn: positions_exist(drawn[1])))
 def test_drawn_masks(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
@@ -155,6 +156,7 @@ def masks_with_data(draw: st.DrawFn) -> tuple[str, Shape, list[tuple[dict[str, A
     return text, shape, filled_in
 
 
+@half
 @given(masks_with_data())
 def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tuple[dict[str, Any], oracle.Predicate]]]) -> None:
     text, shape, filled_in = drawn
@@ -169,6 +171,7 @@ def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tupl
     assert GRAPHS.captures <= before + 1
 
 
+@half
 @given(st.data())
 def test_conditions_of_keys_are_evaluated_once_for_each_key(data: st.DataObject) -> None:
     """Joined to a mask with key intervals they need no cells of each query."""
@@ -238,6 +241,7 @@ def test_compiled_attention_is_one_graph_for_all_data(way: str, backend: str) ->
     step: Callable[..., Tensor] = given_a_mask if way == "a mask" else called_inside
     compiled = torch.compile(step, fullgraph=True, backend=counter)
 
+    @half
     @given(packings())
     def check_packing(drawn: tuple[dict[str, Tensor], Tensor]) -> None:
         data, expected = drawn

@@ -1,9 +1,13 @@
-"""Parameters that are taken with ``pytest -m ""`` alone."""
+"""What each run takes of many parameters and examples, and what ``pytest -m "" --hypothesis-profile=all`` takes alone."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+#: Half of the examples that other drawn tests take, for those that compile or draw pictures.
+half = settings(max_examples=settings().max_examples // 2)
 
 
 def exhaustive(values: Iterable[Any]) -> list[Any]:
