@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ from tests.support import oracle
 from tests.support.exhaustive import exhaustive
 from tests.support.rope import turn
 
+#: Each case in two ways, in turn.
+EACH = [(name, list(CHUNKS)[(number + turn) % len(CHUNKS)]) for number, name in enumerate(CASES) for turn in (0, 1)]
 
-@pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(("name", "chunks"), [*EACH, *exhaustive(sorted(set(product(CASES, CHUNKS)) - set(EACH)))])
 def test_every_step_is_the_whole_sequence(name: str, chunks: str) -> None:
     case, x = CASES[name], inputs()
     module = case.module()

@@ -116,7 +116,7 @@ BOUND: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("name", each_run(BOUND, "an operand", "a name that is an argument too"))
 def test_a_layer_takes_a_text_that_is_bound(name: str) -> None:
     torch._dynamo.reset()
     layer, x = fm.MultiheadFlexAttention(16, 16, 2), torch.randn(2, LENGTH, 16)

@@ -510,7 +510,8 @@ def classify_blocks(cells: torch.Tensor, q_block: int, kv_block: int) -> torch.T
     q_len, kv_len = cells.shape[-2:]
     whole = torch.nn.functional.pad(cells.int(), (0, -kv_len % kv_block, 0, -q_len % q_block))
     seen = whole.unflatten(-1, (-1, kv_block)).unflatten(-3, (-1, q_block)).sum((-3, -1))
-    return EMPTY + (seen > 0) * PARTIAL + (seen == q_block * kv_block) * (FULL - PARTIAL)
+    kinds: torch.Tensor = EMPTY + (seen > 0) * PARTIAL + (seen == q_block * kv_block) * (FULL - PARTIAL)
+    return kinds
 
 
 def intervals_of(row: Sequence[bool]) -> list[tuple[int, int]]:
