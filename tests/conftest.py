@@ -1,5 +1,6 @@
 """Settings that hold for every test."""
 
+import gc
 import os
 from typing import Any
 
@@ -9,7 +10,6 @@ from hypothesis import HealthCheck, settings
 
 ALWAYS: Any = {
     "deadline": None,
-    "print_blob": False,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("default", **ALWAYS, derandomize=True, max_examples=25)
@@ -19,6 +19,12 @@ settings.load_profile("default")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected lives until the end, so that there is no garbage to look for among it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

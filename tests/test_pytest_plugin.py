@@ -76,17 +76,11 @@ def test_several_devices(pytester: pytest.Pytester) -> None:
         "def test_fixture(assert_equivalent):\n    assert assert_equivalent.keywords['device'] in ('cpu', 'meta')\n"
         "def test_other():\n    pass"
     )
-    result = pytester.runpytest_subprocess("-v", "--flexmask-device=cpu", "--flexmask-device=meta")
-    result.assert_outcomes(passed=5)
+    result = pytester.runpytest_subprocess("-v", *(f"--flexmask-device={device}" for device in ("cpu", "meta", "abacus")))
+    result.assert_outcomes(passed=5, errors=2)  # there is no abacus
     result.stdout.fnmatch_lines(
         ["*test_device[[]cpu]*", "*test_device[[]meta]*", "*test_fixture[[]cpu]*", "*test_fixture[[]meta]*"]
     )
-
-
-def test_a_device_that_is_not_there_is_an_error(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_device(flexmask_device):\n    pass")
-    result = pytester.runpytest_subprocess("--flexmask-device", "abacus")
-    result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*--flexmask-device abacus: *"])
 
 

@@ -150,11 +150,3 @@ def test_masks_of_the_namespace() -> None:
     assert pickle.loads(pickle.dumps(fm.masks.sink_window)) is fm.masks.sink_window
     with pytest.raises(AttributeError, match=r"no named mask sink_windw\. Did you mean sink_window"):
         _ = fm.masks.sink_windw
-
-
-def test_attention_imports_without_the_compiler() -> None:
-    """It takes longer to import than everything else, and only code that is compiled needs it."""
-    assert (
-        loaded_after("import flexmask; flexmask.attention; flexmask.plan; flexmask.MultiheadFlexAttention", {"torch._dynamo"})
-        == set()
-    )

@@ -173,6 +173,7 @@ def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.Monke
             fm.attention(longer, longer, longer, fm.causal(), backend="flex")
 
 
+@pytest.mark.exhaustive
 def test_the_library_needs_no_private_name_of_torch() -> None:
     code = "import torch._dynamo.exc as exc; del exc.FailOnRecompileLimitHit; import flexmask; flexmask.attention"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -108,7 +108,7 @@ def test_colors_only_where_they_are_wanted() -> None:
         assert (b"\x1b[" in done.stdout) is colored
 
 
-@pytest.mark.parametrize("arguments", [COMMANDS[place] for place in (0, 1, 3)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [COMMANDS[place] for place in (0, 1)], ids=" ".join)
 def test_an_encoding_without_the_signs(arguments: list[str]) -> None:
     done = command(*arguments, PYTHONIOENCODING="ascii")
     assert done.returncode in (0, 1)
@@ -117,8 +117,6 @@ def test_an_encoding_without_the_signs(arguments: list[str]) -> None:
     assert b"\\u" not in done.stdout
     if arguments == ["list", "causal"]:
         assert b"\n    # . . .     # . . . .\n" in done.stdout
-    if "document([0, 1" in arguments[-1]:
-        assert b"10, 11, ...])" in done.stdout
 
 
 def test_a_message_in_an_encoding_without_the_signs() -> None:
@@ -143,7 +141,7 @@ def test_printable() -> None:
 # ---------------------------------------------------------------- pipes and signals
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["stats", "causal"], ["list", "-h"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["list"], ["stats", "causal"]], ids=" ".join)
 def test_a_pipe_that_nobody_reads(arguments: list[str]) -> None:
     """It ends quietly, and not with the exit code that says that something differs."""
     reading, writing = os.pipe()
