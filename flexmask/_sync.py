@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "Stamp", "has_stamp", "needs_sync", "require", "resolve_device"]
+__all__ = ["PerDevice", "Stamp", "Stamped", "has_stamp", "needs_sync", "require", "resolve_device"]
+
+T = TypeVar("T")
 
 
 def needs_sync(tensor: Tensor) -> bool:
@@ -45,17 +47,30 @@ class Stamp:
     """What some tensors hold at one time. On the CPU values are compared, elsewhere the memory and torch's version counter, which
     does not count writes through ``.data`` and in inference mode.
 
+    Args:
+        tensors: the tensors.
+        setting: what else a result depends on that is made from them.
+
     Attributes:
         kept: tensors of these values: copies on the CPU, else the same memory, which this keeps in use.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], setting: Any = None) -> None:
+        self._setting = setting
         self.kept = [tensor.detach() if needs_sync(tensor) else tensor.detach().clone() for tensor in tensors]
         self._places = [_place(tensor) if needs_sync(tensor) else None for tensor in tensors]
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether as many tensors hold the same still."""
-        return len(tensors) == len(self.kept) and all(map(_is_same, tensors, self.kept, self._places))
+    def holds(self, tensors: Sequence[Tensor], setting: Any = None) -> bool:
+        """Whether as many tensors hold the same, in an equal setting."""
+        same = setting == self._setting and len(tensors) == len(self.kept)
+        return same and all(map(_is_same, tensors, self.kept, self._places))
+
+
+class Stamped(NamedTuple, Generic[T]):
+    """A result, and what it was made from."""
+
+    stamp: Stamp
+    result: T
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -22,15 +21,6 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 __all__ = ["MaskCache", "shared"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A result, and what the tensors held that it was built from. Keeping the mask keeps the ids of its tensors in use."""
-
-    mask: Mask
-    stamp: _sync.Stamp
-    result: Any
 
 
 class MaskCache:
@@ -63,7 +53,7 @@ class MaskCache:
         if size < 1:
             raise ExpressionError(f"MaskCache: size must be at least 1, got {size}; leave the cache out to keep nothing")
         self.size, self.builds, self.hits = size, 0, 0
-        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Any, _sync.Stamped[Any]] = OrderedDict()
         self._lock = RLock()
 
     def __enter__(self) -> Self:
@@ -109,10 +99,10 @@ class MaskCache:
         key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
         with self._lock:
             entry = self._entries.pop(key, None)
-            if entry is not None and entry.stamp.holds(tensors):
+            if entry is not None and entry.stamp.holds(tensors, mask):
                 self.hits += 1
-            else:
-                entry = _Entry(mask, _sync.Stamp(tensors), build())
+            else:  # the stamp keeps the mask, and so the ids of its tensors, in use
+                entry = _sync.Stamped(_sync.Stamp(tensors, mask), build())
                 self.builds += 1
             self._entries[key] = entry
             while len(self._entries) > self.size:

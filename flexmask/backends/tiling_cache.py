@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate, compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +19,9 @@ MAX_TILINGS = 8
 MAX_KEPT = 2**23
 
 
-class _Kept(NamedTuple):
-    """A tiling for the calls that follow.
-
-    Attributes:
-        setting: what it depends on besides the values of the bounds.
-        stamp: of the bounds. On the CPU it has a copy: the layers in a graph have several tensors of the same bounds, and a
-            graph writes other bounds to their memory where torch's version counter does not see it.
-        tiling: the tiling.
-    """
-
-    setting: tuple[object, ...]
-    stamp: _sync.Stamp
-    tiling: Tiling
-
-
-#: The last used first.
-_KEPT: tuple[_Kept, ...] = ()
+#: The last used first. On the CPU stamps have copies: the layers in a graph have several tensors of the same bounds, and a graph
+#: writes other bounds to their memory where torch's version counter does not see it.
+_KEPT: tuple[_sync.Stamped[Tiling], ...] = ()
 
 
 def shared_tiling(
@@ -50,14 +35,13 @@ def shared_tiling(
     setting = *shapes, bounds.device, most_scores, in_bands, torch.is_inference_mode_enabled()
     with outside_transforms():
         for found in _KEPT:
-            if found.setting == setting and found.stamp.holds([bounds]):
+            if found.stamp.holds([bounds], setting):
                 break
         else:
-            stamp = _sync.Stamp([bounds])
-            tiling = plan_tiles(stamp.kept[0], query, key, most_scores=most_scores, in_bands=in_bands)
-            found = _Kept(setting, stamp, tiling)
+            stamp = _sync.Stamp([bounds], setting)
+            found = _sync.Stamped(stamp, plan_tiles(stamp.kept[0], query, key, most_scores=most_scores, in_bands=in_bands))
     if not _KEPT or found is not _KEPT[0]:
         others = [other for other in _KEPT if other is not found][: MAX_TILINGS - 1]
-        ends = accumulate(other.tiling.size for other in (found, *others))
+        ends = accumulate(other.result.size for other in (found, *others))
         _KEPT = found, *compress(others, [end <= MAX_KEPT for end in ends][1:])
-    return found.tiling
+    return found.result

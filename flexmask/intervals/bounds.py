@@ -346,12 +346,12 @@ class _Analysis:
         data = self.column_data(column) if can_keep_tensors() else None
         context = self.context
         key = context.kv_len, context.batch, context.heads, context.device
-        known, stamp, runs = column.memo.get("runs", (None, None, None))
-        if data is not None and known == key and stamp.holds(data):
-            return cast(ValueRuns, runs)
+        known = cast("_sync.Stamped[ValueRuns] | None", column.memo.get("runs"))
+        if data is not None and known is not None and known.stamp.holds(data, key):
+            return known.result
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            column.memo["runs"] = key, _sync.Stamp(data), runs
+            column.memo["runs"] = _sync.Stamped(_sync.Stamp(data, key), runs)
         return runs
 
     def column_data(self, column: Index) -> list[Tensor] | None:

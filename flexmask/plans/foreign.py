@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,21 +38,13 @@ def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
         return _read(block_mask)
     setting = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.mask_mod, torch.is_inference_mode_enabled()
     known = _KNOWN.get(block_mask)
-    if known is None or known.setting != setting or not known.stamp.holds(lists):
-        _KNOWN[block_mask] = known = _Known(setting, _sync.Stamp(lists), _read(block_mask))
+    if known is None or not known.stamp.holds(lists, setting):
+        _KNOWN[block_mask] = known = _sync.Stamped(_sync.Stamp(lists, setting), _read(block_mask))
     return known.result
 
 
-class _Known(NamedTuple):
-    """What was read from the lists of a BlockMask."""
-
-    setting: tuple[Any, ...]
-    stamp: _sync.Stamp
-    result: tuple[Tensor, Tensor | MaskMod]
-
-
-#: The BlockMasks in use.
-_KNOWN: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
+#: What was read from the lists of the BlockMasks in use.
+_KNOWN: WeakKeyDictionary[BlockMask, _sync.Stamped[tuple[Tensor, Tensor | MaskMod]]] = WeakKeyDictionary()
 
 
 def _read(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +19,6 @@ from torch.fx.node import map_arg
 from flexmask import _sync
 
 __all__ = ["Replay"]
-
-
-class _Known(NamedTuple):
-    """What a graph computes from its data alone.
-
-    Attributes:
-        stamp: of the data. The tensors that it keeps are those from which the results are computed, which may be views of them.
-        results: what was computed.
-    """
-
-    stamp: _sync.Stamp
-    results: Sequence[Any]
 
 
 class Replay:
@@ -45,7 +33,8 @@ class Replay:
         self._whole = _with_torch_functions(module)
         parts = _split(module) if steps else None
         self._parts = parts and [_with_torch_functions(part) for part in parts]
-        self._known: _Known | None = None
+        # What is computed from the data alone. Results may be views of the tensors that the stamp keeps.
+        self._known: _sync.Stamped[Sequence[Any]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
@@ -56,8 +45,8 @@ class Replay:
         known = self._known  # read once, as another thread may replace it
         if known is None or not known.stamp.holds(data):
             stamp = _sync.Stamp(data)
-            self._known = known = _Known(stamp, before_steps.forward(*stamp.kept))
-        return step.forward(offset, *known.results)
+            self._known = known = _sync.Stamped(stamp, before_steps.forward(*stamp.kept))
+        return step.forward(offset, *known.result)
 
 
 def _is_recorded(tensor: Tensor) -> bool:
