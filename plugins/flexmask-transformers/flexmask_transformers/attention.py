@@ -18,11 +18,11 @@ from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
 from flexmask_transformers.arguments import as_cells, is_user_mask
 from flexmask_transformers.dense import dense_attention
-from flexmask_transformers.forwards import require_unpacked, running
+from flexmask_transformers.forwards import check_layers, require_unpacked, running
 from flexmask_transformers.graphs import GraphMask
 from flexmask_transformers.model_mask import ModelMask, to_mask
 from flexmask_transformers.packed_cache import note_keys
-from flexmask_transformers.packing import document_ids, packing_arguments, text_positions
+from flexmask_transformers.packing import document_ids, is_packed, packing_arguments, text_positions
 from flexmask_transformers.recording import record
 from flexmask_transformers.scores import Scores, append_sink, with_sink
 
@@ -181,6 +181,7 @@ def _packed(
                 "position_ids that restart at each document"
             )
         ids = document_ids(packing, batch, q_len, kv_len, model_mask.request.documents)
+        check_layers(is_packed(ids))
         if model_mask.request.cache is not None:
             note_keys(model_mask.request.cache).note(ids)
         return model_mask.mask & document(ids)
@@ -195,6 +196,7 @@ def _dense_documents(batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, A
         return None
     forward = running() if torch.compiler.is_compiling() else None
     ids = document_ids(packing, batch, q_len, kv_len, None if forward is None else forward.documents)
+    check_layers(is_packed(ids))
     if forward is not None and forward.cache is not None:
         note_keys(forward.cache).note(ids)
     return ids

@@ -7,6 +7,7 @@ Many models give their ``position_ids`` to their embeddings alone, and neither t
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import threading
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import is_peft_available
 
-from flexmask.errors import LoweringError
-from flexmask_transformers.arguments import is_readable, is_whole_mask
+from flexmask.errors import LoweringError, OperandError
+from flexmask_transformers.arguments import is_readable, is_whole_mask, require
+from flexmask_transformers.layers import layers_of
 from flexmask_transformers.packing import Documents, restarts, text_positions
 
-__all__ = ["Forward", "observe_all", "require_unpacked", "running"]
+__all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "running"]
 
 
 class Forward:
@@ -31,6 +34,7 @@ class Forward:
             got none, or a whole mask of its caller.
         keep: its 2-D mask, ``bool[B, S]``, or None.
         has_masks: whether a mask was made that has the documents of ``position_ids``.
+        mixing: its layers that combine tokens without attention, as a text.
         documents: those of its mask in a graph of ``torch.compile``.
         cache: its empty cache in a graph.
     """
@@ -38,8 +42,9 @@ class Forward:
     documents: Documents | None = None
     cache: Any = None
 
-    def __init__(self, config: Any, position_ids: Tensor | None, keep: Tensor | None, *, has_masks: bool) -> None:
-        self.config, self.position_ids, self.keep, self.has_masks = config, position_ids, keep, has_masks
+    def __init__(self, config: Any, position_ids: Tensor | None, keep: Tensor | None, mixing: str, *, has_masks: bool) -> None:
+        self.config, self.position_ids, self.keep, self.mixing = config, position_ids, keep, mixing
+        self.has_masks = has_masks
 
     def is_of(self, config: Any) -> bool:
         """Whether a config is the model's, or that of its text."""
@@ -69,6 +74,22 @@ def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> No
         raise LoweringError(f"{message}; they restart at token {token} of row {row}")
 
 
+def check_layers(packed: bool | Tensor) -> None:
+    """An error where rows are packed, and layers of the running model combine tokens in other ways than attention.
+
+    Raises:
+        LoweringError: they do. Where reading ``packed`` would force a host sync, it is an error where the model runs.
+    """
+    forward = running()
+    if forward is not None and forward.mixing:
+        message = (
+            f"rows are packed, and other layers than attention combine their tokens: {forward.mixing}. Give each document a row. "
+            "If these layers separate documents by the seq_idx or cu_seq_lens_q that you give (check_packing measures it), "
+            "call flexmask_transformers.allow_mixing(model)"
+        )
+        require(torch.as_tensor(packed).logical_not(), message, LoweringError)
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.forward: Forward | None = None  # not of the class, for dynamo guards that an instance has no own
@@ -83,7 +104,7 @@ def running() -> Forward | None:
 
 
 def observe_all() -> None:
-    """Observes the forwards of all model classes of transformers, and of those that are defined later."""
+    """Observes the forwards of all model classes of transformers, also of those that are defined later, and of PEFT."""
     original: Any = vars(PreTrainedModel)["__init_subclass__"].__func__
 
     def init_subclass(cls: type[PreTrainedModel], /, **options: Any) -> None:
@@ -91,14 +112,19 @@ def observe_all() -> None:
         _observe(cls)
 
     PreTrainedModel.__init_subclass__ = classmethod(init_subclass)
-    classes = [PreTrainedModel]
-    while classes:
-        kind = classes.pop()
-        _observe(kind)
-        classes += kind.__subclasses__()
+    observe_tree(PreTrainedModel)
+    if is_peft_available():  # its prompt tuning drops position_ids
+        observe_tree(importlib.import_module("peft").PeftModel)
 
 
-def _observe(kind: type[PreTrainedModel]) -> None:
+def observe_tree(root: type[torch.nn.Module]) -> None:
+    """Observes the forwards of a class and of those that extend it."""
+    _observe(root)
+    for kind in root.__subclasses__():
+        observe_tree(kind)
+
+
+def _observe(kind: type[torch.nn.Module]) -> None:
     """Wraps the forward that a class defines itself."""
     forward: Any = vars(kind).get("forward")
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
@@ -113,8 +139,8 @@ def _observe(kind: type[PreTrainedModel]) -> None:
         return args[place] if place < len(args) else None
 
     @functools.wraps(forward)
-    def observed(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if self.config._attn_implementation != "flexmask":
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.config, "_attn_implementation", None) != "flexmask":
             return forward(self, *args, **kwargs)
         outer = _LOCAL.forward
         mask = argument("attention_mask", args, kwargs)
@@ -126,7 +152,15 @@ def _observe(kind: type[PreTrainedModel]) -> None:
         keep = None
         if position_ids is not None and isinstance(mask, Tensor) and mask.dim() == 2:
             keep = mask[:, -position_ids.shape[-1] :] != 0
-        _LOCAL.forward = Forward(self.config, position_ids, keep, has_masks=outer is not None and outer.has_masks)
+        layers = layers_of(self)
+        if layers is not None and not layers.attend and outer is None:
+            raise OperandError(
+                f"no layer of {type(self).__name__} calls transformers' AttentionInterface, so that "
+                "attn_implementation='flexmask' has no effect; use 'sdpa' or 'eager'"
+            )
+        unknown = f"those of {type(self).__name__}, for which set_attn_implementation('flexmask') was not called"
+        mixing = unknown if layers is None else layers.mixing
+        _LOCAL.forward = Forward(self.config, position_ids, keep, mixing, has_masks=outer is not None and outer.has_masks)
         try:
             return forward(self, *args, **kwargs)
         finally:

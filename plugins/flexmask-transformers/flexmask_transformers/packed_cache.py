@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import LoweringError
+from flexmask_transformers.packing import is_packed
 
 __all__ = ["Keys", "note_keys", "require_one_document"]
 
@@ -31,7 +32,7 @@ class Keys:
 
     def note(self, documents: Tensor) -> None:
         """Notes the documents ``int[B, S]`` of keys that are added to an empty cache."""
-        self.several = (documents != documents[:, :1]).any()
+        self.several = is_packed(documents)
 
 
 def note_keys(cache: Any) -> Keys:

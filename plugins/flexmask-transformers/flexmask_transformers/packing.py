@@ -18,6 +18,7 @@ __all__ = [
     "check_document_numbers",
     "chunk_positions",
     "document_ids",
+    "is_packed",
     "packing_arguments",
     "restarts",
     "text_positions",
@@ -91,6 +92,11 @@ def document_ids(packing: Mapping[str, Any], batch: int, q_len: int, kv_len: int
     differ = (own & ~starts) | (starts & ~own & goes_on)
     _require_same(differ & own.any(), "position_ids", name, own)
     return documents.ids if is_readable(ids) and torch.equal(own, starts) else ids
+
+
+def is_packed(ids: Tensor) -> Tensor:
+    """Whether some row ``int[B, S]`` has several documents, ``bool[]``."""
+    return (ids != ids[:, :1]).any()
 
 
 def check_document_numbers(attention_mask: object, position_ids: Tensor | None) -> None:

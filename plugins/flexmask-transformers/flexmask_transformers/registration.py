@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from flexmask_transformers.attention import attention_forward
 from flexmask_transformers.forwards import observe_all
+from flexmask_transformers.layers import note_layers
 from flexmask_transformers.masks import make_mask
 from flexmask_transformers.request import preprocess
 from flexmask_transformers.versions import requirement
@@ -47,17 +49,49 @@ def register() -> None:
             setattr(module, PREPROCESS, replacement)
     observe_all()
     PreTrainedModel.get_correct_attn_implementation = _checked(PreTrainedModel.get_correct_attn_implementation)
+    PreTrainedModel.set_attn_implementation = _effective(PreTrainedModel.set_attn_implementation)
+    PreTrainedModel.post_init = _noted(PreTrainedModel.post_init)
 
 
 def _checked(original: Callable[..., str]) -> Callable[..., str]:
     """The method that checks an ``attn_implementation``, which would accept any registered name for models that ignore it."""
 
+    @functools.wraps(original)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == NAME and not self._can_set_attn_implementation():
-            raise ValueError(
-                f"{type(self).__name__} does not support attn_implementation='{NAME}': transformers {transformers.__version__} "
-                "computes its attention without the AttentionInterface; use 'eager' for it"
-            )
+            raise _unsupported(self)
         return original(self, requested_attention, is_init_check)
 
     return get_correct_attn_implementation
+
+
+def _effective(original: Callable[..., None]) -> Callable[..., None]:
+    """The method that sets an ``attn_implementation``, which would log a line and go on where a model does not support it."""
+
+    @functools.wraps(original)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> None:
+        if attn_implementation == NAME and not self._can_set_attn_implementation():
+            raise _unsupported(self)
+        original(self, attn_implementation, *arguments, **options)
+        note_layers(self)
+
+    return set_attn_implementation
+
+
+def _noted(original: Callable[..., None]) -> Callable[..., None]:
+    """The last step of making a model, after which its layers are known."""
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        if self.config._attn_implementation == NAME:
+            note_layers(self)
+
+    return post_init
+
+
+def _unsupported(model: Any) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} does not support attn_implementation='{NAME}': transformers {transformers.__version__} "
+        "computes its attention without the AttentionInterface; use 'eager' for it"
+    )

@@ -20,9 +20,9 @@ from torch import Tensor
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
 from flexmask_transformers.arguments import check_attention_mask, check_padding, is_user_mask
-from flexmask_transformers.forwards import running
+from flexmask_transformers.forwards import check_layers, running
 from flexmask_transformers.packed_cache import note_keys, require_one_document
-from flexmask_transformers.packing import Documents, check_document_numbers, restarts, text_positions
+from flexmask_transformers.packing import Documents, check_document_numbers, is_packed, restarts, text_positions
 
 __all__ = ["Request", "preprocess", "take_request"]
 
@@ -102,6 +102,8 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             documents: Documents | None = Documents(of_transformers, _of_text(positions))
         else:
             documents = _documents(positions, keep, past_key_values, q_len, kv_len, q_offset)
+        if documents is not None:
+            check_layers(is_packed(documents.ids) if torch.compiler.is_compiling() else True)
         forward = running()
         if forward is not None and not of_encoder:
             forward.has_masks = forward.has_masks or positions is not None
@@ -114,19 +116,20 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _positions(config: Any, position_ids: Tensor | None, batch: int, q_len: int, *, of_encoder: bool) -> Tensor | None:
-    """The positions of the queries ``int[B, q_len]`` or ``int[3, B, q_len]``: those that a model gives to its mask, else its own.
+    """The positions of the queries, ``int[B, q_len]`` or ``int[3, B, q_len]``: those that the model got, else those of its mask.
+
+    A model may give others to its mask, such as those that it makes where an adapter around it has dropped the caller's.
 
     Raises:
-        LoweringError: the model's own restart, and are not those of the queries and keys of this mask.
+        LoweringError: those that the model got restart, and are not of the queries and keys of this mask.
     """
     positions, forward = text_positions(position_ids), running()
-    if (positions is None or positions.shape[-1] != q_len) and forward is not None and forward.position_ids is not None:
-        positions = forward.position_ids
-        is_own = positions.shape[-1] == q_len
-        if of_encoder or not forward.is_of(config) or not is_own:
-            if of_encoder or is_own or forward.is_of(config):  # else tokens of another kind, such as those of an image
-                forward.require_unpacked("a mask of the model is for other queries or keys than its tokens")
-            return None
+    if forward is not None and forward.position_ids is not None:
+        fits, is_own = forward.position_ids.shape[-1] == q_len, forward.is_of(config)
+        if fits and is_own and not of_encoder:
+            positions = forward.position_ids
+        elif is_own or of_encoder or (fits and positions is None):  # else tokens of another kind, such as those of an image
+            forward.require_unpacked("a mask is for other queries or keys than their tokens, as behind prompts of PEFT")
     if positions is None or positions.shape[-1] != q_len:
         return None
     return positions.expand(*positions.shape[:-2], batch, -1)

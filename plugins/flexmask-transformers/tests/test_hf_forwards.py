@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from flexmask_transformers.forwards import observe_tree
 from hf_models import ENCODER, TEXT, VISION, gradients, make_pair, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE
@@ -176,3 +177,27 @@ def test_images_next_to_packed_text_are_not_its_documents() -> None:
     assert_close(found.image_embeds, wanted.image_embeds, **CLOSE)
     last = eager.text_model(tokens(1, 10)[:, 4:]).last_hidden_state
     assert_close(found.text_model_output.last_hidden_state[:, 4:], last, **CLOSE)
+
+
+class Prompted(torch.nn.Module):
+    """What PEFT's prompt tuning does: tokens of its own before those of the caller, whose ``position_ids`` it drops."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.config = model, model.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        embeds = self.base_model.get_input_embeddings()(input_ids)
+        inputs = {**kwargs, "inputs_embeds": torch.cat([torch.zeros(1, 3, embeds.shape[2]), embeds], 1)}
+        return self.base_model(attention_mask=attention_mask, **{**inputs, "position_ids": None})
+
+
+observe_tree(Prompted)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_positions_that_a_wrapper_drops_are_refused(name: str) -> None:
+    prompted = Prompted(pair(name)[1])
+    assert prompted(tokens(1), position_ids=positions(12)).logits.shape == (1, 15, 64)
+    with pytest.raises(LoweringError, match="position_ids restart inside a row, and a mask is for other queries or keys"):
+        prompted(tokens(1), position_ids=PACKED)

@@ -1,0 +1,130 @@
+"""Which layers of a model combine tokens without flexmask's attention, such as recurrent ones and convolutions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from flexmask_transformers.arguments import check_model
+
+__all__ = ["Layers", "allow_mixing", "layers_of", "note_layers"]
+
+#: What a layer takes that combines tokens: the mask of padding, and the state that further tokens continue.
+STATE = {"attention_mask", "mask", "causal_mask", "past_key_values", "past_key_value", "layer_past", "cache_params", "seq_idx"}
+#: Functions of torch that move tokens to the places of others.
+SHIFTS = {"pad", "roll", "unfold"}
+#: The attribute of a model that has its `Layers`; a graph of ``torch.compile`` reads it.
+ATTRIBUTE = "_flexmask_layers"
+#: That of a model whose owner called `allow_mixing`.
+ALLOWED = "_flexmask_allows_mixing"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How the layers of a model combine tokens.
+
+    Attributes:
+        attend: whether some call the attention function of transformers' interface.
+        mixing: those that combine tokens in another way, as a text; empty where there are none, or they are allowed.
+    """
+
+    attend: bool
+    mixing: str
+
+
+def layers_of(model: torch.nn.Module) -> Layers | None:
+    """How the layers of a model combine tokens; None in a graph where that was not found before."""
+    if not isinstance(model, PreTrainedModel):  # one of PEFT, around a model
+        return Layers(attend=True, mixing="")
+    if ATTRIBUTE not in vars(model) and not torch.compiler.is_compiling():
+        note_layers(model)
+    return getattr(model, ATTRIBUTE, None)
+
+
+def note_layers(model: torch.nn.Module) -> None:
+    """Finds how the layers of a model, and of the models in it, combine tokens."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            attend = any(_forward(module).attends for module in part.modules())
+            setattr(part, ATTRIBUTE, Layers(attend, "" if vars(part).get(ALLOWED) else _mixing(part)))
+
+
+def allow_mixing(model: Any) -> None:
+    """Allows packed rows in a model some of whose layers combine tokens without attention, such as recurrent ones.
+
+    flexmask separates documents in attention alone, and refuses packed rows where other layers combine tokens. Some of them
+    separate documents by ``seq_idx`` or ``cu_seq_lens_q``, which depends on the kernels that are installed:
+    :func:`check_packing` measures it for a model that allows it.
+
+    Args:
+        model: a model of transformers.
+
+    Raises:
+        OperandError: no model of transformers.
+    """
+    check_model(model, "allow_mixing")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, ALLOWED, True)
+    note_layers(model)
+
+
+def _mixing(model: PreTrainedModel) -> str:
+    found: dict[str, list[str]] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in _own_modules(model):
+        if not name.startswith(inside) and _mixes(module):
+            found.setdefault(type(module).__name__, []).append(name)
+            inside += (f"{name}.",)
+    texts = (f"{kind} ({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''})" for kind, names in found.items())
+    return ", ".join(texts)
+
+
+def _own_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a model, without those of models for other inputs in it, such as images."""
+    configs = model.config, model.config.get_text_config()
+    others: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(module.config is own for own in configs):
+            others += (f"{name}.",)
+        elif not name.startswith(others):
+            yield name, module
+
+
+def _mixes(module: torch.nn.Module) -> bool:
+    """Whether a module itself, and none within it, combines tokens without transformers' attention."""
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size != (1,)
+    own, *parts = (_forward(part) for part in module.modules())
+    if own.attends or any(part.attends for part in parts):
+        return False
+    return own.shifts or (own.takes_state and not any(part.takes_state for part in parts))
+
+
+class _Forward(NamedTuple):
+    """What the code of a module's forward shows: whether it calls transformers' attention, moves tokens, and takes `STATE`."""
+
+    attends: bool = False
+    shifts: bool = False
+    takes_state: bool = False
+
+
+_FORWARDS: dict[type[torch.nn.Module], _Forward] = {}
+
+
+def _forward(module: torch.nn.Module) -> _Forward:
+    kind = type(module)
+    if kind not in _FORWARDS:
+        code = None if kind.__module__.startswith("torch.nn.") else getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is None:
+            _FORWARDS[kind] = _Forward()
+        else:
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            shifts, takes_state = not SHIFTS.isdisjoint(code.co_names), not STATE.isdisjoint(arguments)
+            _FORWARDS[kind] = _Forward("ALL_ATTENTION_FUNCTIONS" in code.co_names, shifts, takes_state)
+    return _FORWARDS[kind]
