@@ -30,7 +30,7 @@ class Forward:
 
     Attributes:
         config: the config of the model.
-        position_ids: those that the model got, ``int[B or 1, S]``, or ``int[3, B, S]`` of time, height and width. None where it
+        position_ids: those that the model got, ``int[B or 1, S]``, or ``int[R, B, S]`` of time, height and width. None where it
             got none, or a whole mask of its caller.
         keep: its 2-D mask, ``bool[B, S]``, or None.
         has_masks: whether a mask was made that has the documents of ``position_ids``.

@@ -86,11 +86,15 @@ def _mixing(model: PreTrainedModel) -> str:
 
 
 def _own_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a model, without those of models for other inputs in it, such as images."""
-    configs = model.config, model.config.get_text_config()
+    """The modules of a model; where it has one for its text, those of that one, without what reads images and sound."""
+    text = model.config.get_text_config()
+    for name, module in () if text is model.config else model.named_modules():
+        if isinstance(module, PreTrainedModel) and module.config is text:
+            yield from ((f"{name}.{own}" if own else name, part) for own, part in module.named_modules())
+            return
     others: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(module.config is own for own in configs):
+        if isinstance(module, PreTrainedModel) and module.config is not model.config:
             others += (f"{name}.",)
         elif not name.startswith(others):
             yield name, module
@@ -100,6 +104,8 @@ def _mixes(module: torch.nn.Module) -> bool:
     """Whether a module itself, and none within it, combines tokens without transformers' attention."""
     if isinstance(module, torch.nn.Conv1d):
         return module.kernel_size != (1,)
+    if isinstance(module, torch.nn.Embedding):  # one of positions takes the mask of padding to count them
+        return False
     own, *parts = (_forward(part) for part in module.modules())
     if own.attends or any(part.attends for part in parts):
         return False

@@ -125,7 +125,7 @@ def check_document_numbers(attention_mask: object, position_ids: Tensor | None) 
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
-    """The ``position_ids`` of a model as ``int[B or 1, S]``, or as ``int[3, B, S]``: time, height and width of each token.
+    """The ``position_ids`` of a model as ``int[B or 1, S]``, or as ``int[R, B, S]``: time, height and width of each token.
 
     Of four rows the first is that of the text. None for other shapes, and on meta, where they have no values.
     """
@@ -133,7 +133,7 @@ def text_positions(position_ids: Any) -> Tensor | None:
         return None
     if position_ids.dim() == 1:
         return position_ids[None]
-    if position_ids.dim() == 3 and position_ids.shape[0] in (3, 4):
+    if position_ids.dim() == 3 and position_ids.shape[0] in (2, 3, 4):
         return position_ids[0] if position_ids.shape[0] == 4 else position_ids
     return position_ids if position_ids.dim() == 2 else None
 
@@ -143,10 +143,10 @@ def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:
 
     That is a token whose position is not greater than that of the real token before it. Positions of padding have no meaning.
     Where positions are those of time, height and width, the tokens of an image share their time: there a document starts with
-    a token whose three positions are 0, or with a token of text whose position is not greater than that of the text before it.
+    a token whose positions are all 0, or with a token of text whose position is not greater than that of the text before it.
 
     Args:
-        position_ids: ``int[B, S]``, or ``int[3, B, S]`` of time, height and width.
+        position_ids: ``int[B, S]``, or ``int[R, B, S]`` of two or three axes, such as time, height and width.
         keep: ``bool[B, at least S]``, True for real tokens, or None.
 
     Raises:
@@ -159,7 +159,7 @@ def restarts(position_ids: Tensor, keep: Tensor | None) -> Tensor:
     is_first = is_text & ((position_ids == 0).all(0) | was_text) & (position_ids <= before).all(0)
     is_unclear = (position_ids[0] < before[0]) & ~is_first
     message = (
-        "position_ids of three rows go back in time where no document starts; give four rows, of which the first has the "
+        "position_ids of several rows go back in time where no document starts; give four rows, of which the first has the "
         "positions in the text, restarting at each document"
     )
     require(~(is_later[0] & is_unclear).any(), message, LoweringError)

@@ -116,7 +116,7 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _positions(config: Any, position_ids: Tensor | None, batch: int, q_len: int, *, of_encoder: bool) -> Tensor | None:
-    """The positions of the queries, ``int[B, q_len]`` or ``int[3, B, q_len]``: those that the model got, else those of its mask.
+    """The positions of the queries, ``int[B, q_len]`` or ``int[R, B, q_len]``: those that the model got, else those of its mask.
 
     A model may give others to its mask, such as those that it makes where an adapter around it has dropped the caller's.
 

@@ -151,7 +151,7 @@ class TestRowsOfTimeHeightAndWidth:
         _, ours = self.models()
         places = self.IMAGE.clone()
         places[..., 8:] = 1
-        with pytest.raises(LoweringError, match="three rows go back in time where no document starts; give four rows"):
+        with pytest.raises(LoweringError, match="several rows go back in time where no document starts; give four rows"):
             ours(tokens(1), position_ids=places, use_cache=False)
 
     def test_one_graph(self) -> None:

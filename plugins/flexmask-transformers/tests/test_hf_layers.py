@@ -107,6 +107,13 @@ def test_models_of_attention_alone_have_none(name: str) -> None:
     assert all(part._flexmask_layers.mixing == "" for part in (ours, ours.base_model))
 
 
+def test_embeddings_of_positions_that_count_padding_are_none() -> None:
+    options = {**ENCODER, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
+    eager, ours = make_pair(transformers.OPTModel, lambda: transformers.OPTConfig(**options))
+    found = ours(tokens(1), position_ids=PACKED, use_cache=False).last_hidden_state
+    assert_close(found[:, 5:], eager(tokens(1)[:, 5:]).last_hidden_state, **CLOSE)
+
+
 def test_a_model_that_calls_no_attention_of_transformers() -> None:
     """Transformers records the implementation, and computes attention in another way."""
     config = transformers.SamVisionConfig(
