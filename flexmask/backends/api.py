@@ -91,9 +91,9 @@ def attention(
         dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see
             :func:`flexmask.backends.dropout.dropout_cells`). By default torch's generator draws one.
         backend: the name of a registered backend, or ``"auto"`` for the first that supports the call: see
-            :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask (no gradients on the CPU).
-            ``"sdpa"`` calls ``scaled_dot_product_attention`` on blocks of queries, each against the keys that it attends to,
-            with gradients on every device.
+            :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
+            gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
+            blocks of queries, each against the keys that it attends to, with gradients on every device.
 
     Under ``torch.autocast`` query, key and value are cast to its dtype, as by ``scaled_dot_product_attention``. So theirs may
     differ there, as after rotary embeddings in float32. It is off for what a backend and ``score_mod`` compute.
@@ -225,11 +225,9 @@ def choose_backend(
     refuse_in_parallel("choose_backend")
     call = checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
     chosen = select(call)
-    kind = next((kind.__name__ for kind in chosen.preferred_for if isinstance(call.mask, kind)), None)
-    first = f"on {query.device.type}" if kind is None else f"for a {kind}"
     name = ChosenBackend(chosen.name)
     name.reasons = {
-        other.name: other.reason_against(call) or f"{chosen.name} comes first {first}"
+        other.name: other.reason_against(call) or f"{chosen.name} comes first on {query.device.type}"
         for other in ordered_backends(call)
         if other is not chosen
     }

@@ -87,14 +87,12 @@ class Backend:
         run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts. It runs
             without autocast.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
-        preferred_for: the types of masks for which ``backend="auto"`` tries it first on every device.
     """
 
     name: str
     supports: Callable[[Call], str | None]
     run: Callable[[Call], Tensor]
     preferred_on: tuple[str, ...] = ()
-    preferred_for: tuple[type, ...] = ()
 
     def reason_against(self, call: Call) -> str | None:
         """The answer of ``supports``.
@@ -152,11 +150,8 @@ def check_backend(name: object) -> None:
 
 
 def ordered_backends(call: Call) -> list[Backend]:
-    """The backends in the order in which ``backend="auto"`` tries them: those that prefer the mask, or the device, come first."""
-    every, device = list(_BACKENDS.values()), call.query.device.type
-    by_mask = [backend for backend in every if isinstance(call.mask, backend.preferred_for)]
-    by_device = [backend for backend in every if backend not in by_mask and device in backend.preferred_on]
-    return by_mask + by_device + [backend for backend in every if backend not in by_mask and backend not in by_device]
+    """The backends in the order in which ``backend="auto"`` tries them: those that prefer the query's device come first."""
+    return sorted(_BACKENDS.values(), key=lambda backend: call.query.device.type not in backend.preferred_on)
 
 
 def select(call: Call, name: str = "auto") -> Backend:

@@ -29,14 +29,12 @@ __all__ = ["FLEX"]
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: The least channels of a head that the CUDA kernels take.
 MIN_HEAD = 16
-#: The fewest and the most queries in a tile of the decoding kernel, those of all heads that share a key head.
-MIN_DECODING, MAX_DECODING = 16, 128
+#: The most rows in a tile of the decoding kernel: the queries of all heads that share a key head.
+MAX_TILE = 128
 #: The most kernels to compile, one for each combination of shapes, dtypes and kind of mask, before an error.
 MAX_KERNELS = 256
-#: The fewest channels of a head on CPUs without AVX-512: with fewer, torch's GEMM (``CppMicroGemmFP32Vec``) writes as many scores
-#: at once as :data:`KEYS_AT_ONCE` also where fewer keys are left, over the scores of other rows.
-MIN_CPU_HEAD = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 24
-KEYS_AT_ONCE = 16
+#: The fewest channels of a head on the CPU: with fewer, torch's GEMM without AVX-512 writes over the scores of other rows.
+MIN_CPU_HEAD = 24
 
 
 def _supports(call: Call) -> str | None:
@@ -53,19 +51,14 @@ def _supports(call: Call) -> str | None:
             f"FlexAttention takes heads of at least {MIN_HEAD} channels on CUDA, got D={query.shape[-1]} and "
             f"D_v={value.shape[-1]}; use backend='sdpa'"
         )
-    if _inference_only(query) and torch.compiler.is_compiling() and _is_computed(call.mask):
+    if _inference_only(query) and torch.compiler.is_compiling():
         return (
-            "FlexAttention on the CPU takes no mask that its graph computes, as it does from the key intervals of a LoweredMask; "
-            "use backend='sdpa', or give the graph a BlockMask (mask.block_mask() or lowered.block_mask) as an input"
+            "FlexAttention on the CPU reads wrong values in code that torch.compile traces; use backend='sdpa', which compiles, "
+            "has gradients and is faster there"
         )
     if _inference_only(query) and call.needs_gradients():
         return "FlexAttention has no gradients on the CPU; use backend='sdpa', or torch.no_grad()"
     return None
-
-
-def _is_computed(mask: Mask | LoweredMask | BlockMask | None) -> bool:
-    """Whether a graph computes tensors of the mask before FlexAttention reads them."""
-    return isinstance(mask, Mask) or (isinstance(mask, LoweredMask) and mask.reads_bounds)
 
 
 def _run(call: Call) -> Tensor:
@@ -85,11 +78,7 @@ def _run(call: Call) -> Tensor:
     scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
-        # For some views of one tensor torch's CPU kernels read wrong values, or do not compile.
-        if torch.compiler.is_compiling():  # a product, as Inductor removes a clone
-            query, key, value = (tensor.contiguous() * 1 for tensor in (query, key, value))
-        widths = key.shape[2], *(() if mask is None else mask.BLOCK_SIZE[1:])
-        if query.shape[-1] < MIN_CPU_HEAD and any(width % KEYS_AT_ONCE for width in widths):
+        if query.shape[-1] < MIN_CPU_HEAD:
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
@@ -102,14 +91,14 @@ def _run(call: Call) -> Tensor:
 
 
 def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:
-    """Whether a call is not for torch's decoding kernel, which torch takes for fewer than 128 queries.
+    """Whether a call is for torch's kernel for prompts. Torch chooses by the number of queries alone: fewer than 128 decode.
 
-    A tile of that kernel holds the queries of all heads that share a key head, rounded up to a power of 2 from 16 on, and must
-    divide the block of queries. Torch takes it also where this is not so, and ends in an error.
+    A tile of the decoding kernel holds the queries of all heads that share a key head, rounded up to a power of 2, and must
+    divide the block of queries. Where it does not, torch ends in an error.
     """
-    block = MAX_DECODING if mask is None else mask.BLOCK_SIZE[0]
-    tile = min(block & -block, MAX_DECODING)  # the largest that divides the block
-    return tile < MIN_DECODING or query.shape[2] * (query.shape[1] // key.shape[1]) > tile
+    tile = MAX_TILE if mask is None else math.gcd(mask.BLOCK_SIZE[0], MAX_TILE)
+    q_len, group = query.shape[2], query.shape[1] // key.shape[1]
+    return q_len >= MAX_TILE or q_len * group > tile
 
 
 def _call_with_dropout(
@@ -167,4 +156,4 @@ def _compiled(device: str) -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
-FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",), preferred_for=(BlockMask,))
+FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",))

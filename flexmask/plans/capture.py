@@ -200,7 +200,8 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
     # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
     ends = _in_memory(torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)))).permute(2, 3, 4, 1, 0)
-    rows, cells = Rows(*ends.unbind(-1), rows.kv_len), None if cells is None else _in_memory(cells)
+    lo, hi = ends.unbind(-1)
+    rows, cells = Rows(lo, hi, rows.kv_len), None if cells is None else _in_memory(cells)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))

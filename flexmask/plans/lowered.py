@@ -72,15 +72,10 @@ class LoweredMask:
         return self.bounds.device
 
     @property
-    def reads_bounds(self) -> bool:
-        """Whether :attr:`mask_mod` reads tensors that are computed from the key intervals."""
-        return self.cells is None or self.cells.shape[2] == 1
-
-    @property
     def mask_mod(self) -> MaskMod:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
         batch, heads, q_len, _ = self.shape
-        if self.cells is not None and not self.reads_bounds:
+        if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
         rows = self._rows()
         inside = interval_mod(rows, next(count for count in ALL_INTERVALS if count >= rows.slots), (batch, heads, q_len))
@@ -88,11 +83,7 @@ class LoweredMask:
 
     @property
     def block_mask(self) -> BlockMask:
-        """The BlockMask with the blocks that torch's ``create_block_mask`` lists.
-
-        On the CPU, code that ``torch.compile`` traces must be given it: torch's FlexAttention takes none there that its graph
-        computes.
-        """
+        """The BlockMask with the blocks that torch's ``create_block_mask`` lists."""
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
         if not torch.compiler.is_compiling():
             self._lists = tensors

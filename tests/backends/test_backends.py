@@ -134,14 +134,13 @@ def test_a_call_that_none_supports_has_all_reasons() -> None:
     block_mask = fm.causal().block_mask(9)
     with FakeTensorMode():
         query = torch.randn(1, 1, 9, 16)
-        with pytest.raises(LoweringError, match=r"no backend supports this call.*flex: .*without values.*sdpa: a BlockMask"):
+        with pytest.raises(LoweringError, match=r"no backend supports this call.*sdpa: a BlockMask.*flex: .*without values"):
             attention(query, query, query, block_mask)
 
 
 def test_the_reasons_of_the_choice() -> None:
-    assert choose_backend(QUERY, QUERY, QUERY, MASK).reasons == {"flex": "sdpa comes first on cpu"}
-    with torch.no_grad():
-        assert choose_backend(QUERY, QUERY, QUERY, MASK.block_mask(9)).reasons == {"sdpa": "flex comes first for a BlockMask"}
+    for mask in (MASK, MASK.block_mask(9)):
+        assert choose_backend(QUERY, QUERY, QUERY, mask).reasons == {"flex": "sdpa comes first on cpu"}
     chosen = choose_backend(QUERY.double(), QUERY.double(), QUERY.double())
     assert "float64" in chosen.reasons["flex"]
     assert pickle.loads(pickle.dumps(chosen)).reasons == chosen.reasons
