@@ -128,45 +128,7 @@ def test_a_model_takes_one_graph_for_twenty_batches(backend: str) -> None:
 
 
 @pytest.mark.slow
-<<<<<<< HEAD
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("given", ["one tensor", "one tensor of keys", "views", "one token"])
-def test_query_key_and_value_that_share_memory(given: str) -> None:
-    """Before torch 2.13 the compiled CPU kernel itself rejects them."""
-    stacked = torch.randn(3, 1, 2, 1 if given == "one token" else L, 16)
-    q_part, k_part, v_part = {"one tensor": (0, 0, 0), "one tensor of keys": (0, 1, 1)}.get(given, (0, 1, 2))
-    block_mask = fm.causal().block_mask(stacked.shape[3])
-
-    def attend(stacked: Tensor) -> Tensor:
-        return fm.attention(stacked[q_part], stacked[k_part], stacked[v_part], block_mask, backend="flex")
-
-    with torch.no_grad():
-        found = torch.compile(attend, fullgraph=True, dynamic=False)(stacked)
-    expected = fm.attention(stacked[q_part], stacked[k_part], stacked[v_part], fm.causal(), backend="sdpa")
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("length", [20, 24])
-@pytest.mark.parametrize("computed", [(0, 1), (1, 2), (0,), (2,)])
-def test_views_next_to_what_the_graph_computes(computed: tuple[int, ...], length: int) -> None:
-    torch.compiler.reset()
-    stacked, block_mask = torch.randn(3, 1, 2, length, 16), fm.causal().block_mask(length)
-
-    def attend(stacked: Tensor, mask: Any, backend: str) -> Tensor:
-        parts = [part * 2 if place in computed else part for place, part in enumerate(stacked)]
-        return fm.attention(parts[0], parts[1], parts[2], mask, backend=backend)
-
-    with torch.no_grad():
-        found = torch.compile(attend, fullgraph=True, dynamic=False)(stacked, block_mask, "flex")
-    torch.testing.assert_close(found, attend(stacked, fm.causal(), "sdpa"))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-=======
->>>>>>> 8825b79 (FlexAttention on the CPU is for eager code alone, and "auto" takes sdpa there for every mask)
 def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexmask.backends.flex.MAX_KERNELS", 1)
     torch.compiler.reset()
