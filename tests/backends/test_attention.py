@@ -20,7 +20,7 @@ from flexmask import Mask, MultiheadFlexAttention, attention, h, kv, q
 from flexmask.backends.api import choose_backend
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from tests.support import oracle
-from tests.support.exhaustive import each_run
+from tests.support.exhaustive import each_run, exhaustive
 from tests.support.gpu import needs_gpu
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -596,7 +596,7 @@ SHARED_MEMORY: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16, torch.float16])])
 def test_flex_on_the_cpu(dtype: torch.dtype) -> None:
     """Without AVX-512 torch's kernel overwrites scores of heads of 8 channels, which shows in most of 20 calls."""
     mask, visible = fm.causal().block_mask(20), torch.ones(20, 20, dtype=torch.bool).tril()
