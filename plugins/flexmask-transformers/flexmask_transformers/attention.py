@@ -16,7 +16,7 @@ from flexmask.backends.mixed_precision import autocast
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
-from flexmask_transformers.arguments import as_cells, is_user_mask
+from flexmask_transformers.arguments import as_cells, is_user_mask, require
 from flexmask_transformers.dense import dense_attention
 from flexmask_transformers.forwards import check_layers, require_unpacked, running
 from flexmask_transformers.graphs import GraphMask
@@ -78,7 +78,7 @@ def attention_forward(
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    _require_known_documents(module, attention_mask, q_len, kwargs)
+    _require_known_documents(module, attention_mask, batch, q_len, kv_len, kwargs)
     is_causal = is_causal and q_len > 1 and attention_mask is None
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()
     if is_dense and not isinstance(attention_mask, ModelMask):
@@ -202,21 +202,32 @@ def _dense_documents(batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, A
     return ids
 
 
-def _require_known_documents(module: torch.nn.Module, mask: Any, q_len: int, kwargs: Mapping[str, Any]) -> None:
-    """An error where a layer attends to tokens whose ``position_ids`` restart, with a mask that was made without them."""
-    forward = running()
+def _require_known_documents(
+    module: torch.nn.Module, mask: Any, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]
+) -> None:
+    """An error where a layer attends to tokens of several documents, with neither a mask nor arguments that describe them."""
+    forward, layer = running(), type(module).__name__
+    if q_len == 1 or packing_arguments(kwargs):
+        return
+    is_separated = isinstance(mask, ModelMask) and (mask.is_whole or mask.request.documents is not None)
+    if forward is not None and forward.packing and not is_separated:
+        ids = document_ids(forward.packing, batch, q_len, kv_len)
+        message = (
+            f"this model does not pass {', '.join(forward.packing)} on to {layer}; pack with position_ids that restart alone"
+        )
+        require(~is_packed(ids), message, LoweringError)
     if isinstance(mask, ModelMask):
         is_known = mask.request.knows_positions
     else:
         is_known = isinstance(mask, GraphMask) or (mask is not None and (forward is None or forward.has_masks))
-    if is_known or q_len == 1 or packing_arguments(kwargs):
+    if is_known:
         return
     if forward is None:
         positions, keep = text_positions(kwargs.get("position_ids")), None
     else:
         positions, keep = forward.position_ids, forward.keep
     if positions is not None and positions.shape[-1] == q_len:
-        require_unpacked(positions, keep, f"{type(module).__name__} attends with a mask that was made without them")
+        require_unpacked(positions, keep, f"{layer} attends with a mask that was made without them")
 
 
 def _tiled_mask(mask: Any, is_causal: bool, documents: Tensor | None, kwargs: Mapping[str, Any]) -> Mask | LoweredMask | None:

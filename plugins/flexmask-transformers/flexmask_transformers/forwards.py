@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.utils import is_peft_available
 from flexmask.errors import LoweringError, OperandError
 from flexmask_transformers.arguments import is_readable, is_whole_mask, require
 from flexmask_transformers.layers import layers_of
-from flexmask_transformers.packing import Documents, restarts, text_positions
+from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
 __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "running"]
 
@@ -33,6 +34,7 @@ class Forward:
         position_ids: those that the model got, ``int[B or 1, S]``, or ``int[R, B, S]`` of time, height and width. None where it
             got none, or a whole mask of its caller.
         keep: its 2-D mask, ``bool[B, S]``, or None.
+        packing: the ``cu_seq_lens`` and ``seq_idx`` that it got, which it may not pass on to its attention.
         has_masks: whether a mask was made that has the documents of ``position_ids``.
         mixing: its layers that combine tokens without attention, as a text.
         documents: those of its mask in a graph of ``torch.compile``.
@@ -42,9 +44,18 @@ class Forward:
     documents: Documents | None = None
     cache: Any = None
 
-    def __init__(self, config: Any, position_ids: Tensor | None, keep: Tensor | None, mixing: str, *, has_masks: bool) -> None:
-        self.config, self.position_ids, self.keep, self.mixing = config, position_ids, keep, mixing
-        self.has_masks = has_masks
+    def __init__(
+        self,
+        config: Any,
+        position_ids: Tensor | None,
+        keep: Tensor | None,
+        packing: Mapping[str, Any],
+        mixing: str,
+        *,
+        has_masks: bool,
+    ) -> None:
+        self.config, self.position_ids, self.keep = config, position_ids, keep
+        self.packing, self.mixing, self.has_masks = packing, mixing, has_masks
 
     def is_of(self, config: Any) -> bool:
         """Whether a config is the model's, or that of its text."""
@@ -149,6 +160,9 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             position_ids = None
         elif position_ids is None and outer is not None and outer.is_of(self.config):
             position_ids = outer.position_ids
+        packing: Mapping[str, Any] = packing_arguments(kwargs)
+        if not packing and outer is not None and outer.is_of(self.config):
+            packing = outer.packing
         keep = None
         if position_ids is not None and isinstance(mask, Tensor) and mask.dim() == 2:
             keep = mask[:, -position_ids.shape[-1] :] != 0
@@ -160,7 +174,9 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             )
         unknown = f"those of {type(self).__name__}, for which set_attn_implementation('flexmask') was not called"
         mixing = unknown if layers is None else layers.mixing
-        _LOCAL.forward = Forward(self.config, position_ids, keep, mixing, has_masks=outer is not None and outer.has_masks)
+        _LOCAL.forward = Forward(
+            self.config, position_ids, keep, packing, mixing, has_masks=outer is not None and outer.has_masks
+        )
         try:
             return forward(self, *args, **kwargs)
         finally:

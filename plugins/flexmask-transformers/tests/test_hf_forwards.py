@@ -108,6 +108,23 @@ def test_documents_of_cross_attention_are_refused() -> None:
             hidden(ours, tokens(1), position_ids=PACKED, **encoded, **others)
 
 
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_arguments_that_a_model_does_not_pass_on_are_refused(is_graph: bool) -> None:
+    """StableLM takes all arguments and drops those that it does not know."""
+    options = {**TEXT, "num_hidden_layers": 1}
+    del options["head_dim"]
+    eager, ours = make_pair(transformers.StableLmForCausalLM, lambda: transformers.StableLmConfig(**options))
+    model: Any = torch.compile(ours, backend="eager", fullgraph=True) if is_graph else ours
+    offsets, one = torch.tensor([0, 5, 12]), torch.tensor([0, 12])
+    assert_close(hidden(model, tokens(1), cu_seq_lens_q=one, use_cache=False), hidden(eager, tokens(1)), **CLOSE)
+    with pytest.raises((LoweringError, RuntimeError), match="does not pass cu_seq_lens_q on to StableLmAttention; pack with pos"):
+        model(tokens(1), cu_seq_lens_q=offsets, use_cache=False)
+    if not is_graph:
+        found = hidden(ours, tokens(1), cu_seq_lens_q=offsets, position_ids=PACKED, use_cache=False)
+        assert_close(found, alone(eager, tokens(1)), **CLOSE)
+    torch.compiler.reset()
+
+
 class TestRowsOfTimeHeightAndWidth:
     """Qwen2-VL: three rows for time, height and width, or four of which the first is that of the text."""
 

@@ -20,7 +20,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     assert len(blocks[0].strip().split("\n")) <= 15
     names: dict[str, Any] = {}
     for block in blocks:
