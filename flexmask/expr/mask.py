@@ -131,7 +131,7 @@ class Mask(MaskMethods):
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Mask:
         """The same mask with other tensors in the places of :attr:`tensors`."""
-        others = {id(own): other for own, other in zip(self.tensors, tensors, strict=True)}
+        others = {id(own): other for (own, *_), other in zip(self.held, tensors, strict=True)}
 
         def replaced(node: Node) -> Node | None:
             if isinstance(node, CapturedTensor):

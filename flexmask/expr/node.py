@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar, cast
 
+from flexmask._checks import is_traced
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.torch_functions import torch_function_message
 
@@ -256,8 +257,9 @@ class Node(Derived):
         """
         for tensor, shape, dtype in self.held:
             if tensor.shape != shape or tensor.dtype != dtype:
+                what = "the mask" if is_traced() else self.brief()
                 raise LoweringError(
-                    f"a tensor of {self.brief()} was {dtype}{list(shape)} when that was made, and is {tensor.dtype}"
+                    f"a tensor of {what} was {dtype}{list(shape)} when that was made, and is {tensor.dtype}"
                     f"{list(tensor.shape)} now. Its values may change, its shape and dtype may not: make the mask again, or give "
                     "it a parameter and bind the data of each step"
                 )

@@ -176,7 +176,7 @@ def run_graph(
 
 def _bound(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Context:
     """The lowering context of a mask with some tensors."""
-    own = len(mask.tensors)
+    own = len(mask.held)
     whole = mask.with_tensors(tensors[:own])
     if names:
         whole = whole.bind(**dict(zip(names, tensors[own:], strict=False)))

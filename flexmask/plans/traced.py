@@ -60,7 +60,7 @@ def _lower(
     known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
     try:
         mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
-        tensors = (*mask.tensors, *values)
+        tensors = (*(tensor for tensor, *_ in mask.held), *values)  # whose symbolic sizes are compared with nothing
         return run_graph(mask, names, known, tensors)
     except FlexmaskError as error:
         if has_values(torch.empty(0)):  # the graph runs, as it is

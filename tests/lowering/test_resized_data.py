@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import flexmask as fm
 from flexmask.errors import LoweringError
@@ -73,3 +74,15 @@ def test_a_plan_that_has_a_graph() -> None:
     ids.data = torch.arange(8)
     with pytest.raises(LoweringError, match=CHANGED):
         plan()
+
+
+def test_compiled_code() -> None:
+    """Masks of other lengths are other graphs, and a mask that changes is an error."""
+    compiled = torch.compile(lambda x, mask: fm.attention(x, x, x, mask), backend="eager", fullgraph=True)
+    for length in (6, 7, 8):
+        ids, x = torch.zeros(length, dtype=torch.int64), torch.randn(1, 1, length, 2)
+        mask = fm.document(ids)
+        torch.testing.assert_close(compiled(x, mask), scaled_dot_product_attention(x, x, x))
+    ids.data = torch.arange(9)
+    with pytest.raises(Exception, match="its shape and dtype may not: make the mask again"):
+        compiled(x, mask)
