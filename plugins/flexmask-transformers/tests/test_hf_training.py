@@ -1,9 +1,8 @@
-"""Training on the CPU: dropout, gradient checkpointing, the Trainer, and torch.compile."""
+"""Training on the CPU: dropout, gradient checkpointing and torch.compile. The Trainer is in ``test_hf_trainer``."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -60,39 +59,6 @@ class TestDropout:
         found = gradients(own, self.loss(own, 1))
         for name in wanted:
             assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
-
-
-class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
-    """Documents of the same few tokens, which a model can learn."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": [5 + (index + i) % 4 for i in range(4 + index % 5)]}
-
-
-@pytest.mark.parametrize(("checkpointing", "bf16"), [(False, False), (True, True)])
-def test_the_trainer_learns_from_packed_rows(tmp_path: Path, checkpointing: bool, bf16: bool) -> None:
-    own = model(attention_dropout=0.1)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=12,
-        learning_rate=1e-2,
-        per_device_train_batch_size=8,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        gradient_checkpointing=checkpointing,
-        bf16=bf16,
-    )
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    trainer = transformers.Trainer(model=own, args=arguments, train_dataset=Rows(), data_collator=collator)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.7 * losses[0]
 
 
 class TestCompile:
