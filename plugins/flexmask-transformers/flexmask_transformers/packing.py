@@ -202,11 +202,13 @@ def _ids(name: str, value: Any, batch: int, length: int) -> Tensor:
         raise LoweringError(f"{name} must be [n + 1] for n documents, got {list(value.shape)}")
     tokens = batch * length
     fits = (value[0] == 0) & (value[1:] >= value[:-1]).all() & (value[-1] == tokens)
-    message = f"{name} must start with 0, not decrease, and end with the number of tokens, {tokens}"
+    message = f"{name} must start with 0, not decrease, and end with the number of tokens"
     if not is_readable(value):
-        torch._assert_async(fits, message)
+        torch._assert_async(fits, message)  # with the number in it, a graph would be of this length alone
     elif not fits:
-        raise LoweringError(f"{message}; got {value.tolist()}. Padding behind the last document is a document of its own")
+        raise LoweringError(
+            f"{message}, {tokens}; got {value.tolist()}. Padding behind the last document is a document of its own"
+        )
     places = torch.arange(tokens, device=value.device, dtype=value.dtype)
     return torch.bucketize(places, value[1:].contiguous(), right=True).view(batch, length)
 

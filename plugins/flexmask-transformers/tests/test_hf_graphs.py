@@ -54,12 +54,16 @@ def test_packed_rows_attend_in_tiles(name: str, given: str) -> None:
     assert "scaled_dot_product_attention" not in names
 
 
-def test_lengths_that_change_have_one_more_graph() -> None:
+@pytest.mark.parametrize("argument", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+def test_lengths_that_change_have_one_more_graph(argument: str) -> None:
+    """Also with what collators give next to the positions."""
     eager, ours = one_layer("llama")
     model, _ = compiled(ours)
     for lengths in ((5, 7), (5, 8), (3, 2), (6, 4), (1, 8)):
-        ids = tokens(1, sum(lengths), seed=lengths[0])
-        assert_close(model(ids, position_ids=positions(*lengths)).logits, documents_alone(eager, ids, lengths), **CLOSE)
+        ids, places = tokens(1, sum(lengths), seed=lengths[0]), positions(*lengths)
+        of = {"cu_seq_lens_q": torch.tensor([0, lengths[0], sum(lengths)]), "seq_idx": (places == 0).cumsum(-1)}
+        found = model(ids, **{"position_ids": places, argument: of.get(argument, places)}, use_cache=False).logits
+        assert_close(found, documents_alone(eager, ids, lengths), **CLOSE)
     assert counters["stats"]["unique_graphs"] == 2
 
 
