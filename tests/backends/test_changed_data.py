@@ -76,7 +76,9 @@ def raise_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> T
     return score * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"score_mod": raise_score}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"score_mod": raise_score}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=["plain", "score_mod", "dropout"]
+)
 @pytest.mark.parametrize("name", MASKS)
 def test_cells_are_not_computed_from_other_data(name: str, options: dict[str, Any]) -> None:
     make, mask = MASKS[name]
