@@ -163,7 +163,7 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
         ranks: how many there are; each has some unit.
     """
     held, is_unit = _members(owner, ranks)
-    load, width = sums(work, owner, ranks), int(keys.hi.max()) if keys.hi.numel() else 0
+    load, width = sums(work, owner, ranks), int(keys.hi.max()) if keys.hi.numel() else 1
     mean, n = load.double().mean(), held.shape[1]
     limit, price = int(mean * (1 + TOLERANCE)), float(PRICE * width / mean.clamp(min=1))
     size = n * max(n, int(sums(keys.first.diff(), owner, ranks).max()))  # of the comparison of a pair

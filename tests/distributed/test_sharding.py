@@ -218,6 +218,12 @@ def test_halves_are_arcs(data: st.DataObject) -> None:
         assert abs(int(work[owner == 0].sum()) * 2 - int(work.sum())) <= max(2 * min(aside), 0.02 * int(work.sum()))
 
 
+def test_exchanges_lower_the_work_of_units_without_keys() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    owner = exchanged(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 1]), KeyLists.union(4, none, none, none), ranks=2)
+    assert owner[2] != owner[3]
+
+
 @given(st.data())
 def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.DataObject) -> None:
     ranks, each = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4))
