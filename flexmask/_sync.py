@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "Stamp", "Stamped", "has_stamp", "needs_sync", "require", "resolve_device"]
+__all__ = ["PerDevice", "Stamp", "Stamped", "has_stamp", "move_remedy", "needs_sync", "require", "resolve_device"]
 
 T = TypeVar("T")
 
@@ -97,6 +97,16 @@ def resolve_device(device: object) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
+
+
+def move_remedy(where: torch.device, wanted: torch.device) -> str:
+    """What to do about data on one device that is wanted on another, as the end of a message."""
+    if where.type != "meta":
+        return f"move it with .to({str(wanted)!r})"
+    return (
+        "data on meta has no values: make it again on a device of its own, as torch.tensor(data, device='cpu') does under "
+        "torch.device('meta') too"
+    )
 
 
 class PerDevice(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import kind_of
+from flexmask._sync import move_remedy
 from flexmask.backends.dropout import Hashes, hashes_of, seed_tensor
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
@@ -195,4 +196,4 @@ def check_sizes(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, q_off
         )
     device = mask.device if isinstance(mask, LoweredMask) else mask.kv_indices.device
     if device != query.device:
-        raise LoweringError(f"the {name} is on {device}, the query on {query.device}; move it with .to()")
+        raise LoweringError(f"the {name} is on {device}, the query on {query.device}; {move_remedy(device, query.device)}")

@@ -55,7 +55,7 @@ class Blocks:
         if bounds.size(3) == 0:
             bounds = bounds.new_zeros(*bounds.shape[:3], 1, 2)
         batch, heads, q_len, slots, _ = bounds.shape
-        first = torch.tensor(starts if q_len > 1 else [0])
+        first = torch.tensor(starts if q_len > 1 else [0], device="cpu")
         ends = torch.cat((first[1:], first.new_tensor([q_len])))
         rows, count = int((ends - first).amax()), len(first)
         total = batch * heads * count
@@ -63,7 +63,7 @@ class Blocks:
         used = lo < hi
         outside = (used & ((lo < 0) | (hi > kv_len))).any()
         lo, hi = lo.where(used, kv_len), hi.where(used, kv_len)
-        row = first[:, None] + torch.arange(rows)
+        row = first[:, None] + torch.arange(rows, device="cpu")
         beyond, row = row >= ends[:, None], row.clamp(max=q_len - 1)
         fewest = (hi - lo).sum(-1)[:, :, row].masked_fill(beyond, kv_len).view(total, rows).amin(-1)
         lo, hi = (end[:, :, row].masked_fill(beyond[..., None], kv_len).view(total, rows * slots) for end in (lo, hi))

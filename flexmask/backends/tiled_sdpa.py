@@ -250,7 +250,7 @@ def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) ->
     if plain and (fused := fused_kind(context)):
         return fused, None
     if shapes_only:
-        return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32).to(context.device), None)
+        return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32, device="cpu").to(context.device), None)
     rows = analyze(context)
     return None, (rows.upper.bounds, None if rows.exact else mask_closure(context))
 

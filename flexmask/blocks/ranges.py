@@ -180,7 +180,7 @@ class BlockRanges:
             case _ if (whole := combined_extent(index, self._whole_extent)) is None or not fits(whole):
                 return None
         ends = combined_extent(index, self._operand_range)
-        return ends and tuple(torch.as_tensor(end).expand_as(self.b) for end in ends)
+        return ends and tuple(torch.as_tensor(end, device=self.b.device).expand_as(self.b) for end in ends)
 
     def _operand_range(self, index: Index) -> ValueRange | None:
         return (index.value, index.value) if isinstance(index, Constant) else self.index_range(index)
@@ -188,7 +188,10 @@ class BlockRanges:
     def _whole_extent(self, index: Index) -> Extent | None:
         """The extent of an operand in all of the blocks."""
         ends = self._operand_range(index)
-        return ends and (int(torch.as_tensor(ends[0]).min()), int(torch.as_tensor(ends[1]).max()))
+        if ends is None:
+            return None
+        low, high = (torch.as_tensor(end, device=self.b.device) for end in ends)
+        return int(low.min()), int(high.max())
 
     def _lookup_range(self, data: Tensor, indices: list[ValueRange | None]) -> ValueRange | None:
         """The range of values that are looked up at indices of which each takes few values in a block."""

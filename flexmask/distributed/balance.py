@@ -31,12 +31,12 @@ TURNS = 12
 
 def contiguous(units: int, ranks: int) -> Tensor:
     """One run of units for each rank: the rank of each unit, ``int64[units]``."""
-    return torch.arange(units) * ranks // units
+    return torch.arange(units, device="cpu") * ranks // units
 
 
 def head_tail(units: int, ranks: int) -> Tensor:
     """Two runs for each rank, as far from the start as from the end: the rank of each unit, ``int64[units]``."""
-    chunk = torch.arange(units) * (2 * ranks) // units
+    chunk = torch.arange(units, device="cpu") * (2 * ranks) // units
     return torch.minimum(chunk, 2 * ranks - 1 - chunk)
 
 
@@ -68,7 +68,7 @@ def _assignments(work: Tensor, keys: KeyLists, ranks: int, in_block: int) -> Ite
     units = work.numel()
     yield contiguous(units, ranks)
     yield head_tail(units, ranks)
-    block = torch.arange(units)
+    block = torch.arange(units, device="cpu")
     if units >= MIN_BLOCKS * in_block * ranks and in_block > 1:
         block = block.div(in_block, rounding_mode="floor")
         blocks = int(block[-1]) + 1
@@ -96,10 +96,11 @@ def halved(work: Tensor, keys: KeyLists, ranks: int) -> Tensor:
         ranks: at most the number of units.
     """
     units = work.numel()
-    at, order = torch.arange(units), torch.arange(units)  # the units of all groups of ranks, one group after another
-    stops = torch.arange(ranks + 1) * units // ranks
-    edges = torch.tensor([0, ranks])  # of the groups
-    before, shared = torch.full((units,), -1), torch.zeros_like(work)
+    at = torch.arange(units, device="cpu")
+    order = at.clone()  # the units of all groups of ranks, one group after another
+    stops = torch.arange(ranks + 1, device="cpu") * units // ranks
+    edges = torch.tensor([0, ranks], device="cpu")  # of the groups
+    before, shared = torch.full((units,), -1, device="cpu"), torch.zeros_like(work)
     mean = float(work.sum()) / ranks
     while len(edges) <= ranks:
         low, high = edges[:-1], edges[1:]
@@ -171,7 +172,7 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
     every = ranks // 2 * size <= ALL_PAIRS
     turn = unchanged = compared = 0
     while pairs and unchanged < ranks and compared < COMPARED and (every or int(load.max()) > limit):
-        by_load, place = load.argsort(descending=True, stable=True), torch.arange(ranks)
+        by_load, place = load.argsort(descending=True, stable=True), torch.arange(ranks, device="cpu")
         # In turn 0 the most loaded has the least loaded; in all turns all pairs meet.
         partner = (ranks - 1 - turn - place) % ranks
         place = place[place < partner][:pairs]
@@ -197,7 +198,7 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
             held[one, x], held[other, y] = held[other, y], held[one, x]
             unchanged = 0
     owner = torch.empty_like(owner)
-    owner[held[is_unit]] = torch.arange(ranks).unsqueeze(-1).expand_as(held)[is_unit]
+    owner[held[is_unit]] = torch.arange(ranks, device="cpu").unsqueeze(-1).expand_as(held)[is_unit]
     return owner
 
 
@@ -208,8 +209,8 @@ def _above(limit: int, load: Tensor) -> Tensor:
 def _members(owner: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """The units of each rank, ``int64[ranks, n]``, and which of them are none, filled up with unit 0, ``bool[ranks, n]``."""
     counts = owner.bincount(minlength=ranks)
-    is_unit = torch.arange(int(counts.max())) < counts.unsqueeze(-1)
-    held = torch.zeros(is_unit.shape, dtype=torch.int64)
+    is_unit = torch.arange(int(counts.max()), device="cpu") < counts.unsqueeze(-1)
+    held = torch.zeros(is_unit.shape, dtype=torch.int64, device="cpu")
     held[is_unit] = owner.argsort(stable=True)
     return held, is_unit
 
@@ -229,11 +230,11 @@ def _added_keys(keys: KeyLists, units: Tensor, is_unit: Tensor) -> Tensor:
     counts = ends.div(width, rounding_mode="floor").bincount(minlength=pairs)
     most = int(counts.max())
     # From one end of an interval of a pair to the next a unit attends to all keys or to none; after the last one to none.
-    lengths = torch.zeros(pairs, most, dtype=torch.float64)
-    lengths[torch.arange(most) < counts.unsqueeze(-1)] = ends.diff(append=ends[-1:]).double()
-    opens_closes = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(place.shape)
+    lengths = torch.zeros(pairs, most, dtype=torch.float64, device="cpu")
+    lengths[torch.arange(most, device="cpu") < counts.unsqueeze(-1)] = ends.diff(append=ends[-1:]).double()
+    opens_closes = torch.tensor([[1.0], [-1.0]], dtype=torch.float64, device="cpu").expand(place.shape)
     first = counts.cumsum(0) - counts
-    attends = torch.zeros(units.numel() * most, dtype=torch.float64)
+    attends = torch.zeros(units.numel() * most, dtype=torch.float64, device="cpu")
     attends.index_add_(0, (found.unit * most + place - first[pair]).flatten(), opens_closes.flatten())
     attends = attends.view(pairs, 2, n, most).cumsum(-1) * is_unit.unsqueeze(-1)
     times, lengths = attends.sum(2, keepdim=True), lengths.view(pairs, 1, 1, most)

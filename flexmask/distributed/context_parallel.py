@@ -200,7 +200,7 @@ class ContextParallel:
 
     @cached_property
     def _everything(self) -> TokenExchange:
-        return self._exchange([torch.tensor([[0, self.seq_len]])] * self.world_size)
+        return self._exchange([torch.tensor([[0, self.seq_len]], device="cpu")] * self.world_size)
 
     def _exchange(self, needed: Sequence[Tensor]) -> TokenExchange:
         return TokenExchange(self._held, needed, self.rank, self.group, self.device)

@@ -47,15 +47,15 @@ class TokenExchange:
         self._group, shards = group, Shards.of(held)
         own, positions = positions_of(held[rank]), positions_of(needed[rank])
         sender, at = shards.places(positions)
-        receiver = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed]))
+        receiver = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed], device="cpu"))
         first, last = (torch.searchsorted(own, end.contiguous()) for end in torch.cat(list(needed)).unbind(1))
-        to_each = torch.zeros(len(held), dtype=torch.int64).index_add_(0, receiver, last - first)
+        to_each = torch.zeros(len(held), dtype=torch.int64, device="cpu").index_add_(0, receiver, last - first)
         self._sizes = to_each.tolist(), sender.bincount(minlength=len(held)).tolist()
         self._sent = positions_of(torch.stack((first, last), -1)).to(device)
         self._most = int(shards.sizes.max())
         self.gathers = 0 < GATHER_SHARE * len(held) * (len(held) - 1) * self._most <= shards.moved(needed)
         arrival = torch.empty_like(sender)
-        arrival[sender.argsort(stable=True)] = torch.arange(len(sender))
+        arrival[sender.argsort(stable=True)] = torch.arange(len(sender), device="cpu")
         self._order = (sender * self._most + at if self.gathers else arrival).to(device)
         self.needed = positions.to(device)
 
@@ -120,10 +120,10 @@ class Shards:
     @classmethod
     def of(cls, held: Sequence[Tensor]) -> Shards:
         """The shards of ranks with the runs ``int64[n, 2]``."""
-        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in held]))
+        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in held], device="cpu"))
         start, stop = torch.cat(list(held)).unbind(1)
         lengths = stop - start
-        sizes = torch.zeros(len(held), dtype=torch.int64).index_add_(0, rank, lengths)
+        sizes = torch.zeros(len(held), dtype=torch.int64, device="cpu").index_add_(0, rank, lengths)
         return cls(rank, start, lengths.cumsum(0) - lengths, sizes)
 
     def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class Shards:
 
     def moved(self, needed: Sequence[Tensor]) -> int:
         """How many tokens the ranks get from others, where each gets those that it needs."""
-        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed]))
+        rank = torch.repeat_interleave(torch.tensor([len(runs) for runs in needed], device="cpu"))
         lo, hi = torch.cat(list(needed)).unbind(1)
         return int((hi - lo).sum() - (self._held_before(rank, hi) - self._held_before(rank, lo)).sum())
 

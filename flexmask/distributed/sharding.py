@@ -222,7 +222,7 @@ def positions_of(runs: Tensor) -> Tensor:
     """The positions in intervals ``int64[n, 2]``, one interval after another."""
     lengths = runs[:, 1] - runs[:, 0]
     first = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (runs[:, 0] - first).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum()), device="cpu") + (runs[:, 0] - first).repeat_interleave(lengths)
 
 
 def layers_of(masks: object, device: torch.device | None = None) -> list[tuple[Mask, int]]:
@@ -270,8 +270,8 @@ def _owners(balance: Balance, work: Tensor, found: Sequence[QueryUnits], ranks: 
 
 def _in_order(owner: Tensor) -> Tensor:
     """The same shards, with the ranks in the order of their first tokens."""
-    first = torch.full((int(owner.max()) + 1,), owner.numel())
-    first.scatter_reduce_(0, owner, torch.arange(owner.numel()), "amin")
+    first = torch.full((int(owner.max()) + 1,), owner.numel(), device="cpu")
+    first.scatter_reduce_(0, owner, torch.arange(owner.numel(), device="cpu"), "amin")
     return first.argsort().argsort()[owner]
 
 

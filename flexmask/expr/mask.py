@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_number, as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, parentheses_hint, wrap
@@ -123,10 +123,18 @@ class Mask(MaskMethods):
         return within_depth(cast(Mask, self.expand().replace(lambda node: to.get(getattr(node, "name", "")))))
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same mask with its tensors moved to a device. Literal data needs no move."""
-        from flexmask._sync import resolve_device  # what needs torch is imported when it is used
+        """The same mask with its tensors moved to a device. Literal data needs no move.
+
+        Raises:
+            LoweringError: a tensor is on ``meta``, where it has no values to move; or there is no such device.
+        """
+        from flexmask._sync import move_remedy, resolve_device  # what needs torch is imported when it is used
 
         device = resolve_device(device)
+        for tensor in self.tensors:
+            if tensor.is_meta and device.type != "meta":
+                found = f"a tensor {list(tensor.shape)} of the mask {self.brief()} is on meta"
+                raise LoweringError(f"{found}, and cannot move to {device}; {move_remedy(tensor.device, device)}")
         return self.with_tensors([tensor.to(device) for tensor in self.tensors])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Mask:

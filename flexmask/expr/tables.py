@@ -109,8 +109,8 @@ class Literal(Table):
     def to_tensor(self) -> Tensor:
         import torch
 
-        if type(torch.empty(0)) is not torch.Tensor:  # FakeTensorMode does not see what is made from a buffer
-            return torch.tensor(self.tolist())
+        if type(torch.empty(0, device="cpu")) is not torch.Tensor:  # FakeTensorMode does not see what is made from a buffer
+            return torch.tensor(self.tolist(), device="cpu")
         return torch.frombuffer(bytearray(self.data), dtype=torch.bool if self.truth else torch.int64).view(self.size)
 
     def write(self, bare: bool) -> tuple[str, int]:

@@ -55,7 +55,7 @@ def bind(
     parts = parts_of(mask)
     q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
     kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
-    where = _device(parts.tensors, given, device, q_offset)
+    where = _device(own, parts.tensors, given, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
@@ -87,6 +87,7 @@ def check_bound(mask: Mask) -> None:
 
 
 def _device(
+    mask: Mask,
     tensors: list[TensorTable | CapturedTensor],
     given: dict[int, Tensor],
     device: torch.device | str | None,
@@ -100,8 +101,8 @@ def _device(
     wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
     for where, strange in found.items():
         if where != wanted:
-            text = f"the mask's tensor {strange}" if strange is not None else "q_offset"
-            raise LoweringError(f"{text} is on {where}, not on {wanted}; move it with .to({str(wanted)!r})")
+            text = f"the tensor {strange} of the mask {mask.brief()}" if strange is not None else "q_offset"
+            raise LoweringError(f"{text} is on {where}, not on {wanted}; {_sync.move_remedy(where, wanted)}")
     return wanted
 
 

@@ -136,11 +136,11 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     if _sync.needs_sync(source) or (isinstance(needed, Tensor) and _sync.needs_sync(needed)):
         return
     totals = _totals(rule, source)
-    missing = (torch.as_tensor(needed) - totals).flatten()
+    missing = (torch.as_tensor(needed, device="cpu") - totals).flatten()
     if int(missing.max()) <= 0:
         return
     worst = int(missing.argmax())
-    total, wanted = (int(torch.as_tensor(n).expand(missing.shape).flatten()[worst]) for n in (totals, needed))
+    total, wanted = (int(torch.as_tensor(n, device="cpu").expand(missing.shape).flatten()[worst]) for n in (totals, needed))
     where = f" of sequence {worst}" if missing.numel() > 1 else ""
     raise LoweringError(
         f"document: {rule}{where} cover {total} of {wanted} tokens, so that {wanted - total} would attend to nothing; give "

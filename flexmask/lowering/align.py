@@ -126,12 +126,12 @@ def align_documents(
         raise LoweringError(
             f"length must be a multiple of {step} and at least {least}, the space of the aligned documents; got {length}"
         )
-    ids = torch.full((len(sequences), length), -1)
+    ids = torch.full((len(sequences), length), -1, device="cpu")
     positions, index = torch.zeros_like(ids), []
     for row, (sequence, space) in enumerate(zip(sequences, spaces, strict=True)):
         start = 0
         for number, (tokens, taken) in enumerate(zip(sequence, space, strict=True)):
-            place = torch.arange(tokens)
+            place = torch.arange(tokens, device="cpu")
             ids[row, start : start + tokens], positions[row, start : start + tokens] = number, place
             index.append(place + (row * length + start))
             start += taken

@@ -231,7 +231,9 @@ def _check_padding(mask: Mask, tokens: CallTokens) -> None:
     """Checks that the lengths of padded keys do not end before a call that is not the first, for all sequences."""
     if not tokens.batch * tokens.q_len:
         return
-    q_offset = torch.as_tensor(tokens.q_offset)
+    q_offset = tokens.q_offset
+    if not isinstance(q_offset, Tensor):
+        q_offset = torch.tensor(q_offset, device="cpu")
     for part in _operands(mask):
         for leaf in _operands(part.expand()):
             match leaf:

@@ -280,7 +280,7 @@ class KVCache:
         self.length = wanted if uniform else torch.as_tensor(many, device=device)
         self._end = max(many, default=0)
         if self._padded is not None:
-            self._padded = self._padded.truncate(torch.tensor(many))
+            self._padded = self._padded.truncate(torch.tensor(many, device="cpu"))
 
     def accept(self, path: Sequence[int] | Sequence[Sequence[int]] | Tensor, *, prefix: int | Sequence[int] | Tensor) -> None:
         """Keeps the prefix, and one path of the tree of drafts after it, moved to the places behind the prefix.

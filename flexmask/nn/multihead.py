@@ -59,7 +59,7 @@ class MultiheadFlexAttention(nn.Module):
         dropout: probability that an attention weight is dropped in training mode.
         mask: a mask, its text, or a ``mask_mod``, which is traced here, once, for calls of :meth:`forward` without one. A mask in
             the call replaces it: with ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the
-            module, and is not in its state.
+            module, and is not in its state: for a module made on ``meta`` its tensors name a device of their own.
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
@@ -358,7 +358,7 @@ class MultiheadFlexAttention(nn.Module):
             if keys:
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
                 parts = (*parts, *both.split(others, -1))
-        return [part.unflatten(-1, (part.shape[-1] // self.d_head, self.d_head)).transpose(1, 2) for part in parts]
+        return [part.view(*part.shape[:-1], part.shape[-1] // self.d_head, self.d_head).transpose(1, 2) for part in parts]
 
     def _cached(
         self, cache: KVCache, query: Tensor, new: list[Tensor], mask: AnyMask | None, *, is_context: bool

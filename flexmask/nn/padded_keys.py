@@ -34,7 +34,7 @@ class PaddedKeys:
 
     def truncate(self, lengths: Tensor) -> PaddedKeys:
         """After the keys from ``lengths``, ``int64[B]``, have left the cache."""
-        return _trimmed(self.hidden & (torch.arange(self.hidden.shape[1]) < lengths[:, None]))
+        return _trimmed(self.hidden & (torch.arange(self.hidden.shape[1], device="cpu") < lengths[:, None]))
 
     def reorder(self, indices: Tensor) -> PaddedKeys:
         """Of the sequences ``indices``, ``int[B]``."""
@@ -58,14 +58,15 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads
     if isinstance(tokens.q_offset, Tensor) and _sync.needs_sync(tokens.q_offset):
         return before
     if before is not None:
-        own = _padding(mask, torch.arange(before.hidden.shape[1]).expand_as(before.hidden))
+        own = _padding(mask, torch.arange(before.hidden.shape[1], device="cpu").expand_as(before.hidden))
         if bool((before.hidden if own is None else before.hidden & ~own).any()):
             _check_shows_no_padding(mask, tokens, before, heads)
-    positions = torch.as_tensor(tokens.q_offset).expand(tokens.batch)[:, None] + torch.arange(tokens.q_len)
+    first = torch.as_tensor(tokens.q_offset, device="cpu").expand(tokens.batch)
+    positions = first[:, None] + torch.arange(tokens.q_len, device="cpu")
     found = _padding(mask, positions)
     if found is None or not bool(found.any()):
         return before
-    hidden = torch.zeros(tokens.batch, tokens.kv_end, dtype=torch.bool).scatter(1, positions, found)
+    hidden = torch.zeros(tokens.batch, tokens.kv_end, dtype=torch.bool, device="cpu").scatter(1, positions, found)
     if before is not None:
         hidden[:, : before.hidden.shape[1]] |= before.hidden
     return _trimmed(hidden)

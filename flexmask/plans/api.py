@@ -194,5 +194,5 @@ def _tensor(value: Any, name: str, device: torch.device) -> Tensor:
     if reason := not_plain_reason(value):
         raise OperandError(f"{name} must be a plain tensor, got {reason}")
     if value.device != device:
-        raise LoweringError(f"{name} is on {value.device}, the plan on {device}; move it with .to({str(device)!r})")
+        raise LoweringError(f"{name} is on {value.device}, the plan on {device}; {_sync.move_remedy(value.device, device)}")
     return value

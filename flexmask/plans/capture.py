@@ -91,7 +91,7 @@ class Graph:
                 options = {"cpp_wrapper": self.setting.device.type == "cpu"}  # calls kernels from C++: half of the time
                 self._compiled = torch._inductor.compile(self.module, list(tensors), options=options)
             run = self._compiled
-        elif is_observed(torch.empty(0)):
+        elif is_observed(torch.empty(0, device="cpu")):
             run = self.module.forward
         else:
             if self._replay is None:

@@ -63,7 +63,7 @@ def _lower(
         tensors = (*(tensor for tensor, *_ in mask.held), *values)  # whose symbolic sizes are compared with nothing
         return run_graph(mask, names, known, tensors)
     except FlexmaskError as error:
-        if has_values(torch.empty(0)):  # the graph runs, as it is
+        if has_values(torch.empty(0, device="cpu")):  # the graph runs, as it is
             raise
         return _Refusal(next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "LoweringError"), str(error))
 

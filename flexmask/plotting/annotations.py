@@ -71,7 +71,7 @@ def bands_of(context: Context, batch: int, head: int) -> tuple[Band, ...]:
 
 def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band]:
     length = context.q_len if axis == "q" else context.kv_len
-    evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool)
+    evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool, device="cpu")
     ids: dict[Any, tuple[str, Tensor]] = {}
     for label, node in _sources(context.named, axis, head, "ids", padding=True):
         values = evaluation.tensor(_ids(node, context))
@@ -81,7 +81,7 @@ def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band
         else:
             ids[node.key] = label, line
     if padded.any() and not ids:
-        ids[PADDING] = PADDING, torch.zeros(length, dtype=torch.int64)
+        ids[PADDING] = PADDING, torch.zeros(length, dtype=torch.int64, device="cpu")
     for place, (label, line) in enumerate(ids.values()):
         marked = line.clamp(min=-1).masked_fill(padded, PADDED_ID) if place == 0 else line.clamp(min=-1)
         starts = [0, *((marked[1:] != marked[:-1]).nonzero().flatten() + 1).tolist()]

@@ -98,7 +98,7 @@ def difference(mask: Mask, other: Mask) -> tuple[Category, ...]:
 
 def shards(mask: Mask, sharding: Sharding) -> tuple[Category, ...]:
     """The visible cells by the rank that holds the query, and the hidden cells."""
-    colors = torch.empty(sharding.seq_len, dtype=torch.int64)
+    colors = torch.empty(sharding.seq_len, dtype=torch.int64, device="cpu")
     count = min(sharding.ranks, MAX_SHARDS)
     for rank in range(sharding.ranks):
         colors[sharding.positions(rank)] = rank % count

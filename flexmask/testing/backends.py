@@ -78,7 +78,7 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
     draw = torch.Generator().manual_seed(0)
     batch, heads, q_len, kv_len = setting.shape
     lengths = (q_len, kv_len, kv_len)
-    precise = [torch.randn(batch, heads, length, WIDTH, generator=draw, dtype=torch.float64) for length in lengths]
+    precise = [torch.randn(batch, heads, length, WIDTH, generator=draw, dtype=torch.float64, device="cpu") for length in lengths]
     given = [tensor.to(dtype) for tensor in precise]
     inputs = cast(Inputs, tuple(tensor.to(setting.device).requires_grad_() for tensor in given))
     copies = cast(Inputs, tuple(tensor.double().requires_grad_() for tensor in given))
@@ -98,7 +98,7 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
     else:
         yield _compare(f"{name} output", out, wanted, most)
     if has_gradients:
-        weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
+        weight = torch.randn(out.shape, generator=draw, dtype=torch.float64, device="cpu")
         found = torch.autograd.grad((out.double().cpu() * weight).sum(), inputs)
         expected = torch.autograd.grad((wanted * weight).sum(), copies)
         for which, gradient, value in zip(("query", "key", "value"), found, expected, strict=True):
@@ -122,6 +122,6 @@ def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Find
     text = f"largest error {largest:.1e}, at most {tolerance:.0e}"
     if wrong:
         worst = int(torch.where(error.isnan(), torch.inf, error).argmax())
-        b, h, place, _ = (int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
+        b, h, place, _ = (int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), error.shape))
         text = f"largest error {largest:.1e}, more than {tolerance:.0e}, at b={b}, h={h}, position {place}"
     return Finding(name, wrong, text)

@@ -70,14 +70,14 @@ class Call:
         """An input with every position changed: to large numbers, or to other tokens that occur in it."""
         value = self.inputs[name]
         if value.is_floating_point():
-            numbers = LARGE.get(value.dtype, USUAL) * torch.randn(value.shape, generator=self.draw)
+            numbers = LARGE.get(value.dtype, USUAL) * torch.randn(value.shape, generator=self.draw, device="cpu")
             return value.detach() + numbers.to(value)
         tokens, place = value.unique(return_inverse=True)
         if tokens.numel() < 2:
             raise ExpressionError(
                 f"{name} holds only the token {int(tokens[0])}; give tokens that differ, to replace one by another"
             )
-        step = torch.randint(1, tokens.numel(), value.shape, generator=self.draw).to(value.device)
+        step = torch.randint(1, tokens.numel(), value.shape, generator=self.draw, device="cpu").to(value.device)
         other: Tensor = tokens[(place + step) % tokens.numel()]
         return other
 
@@ -98,7 +98,8 @@ def by_gradient(call: Call, name: str, hidden: Tensor) -> Tensor:
         out = call(**{name: leaf})
         if not out.requires_grad:
             return leaks
-        weight = torch.randn(out.shape[0], out.shape[2], generator=call.draw, dtype=torch.float64).to(out.dtype).to(out.device)
+        sizes = out.shape[0], out.shape[2]
+        weight = torch.randn(sizes, generator=call.draw, dtype=torch.float64, device="cpu").to(out.dtype).to(out.device)
         sums = (out * weight.unsqueeze(1)).sum((0, 2))  # of each query; no sequence of the batch knows another
     for q in hidden.any(2).any(0).nonzero().flatten().tolist():
         (gradient,) = torch.autograd.grad(sums[q], leaf, retain_graph=True, allow_unused=True)

@@ -126,7 +126,7 @@ class _Call:
         self.function, self.mask, self.parts = function, mask, parts
         self.block_size, self.gradients = block_size, gradients
         draw = torch.Generator().manual_seed(0)
-        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw)]
+        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw, device="cpu")]
         self.taken = [name for name in required_parameters(function) if name in GIVEN]
         if not self.taken:
             raise OperandError(
@@ -156,7 +156,8 @@ class _Call:
         weights = []
         for number in order:
             draw = torch.Generator().manual_seed(self.seeds[number])
-            weights.append(torch.randn(self.parts[number].shape[0], *out.shape[2:], generator=draw, dtype=torch.float64))
+            sizes = self.parts[number].shape[0], *out.shape[2:]
+            weights.append(torch.randn(sizes, generator=draw, dtype=torch.float64, device="cpu"))
         weight = documents.pack(torch.cat(weights).to(out.device, out.dtype))
         return torch.autograd.grad(out, x, weight)[0]
 

@@ -295,7 +295,7 @@ def _constant(state: TraceState, func: Any, like: Proxy, *args: Any, **named: An
     if has_proxy((args, named)):
         raise NoExpression
     named.pop("device", None)
-    made = func(torch.zeros(like.shape, dtype=like.dtype), *args, **named)
+    made = func(torch.zeros(like.shape, dtype=like.dtype, device="cpu"), *args, **named)
     return state.constant(made) if made.numel() <= MAX_ELEMENTS else made.to(state.device)
 
 

@@ -40,7 +40,7 @@ def _rearranged(state: TraceState, func: Any, *args: Any, **named: Any) -> Any:
         traced.shared = True
         pool.extend(traced.elements)
         dtypes.add(traced.dtype)
-        return torch.arange(len(pool) - traced.numel(), len(pool)).view(traced.shape)
+        return torch.arange(len(pool) - traced.numel(), len(pool), device="cpu").view(traced.shape)
 
     found = func(*map_nested(place, args), **map_nested(place, named))
     if len(dtypes) != 1:
@@ -62,7 +62,7 @@ def _reduction(operation: Callable[[Any, Any], Element], convert: Callable[[Elem
             raise NoExpression  # torch returns uint8 for uint8
         dtype = torch.bool if convert is as_truth else torch.int64 if func.__name__ in ("sum", "prod") else value.dtype
         dims = [dim] if isinstance(dim, int) else list(range(value.dim()) if dim is None else dim)
-        places = torch.arange(value.numel()).view(value.shape)
+        places = torch.arange(value.numel(), device="cpu").view(value.shape)
         shape = places.sum(dims, keepdim=keepdim).shape if dims else places.shape
         rows = places.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)) if dims else places.unsqueeze(-1)
         lines = rows.reshape(-1, rows.shape[-1]).tolist()

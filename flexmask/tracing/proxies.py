@@ -292,7 +292,7 @@ class TraceState:
         if example.numel() > MAX_ELEMENTS:
             raise Untraceable("an opaque call gives too many values")
         node = within_depth(Opaque(function, tuple(map(self.argument, arguments)), keywords, tuple(example.shape)))
-        places = torch.ones(example.shape).nonzero().tolist()
+        places = torch.ones(example.shape, device="cpu").nonzero().tolist()
         elements: list[Element] = [node if not place else Opaque(_element, (node, *place)) for place in places]
         if example.dtype == torch.bool:
             elements = [cast(Index, element) != 0 for element in elements]

@@ -80,6 +80,6 @@ def map_elements(state: TraceState, dtype: torch.dtype, function: Callable[..., 
 
 def broadcast_elements(traced: Sequence[Proxy]) -> tuple[list[tuple[Element, ...]], torch.Size]:
     """The elements of proxies that broadcast, as one tuple per element of the result, and the shape of the result."""
-    places = torch.broadcast_tensors(*(torch.arange(value.numel()).view(value.shape) for value in traced))
+    places = torch.broadcast_tensors(*(torch.arange(value.numel(), device="cpu").view(value.shape) for value in traced))
     columns = [[value.elements[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
     return list(zip(*columns, strict=True)), places[0].shape

@@ -12,6 +12,7 @@ import doctest
 import io
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -61,8 +62,12 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path) -> dict[str, object]:
+def run_page(page: Path, change: Callable[[str], str] = str) -> dict[str, object]:
     """Runs the blocks of a page one after the other, and compares what they print with the page.
+
+    Args:
+        page: the page.
+        change: gives the code that runs in place of that of a ``python`` block.
 
     Returns:
         The names that the ``python`` blocks define.
@@ -78,7 +83,7 @@ def run_page(page: Path) -> dict[str, object]:
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(block.code, where, "exec"), names)
+            exec(compile(change(block.code), where, "exec"), names)
         _check(printed.getvalue(), block.output or "", where)
     return names
 

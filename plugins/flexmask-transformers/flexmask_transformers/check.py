@@ -148,9 +148,9 @@ def _results(model: Any, attention: Sequence[str], lengths: tuple[int, ...], tol
 
 def _packings(lengths: tuple[int, ...], device: torch.device) -> dict[str, dict[str, Any]]:
     """The arguments of a forward for each way to pack."""
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
-    positions = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device)}
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    ids = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), torch.tensor(lengths, device="cpu"))[None].to(device)
+    positions = {"position_ids": torch.cat([torch.arange(length, device="cpu") for length in lengths])[None].to(device)}
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device, torch.int32)
     flash = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
     seq_idx = {"seq_idx": ids.to(torch.int32)}
     return {
@@ -179,8 +179,8 @@ def _result(
         inputs = {name: value for name, value in inputs.items() if name != "use_cache"}
     try:
         packed = _outputs(model, tokens, inputs)
-        leak = torch.zeros(sum(lengths))
-        for start, stop in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]):
+        leak = torch.zeros(sum(lengths), device="cpu")
+        for start, stop in pairwise([0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()]):
             changed = others.clone()
             changed[:, start:stop] = tokens[:, start:stop]
             leak[start:stop] = (_outputs(model, changed, inputs) - packed)[:, start:stop].abs().amax((0, 2)).cpu()
@@ -192,7 +192,8 @@ def _result(
 
 def _tokens(model: Any, length: int, seed: int) -> Tensor:
     size = model.config.get_text_config().vocab_size
-    return torch.randint(min(3, size - 1), size, (1, length), generator=torch.Generator().manual_seed(seed)).to(model.device)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(min(3, size - 1), size, (1, length), generator=draw, device="cpu").to(model.device)
 
 
 def _outputs(model: Any, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:

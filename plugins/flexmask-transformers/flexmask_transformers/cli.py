@@ -111,7 +111,7 @@ def _masks(config: Path, lengths: list[int]) -> dict[str, Mask]:
     from flexmask_transformers.models import small_model
     from flexmask_transformers.recording import masks_of
 
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
     packed = {"position_ids": positions} if len(lengths) > 1 else {}
     return masks_of(small_model(config), input_ids=torch.ones_like(positions), use_cache=False, **packed)
 

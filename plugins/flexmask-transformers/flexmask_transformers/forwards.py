@@ -98,7 +98,8 @@ def check_layers(packed: bool | Tensor) -> None:
             "If these layers separate documents by the seq_idx or cu_seq_lens_q that you give (check_packing measures it), "
             "call flexmask_transformers.allow_mixing(model)"
         )
-        require(torch.as_tensor(packed).logical_not(), message, LoweringError)
+        condition = packed if isinstance(packed, Tensor) else torch.tensor(packed, device="cpu")
+        require(condition.logical_not(), message, LoweringError)
 
 
 class _Local(threading.local):

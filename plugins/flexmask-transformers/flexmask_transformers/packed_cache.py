@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ def require_one_document(cache: Any, q_offset: int | Tensor) -> None:
         if keys.several:
             raise LoweringError(MESSAGE)
     elif isinstance(keys.several, Tensor) or isinstance(q_offset, Tensor):
-        several, follows = torch.as_tensor(keys.several), torch.as_tensor(q_offset > 0)
-        torch._assert_async(~(several.to(follows.device) & follows), MESSAGE)
+        device = (keys.several if isinstance(keys.several, Tensor) else cast(Tensor, q_offset)).device
+        several, follows = (torch.as_tensor(value, device=device) for value in (keys.several, q_offset > 0))
+        torch._assert_async(~(several & follows), MESSAGE)
     elif q_offset > 0:
         raise LoweringError(MESSAGE)

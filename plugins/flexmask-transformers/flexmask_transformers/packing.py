@@ -189,7 +189,7 @@ def _starts(ids: Tensor, keep: Tensor | None = None) -> Tensor:
 def _ids(name: str, value: Any, batch: int, length: int) -> Tensor:
     """The document of each token, ``int[B, S]``, from one argument."""
     try:
-        value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise OperandError(f"{name} must be a tensor of integers, got {type(value).__name__}") from error
     if value.dtype not in (torch.int32, torch.int64):
