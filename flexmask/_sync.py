@@ -50,15 +50,18 @@ class Stamp:
     Args:
         tensors: the tensors.
         setting: what else a result depends on that is made from them.
+        copies: whether values are compared on the CPU; else only of tensors made in inference mode, which have no version.
 
     Attributes:
         kept: tensors of these values: copies on the CPU, else the same memory, which this keeps in use.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], setting: Any = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], setting: Any = None, *, copies: bool = True) -> None:
         self._setting = setting
-        self.kept = [tensor.detach() if needs_sync(tensor) else tensor.detach().clone() for tensor in tensors]
-        self._places = [_place(tensor) if needs_sync(tensor) else None for tensor in tensors]
+        copied = [not needs_sync(tensor) and (copies or tensor.is_inference()) for tensor in tensors]
+        own = list(zip(tensors, copied, strict=True))
+        self.kept = [tensor.detach().clone() if is_copied else tensor.detach() for tensor, is_copied in own]
+        self._places = [None if is_copied else _place(tensor) for tensor, is_copied in own]
 
     def holds(self, tensors: Sequence[Tensor], setting: Any = None) -> bool:
         """Whether as many tensors hold the same, in an equal setting."""

@@ -90,6 +90,35 @@ def test_cells_are_not_computed_from_other_data(name: str, options: dict[str, An
         torch.autograd.grad(out, x, grad)
 
 
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return ids()
+
+
+def write_in_inference_mode(data: Tensor) -> None:
+    with torch.inference_mode():
+        data.copy_(data.flip(-1))
+
+
+#: Writes that torch's version counter does not count, and the data.
+UNCOUNTED: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = {
+    "another memory": (ids, lambda data: setattr(data, "data", data.flip(-1))),
+    "inference mode": (in_inference_mode, write_in_inference_mode),
+}
+
+
+@pytest.mark.parametrize("name", ["a comparison", "eviction", "an opaque call", "a BlockMask"])
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_writes_without_a_version(write: str, name: str) -> None:
+    make, change = UNCOUNTED[write]
+    data, (x, grad) = make(), inputs()
+    out = attend(x, MASKS[name][1](data))
+    torch.autograd.grad(out, x, grad, retain_graph=True)
+    change(data)
+    with pytest.raises(LoweringError, match=WRITTEN):
+        torch.autograd.grad(out, x, grad)
+
+
 @pytest.mark.parametrize("options", [{}, {"score_mod": raise_score}], ids=["plain", "score_mod"])
 def test_second_derivatives(options: dict[str, Any]) -> None:
     data, (x, grad) = ids(), inputs()
