@@ -253,8 +253,13 @@ class Node(Derived):
         """The tensors below, each once, in the order of the fields.
 
         Raises:
-            LoweringError: one has another shape or dtype than when the expression was made, which has these in it.
+            LoweringError: as :meth:`check_held`.
         """
+        self.check_held()
+        return tuple([tensor for tensor, _, _ in self.held])
+
+    def check_held(self) -> None:
+        """Raises where a tensor has another shape or dtype than when the expression was made, which has these in it."""
         for tensor, shape, dtype in self.held:
             if tensor.shape != shape or tensor.dtype != dtype:
                 what = "the mask" if is_traced() else self.brief()
@@ -263,7 +268,6 @@ class Node(Derived):
                     f"{list(tensor.shape)} now. Its values may change, its shape and dtype may not: make the mask again, or give "
                     "it a parameter and bind the data of each step"
                 )
-        return tuple([tensor for tensor, _, _ in self.held])
 
     def _make_params(self) -> tuple[str, ...]:
         found: tuple[str, ...] = ()

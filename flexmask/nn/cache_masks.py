@@ -72,6 +72,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
             depends on the length of the whole sequence, or lengths of padded sequences that make every token of the call padding.
     """
     check_bound(mask)
+    mask.check_held()
     check_batch(mask, tokens.batch)
     check_symbols(mask, is_context=tokens.is_context)
     if _attends_to_all(mask, tokens):

@@ -43,6 +43,17 @@ USES: dict[str, Callable[[fm.Mask], object]] = {
 }
 
 
+@pytest.mark.parametrize("change", ["more values", "another axis"])
+def test_a_module_with_a_cache(change: str) -> None:
+    """Data may have more values than a cache has tokens, so that the step itself would take them."""
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    layer, cache = fm.MultiheadFlexAttention(4, 4, 1, mask=fm.causal() & fm.document(ids)), fm.KVCache(LENGTH)
+    layer(torch.zeros(1, 2, 4), cache=cache)
+    CHANGES[change](ids)
+    with pytest.raises(LoweringError, match=CHANGED):
+        layer(torch.zeros(1, 2, 4), cache=cache)
+
+
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("change", CHANGES)
