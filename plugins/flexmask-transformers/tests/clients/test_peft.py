@@ -20,14 +20,14 @@ pytestmark = [
 ]
 LENGTHS = (5, 7)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-PACKINGS = {
+PACKINGS: dict[str, dict[str, Any]] = {
     "position_ids": {"position_ids": POSITIONS},
     "position_ids and a 2-D mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 12, dtype=torch.int64)},
     "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 5, 12])},
     "seq_idx": {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])},
 }
 PACKED = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
-PROMPTS = {
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt tuning": ("PromptTuningConfig", {}),
     "p-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 16}),
     "prefix tuning": ("PrefixTuningConfig", {}),
@@ -38,7 +38,7 @@ PROMPTS = {
     ),
 }
 PROMPTED = pytest.mark.parametrize("kind", PROMPTS)
-LAYERS = {
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {"target_modules": "all-linear", "init_lora_weights": False}),
     "IA3": ("IA3Config", {}),
     "Llama-Adapter": ("AdaptionPromptConfig", {"adapter_len": 3, "adapter_layers": 2}),
