@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers
@@ -66,16 +66,31 @@ def _checked(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _effective(original: Callable[..., None]) -> Callable[..., None]:
-    """The method that sets an ``attn_implementation``, which would log a line and go on where a model does not support it."""
+    """The method that sets an ``attn_implementation``, which would log a line and go on where a model does not support it.
+
+    It still goes on where that is a part for images or sound, which has no documents, unless the caller named this part.
+    """
 
     @functools.wraps(original)
     def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> None:
-        if attn_implementation == NAME and not self._can_set_attn_implementation():
-            raise _unsupported(self)
+        named = {id(config) for config, wanted in _requests(self.config, attn_implementation) if wanted == NAME}
+        if not isinstance(attn_implementation, dict):
+            named &= {id(self.config), id(self.config.get_text_config())}
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel) and id(part.config) in named and not part._can_set_attn_implementation():
+                raise _unsupported(part)
         original(self, attn_implementation, *arguments, **options)
         note_layers(self)
 
     return set_attn_implementation
+
+
+def _requests(config: Any, wanted: Any) -> Iterator[tuple[Any, Any]]:
+    """What an ``attn_implementation`` asks for in a config and in those in it: one name for all, or a dict of their names."""
+    yield config, wanted.get("") if isinstance(wanted, dict) else wanted
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _requests(part, wanted.get(name) if isinstance(wanted, dict) else wanted)
 
 
 def _noted(original: Callable[..., None]) -> Callable[..., None]:

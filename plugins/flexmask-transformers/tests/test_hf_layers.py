@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from flexmask_transformers import allow_mixing, check_packing
-from hf_models import ENCODER, TEXT, make_pair, pair, tokens
+from hf_models import ENCODER, TEXT, VISION, make_pair, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE
 from torch.testing import assert_close
@@ -125,12 +125,44 @@ def test_a_model_that_calls_no_attention_of_transformers() -> None:
         model(torch.randn(1, 3, 8, 8))
 
 
-def test_setting_it_where_transformers_would_ignore_it_is_refused() -> None:
+@pytest.mark.parametrize("name", ["flexmask", {"": "flexmask"}], ids=["name", "dict"])
+def test_setting_it_where_transformers_would_ignore_it_is_refused(name: Any) -> None:
     config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     model = transformers.FalconForCausalLM(config)
     with pytest.raises(ValueError, match="FalconForCausalLM does not support attn_implementation='flexmask'"):
-        model.set_attn_implementation("flexmask")
+        model.set_attn_implementation(name)
     model.set_attn_implementation("eager")
+
+
+def with_parts(text: Any, vision: Any) -> Any:
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
+    )
+
+
+XGLM = {"vocab_size": 64, "d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 4, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", ["flexmask", {"text_config": "flexmask"}], ids=["name", "dict"])
+def test_a_part_for_text_that_transformers_would_leave_out_is_refused(name: Any) -> None:
+    model = with_parts(transformers.XGLMConfig(**XGLM), transformers.CLIPVisionConfig(**VISION))
+    with pytest.raises(ValueError, match="XGLMModel does not support attn_implementation='flexmask'"):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation != "flexmask"
+    model.set_attn_implementation({"vision_config": "flexmask"})
+
+
+def test_a_part_for_images_may_have_another_attention() -> None:
+    vision = transformers.Swinv2Config(image_size=16, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
+    model = with_parts(transformers.LlamaConfig(**TEXT), vision)
+    model.set_attn_implementation("flexmask")
+    assert model.config.text_config._attn_implementation == "flexmask"
+    eager = with_parts(transformers.LlamaConfig(**TEXT), vision)
+    eager.load_state_dict(model.state_dict())
+    found = model(tokens(1), position_ids=PACKED, use_cache=False).logits
+    assert_close(found[:, 5:], eager(tokens(1)[:, 5:]).logits, **CLOSE)
+    with pytest.raises(ValueError, match="Swinv2Model does not support attn_implementation='flexmask'"):
+        model.set_attn_implementation({"vision_config": "flexmask"})
 
 
 def test_errors() -> None:
