@@ -22,6 +22,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among the
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Names of tests are the same in each process, so that each worker collects the same."""
+    found = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if found:
+        raise pytest.UsageError(f"the names of tests hold addresses; give their parameters ids: {', '.join(found[:3])}")
+
+
 def pytest_collection_finish() -> None:
     """What is imported and collected lives until the end, so that there is no garbage to look for among it."""
     gc.collect()

@@ -112,7 +112,8 @@ def attention(
 
     Data of a mask may be written after the forward pass where its key intervals are the mask. Where cells are computed, and with
     a ``score_mod``, what they read must not be written before the backward pass, which computes them again: it raises as for
-    tensors that autograd saves, by their version counters.
+    tensors that autograd saves, by their version counters, which count no writes through NumPy or ``.data``. It must read the
+    same tensors: what a function captures is not to be assigned anew before.
 
     In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
     :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.

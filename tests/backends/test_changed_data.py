@@ -136,6 +136,15 @@ def test_positions_of_the_queries() -> None:
         torch.autograd.grad(out, x, grad)
 
 
+@pytest.mark.parametrize("options", [{}, {"score_mod": raise_score}, {"dropout_p": 0.3}], ids=["plain", "score_mod", "dropout"])
+def test_positions_of_key_intervals_are_kept(options: dict[str, Any]) -> None:
+    offset, (x, grad) = torch.tensor([0, 1]), inputs()
+    out = attend(x, "causal", q_offset=offset, **options)
+    (want,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+    offset += 1
+    torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], want)
+
+
 def test_data_of_a_score_mod() -> None:
     bias, (x, grad) = torch.randn(LENGTH), inputs()
     out = attend(x, "causal", score_mod=lambda score, b, h, q, kv: score + bias[kv])
