@@ -177,7 +177,6 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     "traced": lambda: lowered(fm.from_mask_mod(lambda b, h, q, kv: torch.where(q.new_ones(()) > 0, kv <= q, kv < q))),
     "opaque": lambda: lowered(fm.from_mask_mod(opaque)),
     "opaque attention": lambda: attended(fm.from_mask_mod(opaque)),
-    "flex": lambda: iter([attention(QUERY, KEY, VALUE, fm.causal() & fm.key_padding([4, 2]), backend="flex")]),
     "shards": sharded,
     "checks": checked,
 }
