@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,10 @@ from flexmask_transformers.layers import layers_of
 from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
 __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "running"]
+
+
+#: Names of embeddings of absolute positions, in the code of a model that makes these positions itself.
+POSITIONS = re.compile("embed_pos|pos_embed|position_embed|wpe$")
 
 
 class Forward:
@@ -75,8 +80,8 @@ def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> No
     """
     starts = restarts(position_ids, keep)
     message = (
-        f"position_ids restart inside a row, and {what}, so that its documents would see each other. Give each document a row; "
-        "cu_seq_lens_q or seq_idx separate them where the model passes them on to its attention"
+        f"position_ids restart inside a row, and {what}: its documents would see each other, or have other positions than alone. "
+        "Give each document a row; cu_seq_lens_q or seq_idx separate them where the model passes them on to its attention"
     )
     if not is_readable(starts):
         torch._assert_async(~starts.any(), message)
@@ -143,6 +148,8 @@ def _observe(kind: type[torch.nn.Module]) -> None:
     if code is None or getattr(forward, "__flexmask__", False):
         return
     names = code.co_varnames[: code.co_argcount]
+    is_given = "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    counts = not is_given and any(map(POSITIONS.search, code.co_names))
 
     def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
@@ -179,6 +186,13 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             self.config, position_ids, keep, packing, mixing, has_masks=outer is not None and outer.has_masks
         )
         try:
+            if position_ids is not None:
+                if getattr(self.config, "is_encoder_decoder", False):
+                    require_unpacked(position_ids, keep, f"{type(self).__name__} has an encoder and a decoder")
+                elif counts:
+                    require_unpacked(position_ids, keep, f"{type(self).__name__} counts positions by itself")
+                if mixing:
+                    check_layers(restarts(position_ids, keep).any())
             return forward(self, *args, **kwargs)
         finally:
             _LOCAL.forward = outer

@@ -108,6 +108,28 @@ def test_documents_of_cross_attention_are_refused() -> None:
             hidden(ours, tokens(1), position_ids=PACKED, **encoded, **others)
 
 
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_packed_rows_of_an_encoder_and_a_decoder_are_refused(name: str) -> None:
+    eager, ours = pair(name)
+    given = {"input_ids": tokens(1), "decoder_input_ids": tokens(1), "use_cache": False}
+    assert_close(ours(**given, position_ids=positions(12)).logits, eager(**given).logits, **CLOSE)
+    with pytest.raises(LoweringError, match=r"and \w+ForConditionalGeneration has an encoder and a decoder: its documents would"):
+        ours(**given, position_ids=PACKED)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_packed_rows_of_a_decoder_that_counts_its_positions_are_refused(is_graph: bool) -> None:
+    """BART's decoder has absolute positions and takes none: documents would have others than alone."""
+    config = pair("bart")[0].config.to_dict()
+    eager, ours = make_pair(transformers.BartForCausalLM, lambda: transformers.BartConfig(**config))
+    model: Any = torch.compile(ours, backend="eager", fullgraph=True) if is_graph else ours
+    given = {"use_cache": False}
+    assert_close(hidden(model, tokens(1), position_ids=positions(12), **given), hidden(eager, tokens(1)), **CLOSE)
+    with pytest.raises((LoweringError, RuntimeError), match="BartDecoder counts positions by itself"):
+        model(tokens(1), position_ids=PACKED, **given)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_arguments_that_a_model_does_not_pass_on_are_refused(is_graph: bool) -> None:
     """StableLM takes all arguments and drops those that it does not know."""

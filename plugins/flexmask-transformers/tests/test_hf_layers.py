@@ -97,7 +97,7 @@ class Llama(transformers.LlamaForCausalLM):  # type: ignore[misc] # transformers
 
 def test_layers_of_a_new_family_are_found() -> None:
     model = Llama._from_config(transformers.LlamaConfig(**TEXT), attn_implementation="flexmask")
-    with pytest.raises(LoweringError, match=rf"{MESSAGE}Mixer \(layers\.1\.mlp\)"):
+    with pytest.raises(LoweringError, match=rf"{MESSAGE}Mixer \(model\.layers\.1\.mlp\)"):
         model(tokens(1), position_ids=PACKED)
 
 
