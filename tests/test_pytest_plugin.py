@@ -61,7 +61,7 @@ def test_it_is_registered() -> None:
 
 def test_a_suite_in_a_line_each(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
-    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=5, failed=6)
     result.stdout.fnmatch_lines(["*dense, against the reference: * of 72 cells differ*", "*hidden by key_padding(*"])
     result.stdout.fnmatch_lines(["*depends on its packing: in one sequence, 32 of 32 numbers differ*"])
@@ -76,7 +76,7 @@ def test_several_devices(pytester: pytest.Pytester) -> None:
         "def test_fixture(assert_equivalent):\n    assert assert_equivalent.keywords['device'] in ('cpu', 'meta')\n"
         "def test_other():\n    pass"
     )
-    result = pytester.runpytest_subprocess("-v", *(f"--flexmask-device={device}" for device in ("cpu", "meta", "abacus")))
+    result = pytester.runpytest_inprocess("-v", *(f"--flexmask-device={device}" for device in ("cpu", "meta", "abacus")))
     result.assert_outcomes(passed=5, errors=2)  # there is no abacus
     result.stdout.fnmatch_lines(
         ["*test_device[[]cpu]*", "*test_device[[]meta]*", "*test_fixture[[]cpu]*", "*test_fixture[[]meta]*"]
@@ -85,7 +85,7 @@ def test_several_devices(pytester: pytest.Pytester) -> None:
 
 
 def test_help(pytester: pytest.Pytester) -> None:
-    output = pytester.runpytest_subprocess("--help").stdout.str()
+    output = pytester.runpytest_inprocess("--help").stdout.str()
     assert "attention masks:" in output
     assert "--flexmask-device=DEVICE" in output
 

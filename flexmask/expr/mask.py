@@ -197,8 +197,8 @@ class Truth(Mask):
         return ("full" if self.value else "empty") + ("" if bare else "()"), PRECEDENCE["atom"]
 
 
-#: No mask; made here, since torch.compile cannot trace how it is made.
-ALL_CELLS = Truth(True)
+#: No mask, and no cells; made here, since torch.compile cannot trace how they are made.
+ALL_CELLS, NO_CELLS = Truth(True), Truth(False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -270,9 +270,11 @@ def _absorbed(part: Mask, parts: list[Mask], kind: type[_Nary], inner: type[_Nar
 
 def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operands: tuple[Mask, ...]) -> Mask:
     """The canonical form of a conjunction (``neutral`` True) or disjunction (False)."""
-    parts = [part for part in _flat(kind, operands) if part != Truth(neutral)]  # a & full -> a
+    decides, neutral_key = (NO_CELLS.key, ALL_CELLS.key) if neutral else (ALL_CELLS.key, NO_CELLS.key)
+    parts = [part for part in _flat(kind, operands) if part.key != neutral_key]  # a & full -> a
     keys = {part.key for part in parts}
-    if Truth(not neutral).key in keys or any(_is_among(Not.make(part), kind, keys) for part in parts):
+    opposites = (Not.make(part) for part in parts if isinstance(part, Not | Compare))  # that of another part is a Not
+    if decides in keys or any(_is_among(opposite, kind, keys) for opposite in opposites):
         return Truth(not neutral)  # a & empty, a & ~a -> empty
     parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
     if len(parts) < 2:

@@ -26,6 +26,7 @@ from tests.backends.tiled_cases import (
     window,
 )
 from tests.support import oracle
+from tests.support.exhaustive import one_in
 
 
 @pytest.fixture
@@ -131,10 +132,14 @@ class TestNonfiniteValues:
     }
 
     @pytest.mark.parametrize(
-        "name", ["window", "documents of two lengths", "per head and batch", "rows alike, per batch", "few cells"]
+        ("name", "how", "where"),
+        one_in(
+            3,
+            ["window", "documents of two lengths", "per head and batch", "rows alike, per batch", "few cells"],
+            ATTENDS,
+            ["keys", "values", "both"],
+        ),
     )
-    @pytest.mark.parametrize("how", ATTENDS)
-    @pytest.mark.parametrize("where", ["keys", "values", "both"])
     def test_only_rows_that_attend_to_them(self, name: str, how: str, where: str, small_tiles: None) -> None:
         mask = MASKS[name]()
         mask = mask.expand(-1, -1, 50, -1)

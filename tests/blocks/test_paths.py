@@ -21,6 +21,7 @@ from flexmask import _sync
 from flexmask.lowering import block_lists
 from flexmask.lowering import block_mask as lowering
 from tests.support import oracle
+from tests.support.exhaustive import one_in
 from tests.support.lowerings import blocks_of, check_block_mask, check_lists, check_mask_mod, check_rows
 from tests.support.paths import PATHS, path
 from tests.support.strategies import Case, Shape, shaped_masks
@@ -68,8 +69,7 @@ def kinds_of(mask: fm.Mask) -> Tensor:
     return oracle.classify_blocks(mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE), 4, 4)
 
 
-@pytest.mark.parametrize("mask", LONG, ids=lambda mask: mask.brief())
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(("name", "mask"), one_in(3, PATHS, LONG))
 def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
     """Blocks of 4 in 2,020 tokens: 255,025 in all, more than the grid has on the CPU."""
     with path(name):

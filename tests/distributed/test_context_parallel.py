@@ -21,13 +21,14 @@ from flexmask.distributed.agreement import fingerprint
 from flexmask.errors import LoweringError
 from tests.distributed import models
 from tests.distributed.equality import LONG, Checks, attention, check_cases, check_drawn
+from tests.support.exhaustive import exhaustive
 from tests.support.ranks import exit_codes, run_ranks
 
 
 def two_ranks(rank: int) -> None:
     checks = Checks()
-    check_cases(checks, every=2)
-    check_drawn(checks, 10)
+    check_cases(checks, every=4)
+    check_drawn(checks, 6)
     for strategy in ("keys", "heads"):
         checks(f"a model, {strategy}", models.check_model, strategy)
         checks(
@@ -197,7 +198,7 @@ def test_calls_after_the_first_are_not_compared(alone: dist.ProcessGroup, monkey
 
 
 @pytest.mark.parametrize(
-    ("declared", "given"), [(None, None), ("full", None), ("kv <= q", " q >= kv"), (fm.causal(), "causal()")]
+    ("declared", "given"), [(None, None), ("kv <= q", " q >= kv"), *exhaustive([("full", None), (fm.causal(), "causal()")])]
 )
 def test_compiled_calls_give_masks_by_text_or_not_at_all(alone: dist.ProcessGroup, declared: Any, given: str | None) -> None:
     cp, x = ContextParallel(alone, declared, 9), [torch.randn(1, 2, 9, 4) for _ in range(3)]

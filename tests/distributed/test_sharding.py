@@ -236,18 +236,19 @@ def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.Dat
     after = exchanged(before, work, KeyLists.union(units, unit, key, key + 1), ranks)
     limit = int(float(work.sum()) / ranks * 1.02)
 
-    def costs(owner: Tensor) -> tuple[int, int]:
+    def costs(owner: list[int]) -> tuple[int, int]:
         held = [[unit for unit in range(units) if owner[unit] == rank] for rank in range(ranks)]
-        above = sum(max(0, sum(int(work[unit]) for unit in some) - limit) for some in held)
+        above = sum(max(0, sum(works[unit] for unit in some) - limit) for some in held)
         return above, sum(len(set().union(*(seen[unit] for unit in some))) for some in held)
 
+    works, found = work.tolist(), after.tolist()
     assert after.bincount(minlength=ranks).tolist() == [each] * ranks
-    assert costs(after) <= costs(before)
+    assert costs(found) <= costs(before.tolist())
     for one in range(units):  # no exchange of two units is left that gains something
         for other in range(one):
-            owner = after.clone()
-            owner[[one, other]] = after[[other, one]]
-            assert costs(owner) >= costs(after)
+            owner = found.copy()
+            owner[one], owner[other] = found[other], found[one]
+            assert costs(owner) >= costs(found)
 
 
 def test_a_plan_is_printed_as_a_table() -> None:

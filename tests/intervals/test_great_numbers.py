@@ -1,6 +1,6 @@
 """Masks with numbers around 2**31, 2**32 and 2**60 to 2**63, in every lowering, against Python's own integers.
 
-``FLEXMASK_GREAT_NUMBERS=20000 pytest tests/intervals/test_great_numbers.py`` or
+``pytest --hypothesis-profile=all tests/intervals/test_great_numbers.py`` or
 ``python -m tests.intervals.test_great_numbers 20000 [SEED]`` draws as many expressions. One that overflows 64 bits as it is
 written may be refused; it is never silently wrong.
 """
@@ -8,7 +8,6 @@ written may be refused; it is never silently wrong.
 from __future__ import annotations
 
 import operator
-import os
 import random
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
@@ -25,7 +25,7 @@ from flexmask import Mask, _sync
 from flexmask.errors import FlexmaskError, LoweringError
 from tests.support import oracle
 
-EXAMPLES = int(os.environ.get("FLEXMASK_GREAT_NUMBERS", "100"))
+EXAMPLES = 2 * settings().max_examples
 
 #: An expression: an operator or kind, and its operands.
 Tree: TypeAlias = tuple[Any, ...]

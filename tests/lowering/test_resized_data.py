@@ -90,7 +90,7 @@ def test_a_plan_that_has_a_graph() -> None:
 def test_compiled_code() -> None:
     """Masks of other lengths are other graphs, and a mask that changes is an error."""
     compiled = torch.compile(lambda x, mask: fm.attention(x, x, x, mask), backend="eager", fullgraph=True)
-    for length in (6, 7, 8):
+    for length in (6, 8):
         ids, x = torch.zeros(length, dtype=torch.int64), torch.randn(1, 1, length, 2)
         mask = fm.document(ids)
         torch.testing.assert_close(compiled(x, mask), scaled_dot_product_attention(x, x, x))

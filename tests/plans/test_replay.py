@@ -16,6 +16,7 @@ from flexmask import Mask, _sync
 from flexmask.errors import LoweringError
 from flexmask.plans import Plan
 from tests.support.block_lists import check_lists
+from tests.support.exhaustive import one_in
 
 KV_LEN = 300
 LENGTHS = torch.tensor([250, 0])
@@ -41,8 +42,7 @@ def other(data: Tensor) -> Tensor:
     return ~data if data.dtype == torch.bool else data.flip(0)
 
 
-@pytest.mark.parametrize("q_len", [1, 5, 130])
-@pytest.mark.parametrize("text", MASKS)
+@pytest.mark.parametrize(("text", "q_len"), one_in(3, MASKS, [1, 5, 130]))
 def test_steps(text: str, q_len: int) -> None:
     predicate, data = MASKS[text]
     plan, data = fm.plan(text, q_len, KV_LEN, batch=2), data.clone()

@@ -25,6 +25,7 @@ from flexmask.plotting import density
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, rasterize
 from flexmask.plotting.sheet import Sheet, panel_sheet, term_sheet
 from flexmask.plotting.terminal.show import show_sheet
+from tests.support.exhaustive import one_in
 from tests.support.strategies import mask_cases, shapes
 
 #: What there is to draw on: colors, and the encoding.
@@ -221,8 +222,7 @@ TERMS = [
 ]
 
 
-@pytest.mark.parametrize("on", ["pipe", "NO_COLOR", "16", "truecolor"])
-@pytest.mark.parametrize("parts", TERMS, ids=["3 terms", "5 terms", "8 terms"])
+@pytest.mark.parametrize(("parts", "on"), one_in(3, TERMS, ["pipe", "NO_COLOR", "16", "truecolor"]))
 def test_hidden_cells_say_which_term_hides_them(parts: list[Mask], on: str) -> None:
     text = output(reduce(and_, parts), 12, on=on, why=True, width=120)
     shown = [part.dense(12)[0, 0].tolist() for part in parts]
@@ -375,8 +375,7 @@ def differs(color: tuple[int, int, int]) -> bool:
     return bool(np.abs(neither + part * (both - neither) - color).max() > 3)
 
 
-@pytest.mark.parametrize("on", ["pipe", "16", "truecolor"])
-@pytest.mark.parametrize("width", [20, 60, 200])
+@pytest.mark.parametrize(("on", "width"), one_in(3, ["pipe", "16", "truecolor"], [20, 60, 200]))
 def test_not_one_cell_of_a_difference_is_lost(width: int, on: str) -> None:
     text = output(fm.causal(), 1300, against=OTHER, width=width, on=on)
     lines, (high, wide) = read(text).lines, step(text)
@@ -417,8 +416,7 @@ def pixels(text: str) -> list[list[tuple[int, int, int]]]:
     return rows
 
 
-@pytest.mark.parametrize("width", [20, 60, 200])
-@pytest.mark.parametrize("mask", [LONG, SPARSE], ids=["documents", "sparse"])
+@pytest.mark.parametrize(("mask", "width"), one_in(2, [LONG, SPARSE], [20, 60, 200]))
 def test_colors_of_an_area(mask: Mask, width: int) -> None:
     text = output(mask, 1300, on="truecolor", width=width)
     rows, parts = pixels(text), tiles(mask.dense(1300)[0, 0].numpy(), *step(text))
@@ -473,9 +471,7 @@ SHOWN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", SHOWN, ids=lambda options: " ".join(options) or "plain")
-@pytest.mark.parametrize("on", ["pipe", "ascii", "truecolor"])
-@pytest.mark.parametrize("width", [20, 61, 200])
+@pytest.mark.parametrize(("options", "on", "width"), one_in(3, SHOWN, ["pipe", "ascii", "truecolor"], [20, 61, 200]))
 def test_lines_fit_the_width(width: int, on: str, options: dict[str, Any]) -> None:
     for lengths in ((3, 5), (30, 30), (65, 20), (500, 700), (1, 5000), (3000, 2)):
         mask = fm.causal(align="lower_right") & fm.key_padding(lengths[1] - 1) & fm.document(lengths=[1, max(lengths) - 1])
@@ -492,15 +488,16 @@ def test_lines_fit_the_width(width: int, on: str, options: dict[str, Any]) -> No
             assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("on", CONSOLES)
-def test_the_same_picture_is_the_same_text(on: str) -> None:
-    for options in SHOWN:
-        assert output(LONG, 1300, on=on, **options) == output(LONG, 1300, on=on, **options)
+@pytest.mark.parametrize(("on", "options"), one_in(7, CONSOLES, SHOWN))
+def test_the_same_picture_is_the_same_text(on: str, options: dict[str, Any]) -> None:
+    assert output(LONG, 1300, on=on, **options) == output(LONG, 1300, on=on, **options)
 
 
-@pytest.mark.parametrize("on", ["16", "truecolor", "NO_COLOR"])
-@pytest.mark.parametrize(("tokens", "height"), [(24, 24), (24, 30), (60, 24), (60, 40), (3000, 24), (8, 24)])
-def test_pictures_are_not_higher_than_the_terminal(tokens: int, height: int, on: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "on"), one_in(3, [(24, 24), (24, 30), (60, 24), (60, 40), (3000, 24), (8, 24)], ["16", "truecolor", "NO_COLOR"])
+)
+def test_pictures_are_not_higher_than_the_terminal(size: tuple[int, int], on: str) -> None:
+    tokens, height = size
     mask = fm.causal() & fm.key_padding(tokens - 2)
     for options in ({}, {"why": True}, {"block_size": 4}):
         text = output(mask, tokens, on=on, height=height, **options)
@@ -587,8 +584,7 @@ def sheets() -> list[Sheet]:
     ]
 
 
-@pytest.mark.parametrize("on", ["pipe", "16", "truecolor"])
-@pytest.mark.parametrize("width", [20, 50, 90, 200])
+@pytest.mark.parametrize(("width", "on"), one_in(3, [20, 50, 90, 200], ["pipe", "16", "truecolor"]))
 def test_sheets_fit_the_width(sheets: list[Sheet], width: int, on: str) -> None:
     for drawn in sheets:
         lines = Text.from_ansi(output(drawn, width=width, on=on)).plain.splitlines()

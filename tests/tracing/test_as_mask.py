@@ -20,6 +20,7 @@ from flexmask.plotting.mpl import plot_scores
 from flexmask.plotting.raster import rasterize
 from flexmask.plotting.sheet import panel_sheet
 from flexmask.tracing.as_mask import as_mask
+from tests.support.exhaustive import one_in
 
 Use = Callable[[Any], Any]
 
@@ -100,8 +101,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("form", ["text", "mask_mod", "mask_mod of a mask"])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("use", "form"), one_in(3, USES, ["text", "mask_mod", "mask_mod of a mask"]))
 def test_every_form_of_a_mask_does(use: str, form: str) -> None:
     assert same(USES[use](FORMS[form]), USES[use](FORMS["mask"]))
 
