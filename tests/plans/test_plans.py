@@ -335,7 +335,7 @@ WAYS = ["mask", "parameter", "plan inside", "plan outside", "cells"]
 
 @pytest.mark.parametrize(
     ("way", "backend"),
-    [*((way, "aot_eager") for way in ("parameter", "plan inside", "cells")), *exhaustive((way, "inductor") for way in WAYS)],
+    [*((way, "aot_eager") for way in ("parameter", "cells")), *exhaustive((way, "inductor") for way in WAYS)],
 )
 def test_a_compiled_model_has_one_graph(way: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -375,7 +375,7 @@ def test_another_structure_is_another_graph() -> None:
 def test_another_shape_is_another_graph() -> None:
     torch._dynamo.reset()
     layer = fm.MultiheadFlexAttention(16, 16, 2, mask="causal & document(cu_seqlens=cu)")
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for rows in (
         [[0, 8, 24]] * 2,
@@ -417,7 +417,7 @@ def test_offsets_in_a_graph() -> None:
     def attend(offset: Any) -> Tensor:
         return attention(query, key, key, plan(q_offset=offset))
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for offset in (3, 7, torch.tensor([5, 2])):
         torch.testing.assert_close(compiled(offset), attention(query, key, key, fm.causal(), q_offset=offset))
 
