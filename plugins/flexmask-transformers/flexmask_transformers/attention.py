@@ -60,7 +60,8 @@ def attention_forward(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: ``[H]``, the score of a sink, a further key with the value 0.
         position_bias: ``[B or 1, H, q_len, kv_len]``, added to the scores.
-        is_causal: whether None as a mask means causal; by default the layer's ``is_causal``.
+        is_causal: whether None as a mask means causal; by default the layer's ``is_causal``, and not in a model that runs without
+            ``torch.compile``, whose causal masks are never None.
         kwargs: ``cu_seq_lens_q`` or ``seq_idx`` of packed rows, and ``output_attentions``. Others do not change attention.
 
     Returns:
@@ -76,8 +77,8 @@ def attention_forward(
     query = query.expand(key.shape[0], -1, -1, -1)
     (batch, _, q_len, width), kv_len = query.shape, key.shape[2]
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    if is_causal is None:  # without a mask eager models attend to all keys; in graphs causal masks may be None
+        is_causal = getattr(module, "is_causal", True) and (running() is None or torch.compiler.is_compiling())
     _require_known_documents(module, attention_mask, batch, q_len, kv_len, kwargs)
     is_causal = is_causal and q_len > 1 and attention_mask is None
     is_dense = isinstance(attention_mask, Tensor) or torch.compiler.is_compiling()

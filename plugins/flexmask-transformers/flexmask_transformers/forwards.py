@@ -29,6 +29,8 @@ __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "runnin
 
 #: Names of embeddings of absolute positions, in the code of a model that makes these positions itself.
 POSITIONS = re.compile("embed_pos|pos_embed|position_embed|wpe$")
+#: What a model warns of that makes them in place of those that it got.
+IGNORED = "`position_ids` were provided but will be ignored"
 
 
 class Forward:
@@ -150,6 +152,7 @@ def _observe(kind: type[torch.nn.Module]) -> None:
     names = code.co_varnames[: code.co_argcount]
     is_given = "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     counts = not is_given and any(map(POSITIONS.search, code.co_names))
+    counts = counts or any(isinstance(text, str) and IGNORED in text for text in code.co_consts)
 
     def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
