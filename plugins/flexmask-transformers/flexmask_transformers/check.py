@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from textwrap import shorten
 from typing import Any
 
@@ -17,7 +17,7 @@ from flexmask_transformers.arguments import check_model
 from flexmask_transformers.models import small_model
 from flexmask_transformers.recording import evaluated, using
 
-__all__ = ["PackingCheck", "PackingResult", "check_packing"]
+__all__ = ["PackingCheck", "PackingResult", "check_packing", "leaks"]
 
 #: The attention implementations that are checked by default.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flexmask")
@@ -178,16 +178,32 @@ def _result(
     if "use_cache" in inputs and not hasattr(model.config, "use_cache"):
         inputs = {name: value for name, value in inputs.items() if name != "use_cache"}
     try:
-        packed = _outputs(model, tokens, inputs)
-        leak = torch.zeros(sum(lengths), device="cpu")
-        for start, stop in pairwise([0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()]):
-            changed = others.clone()
-            changed[:, start:stop] = tokens[:, start:stop]
-            leak[start:stop] = (_outputs(model, changed, inputs) - packed)[:, start:stop].abs().amax((0, 2)).cpu()
+        packed, leak = leaks(lambda ids: _outputs(model, ids, inputs), tokens, others, lengths)
     except Exception as error:  # whatever an implementation raises, it gave no other numbers
         return PackingResult(implementation, packed_by, error=_first_line(error))
     wrong = (leak > tolerance * float(packed.abs().max())).nonzero()[:, 0].tolist()
     return PackingResult(implementation, packed_by, float(leak.max()), tuple(wrong), float((packed - alone).abs().max()))
+
+
+def leaks(run: Callable[[Tensor], Tensor], tokens: Tensor, others: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The outputs of a packed row, and how much each of them changes with the tokens of the other documents.
+
+    Args:
+        run: the model, from tokens ``int[1, S]`` to outputs ``float[1, S, channels]``.
+        tokens: the tokens of the row.
+        others: tokens that replace those of the other documents.
+        lengths: the lengths of the documents, S together.
+
+    Returns:
+        The outputs, and the changes ``float[S]``.
+    """
+    packed = run(tokens)
+    leak = torch.zeros(sum(lengths), device="cpu")
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        changed = others.clone()
+        changed[:, start:stop] = tokens[:, start:stop]
+        leak[start:stop] = (run(changed) - packed)[:, start:stop].abs().amax((0, 2)).cpu()
+    return packed, leak
 
 
 def _tokens(model: Any, length: int, seed: int) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from flexmask.errors import OperandError
 
-__all__ = ["small_model"]
+__all__ = ["VOCABULARY", "randomize", "small_model"]
 
 #: The most tokens, hidden units of a feed-forward layer, and layers, unless a model has more types of layers.
 VOCABULARY, INTERMEDIATE, LAYERS = 256, 16, 2
@@ -48,11 +48,16 @@ def small_model(config: Any) -> Any:
                 break
         else:
             raise ValueError(f"transformers has no text model for {type(text).__name__}")
-        with torch.no_grad():
-            for parameter in model.parameters():  # so large that every position matters
-                if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=max(0.02, parameter.shape[-1] ** -0.5))
+        randomize(model)
     return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draws weights that are so large that every position matters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=max(0.02, parameter.shape[-1] ** -0.5))
 
 
 def _read(path: Path) -> Any:
