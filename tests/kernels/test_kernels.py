@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,37 +19,16 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 import flexmask as fm
 from flexmask.lowering import block_lists
 from tests.kernels.cases import BUILT, CASES, Case, alibi, attended, block_mask, inputs
+from tests.kernels.interpreted import virtual_gpu
 from tests.support import oracle
 from tests.support.dropout import kept_of
 
 pytestmark = pytest.mark.kernels
 
-if torch.version.cuda is None:
-    pytest.skip("the kernels for CUDA are written by a CUDA build of torch only", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("the kernels are tested by themselves: pytest -m kernels tests/kernels", allow_module_level=True)
-
-from tests.kernels import virtual_gpu  # noqa: E402 - imports Triton
-
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 #: Not on the oldest torch: where its kernels for one GPU and in float32 are right, these add a minute and little else.
 NEWER_TORCH = pytest.mark.skipif(torch.__version__ < "2.12", reason="tested with the newest torch")
 FORWARD, BACKWARD = "fused_flex_attention", "fused_flex_attention_backward"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def backend() -> Iterator[Any]:
-    """A virtual GPU on which FlexAttention runs."""
-    from torch._inductor.utils import fresh_cache
-
-    with pytest.MonkeyPatch.context() as patch, fresh_cache():
-        yield virtual_gpu.install(patch)
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> None:
-    torch.compiler.reset()
 
 
 def visible(case: Case) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -20,7 +20,7 @@ That needs no GPU either, and shows what an interpreter cannot: that they build,
 
 Neither shows what depends on the hardware: races between programs, and how matrix units round.
 
-The patches hold for a process, which should run nothing else (`install`). They are made for torch 2.11 to 2.14, whose private
+The patches hold for a process, which should run nothing else (`install`). They are made for torch 2.11 to 2.15, whose private
 parts they touch: where another version moves these, `install` fails at a name that is missing, not in silence.
 """
 

@@ -1,0 +1,168 @@
+"""Masks made in code that torch.compile traces, in FlexAttention's CUDA kernels, and models that generate text with them.
+
+What a mask is computed from is then a part of the graph, which Inductor may write into the code of the kernels. Several masks
+share a graph, since each graph takes seconds to compile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexmask as fm
+from flexmask.backends.backend import Backend, Call, backend_names, get_backend
+from tests.kernels.interpreted import virtual_gpu
+from tests.support import oracle
+from tests.support.pages import blocks_of, run_page
+
+pytestmark = [
+    pytest.mark.kernels,
+    # What a kernel computes of scores at -inf and does not take, NumPy warns of in the interpreter, and no GPU does.
+    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered:RuntimeWarning"),
+]
+
+ROOT = Path(__file__).parents[2]
+#: The pages that compile code, but for one whose code ends in errors before it is compiled.
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if page.name != "errors.md" and any("torch.compile(" in block.code for block in blocks_of(page) if block.language == "python")
+]
+#: The arguments of a layer up to its heads, and its channels.
+LAYER = re.compile(r"(MultiheadFlexAttention\(\d+, (\d+), )\d+")
+BATCH = 2
+
+
+def attentions() -> int:
+    """How many kernels of attention were launched: those of Inductor's templates, named for all that is fused into them."""
+    return sum(name.startswith("triton_tem_") for name in virtual_gpu.launched)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, masks: Sequence[fm.Mask | str]) -> list[Tensor]:
+    return [fm.attention(query, key, value, mask, backend="flex") for mask in masks]
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, BATCH, 1, tokens, 16)
+    return query, key, value
+
+
+def test_gradients(backend: Any) -> None:
+    """Of masks without data, which the graph makes whole, and of one with data."""
+    window, ends = fm.sliding_window(size=50), torch.tensor([130, 7])
+    made: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
+        "causal": (lambda ends: fm.causal(), lambda b, q, kv: kv <= q),
+        "window": (lambda ends: fm.causal() & window, lambda b, q, kv: (kv <= q) & (q - kv < 50)),
+        "sink": (lambda ends: fm.masks.sink_window(4, size=50), lambda b, q, kv: (kv <= q) & ((q - kv < 50) | (kv < 4))),
+        "padding": (lambda ends: fm.causal() & fm.key_padding(ends), lambda b, q, kv: (kv <= q) & (kv < ends[b])),
+    }
+    masks, meanings = zip(*made.values(), strict=True)
+    query, key, value = inputs(130)  # from 128 on torch takes the kernel for prompts
+    tensors = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+    def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> list[Tensor]:
+        return attend(query, key, value, [mask(ends) for mask in masks])
+
+    found = torch.compile(step, backend=backend, fullgraph=True)(*tensors, ends)
+    b, q, kv = torch.meshgrid(torch.arange(BATCH), torch.arange(130), torch.arange(130), indexing="ij")
+    for name, out, meaning in zip(made, found, meanings, strict=True):
+        wanted = oracle.attention(*tensors, meaning(b, q, kv)[:, None])
+        losses = out.square().sum(), wanted.square().sum()
+        pairs = [(out, wanted), *zip(*(torch.autograd.grad(loss, tensors, retain_graph=True) for loss in losses), strict=True)]
+        for one, other in pairs:
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name))
+    assert attentions() >= 3 * len(made)  # backward takes two for each
+
+
+def test_steps_of_a_cache(backend: Any) -> None:
+    layer = fm.MultiheadFlexAttention(64, 64, n_heads=4, n_kv_heads=2, backend="flex")
+    plain = fm.MultiheadFlexAttention(64, 64, n_heads=4, n_kv_heads=2, backend="sdpa")
+    plain.load_state_dict(layer.state_dict())
+    mask, x = fm.causal() & fm.sliding_window(size=50), torch.randn(2, 132, 64)
+    cache = fm.KVCache(256)
+    step = torch.compile(lambda tokens: layer(tokens, mask, cache=cache), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        found = torch.cat([step(tokens) for tokens in x.split([130, 1, 1], 1)], 1)
+        torch.testing.assert_close(found, plain(x, mask), rtol=0, atol=1e-5)
+    assert attentions() >= 3
+
+
+def prefer_flex(monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> None:
+    """Has "auto" try flex first, as on CUDA."""
+
+    def ordered(call: Call) -> list[Backend]:
+        return sorted(map(get_backend, backend_names()), key=lambda backend: (backend.name == "flex") != when())
+
+    monkeypatch.setattr("flexmask.backends.backend.ordered_backends", ordered)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages(page: str, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page compiles runs on the GPU, in heads of the fewest channels that FlexAttention takes there."""
+    plain = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return partial(compiled, **options)
+        own = options.get("backend")
+
+        def both(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            if callable(own):  # the page's own, which counts graphs
+                own(graph, inputs)
+            return backend(graph, inputs)
+
+        return plain(model, **{**options, "backend": both})
+
+    def widened(code: str) -> str:
+        return LAYER.sub(lambda found: f"{found[1]}{int(found[2]) // 16}", code)
+
+    # Outside of compiled code each kernel takes seconds, and other tests have it.
+    prefer_flex(monkeypatch, torch.compiler.is_compiling)
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.chdir(tmp_path)
+    run_page(ROOT / page, widened)
+    assert attentions()
+
+
+#: Settings of transformers' config classes: each prompt of 40 tokens is longer than a tile of the decoding kernel for 4 heads.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped queries": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "sliding window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "heads of their own": ("LlamaConfig", {"num_key_value_heads": 4}),
+}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+NEW_TOKENS = 3
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", MODELS)
+def test_generated_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    importlib.import_module("flexmask_transformers")
+    name, options = MODELS[kind]
+    config = getattr(transformers, name)(**SIZES, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    prompt = torch.randint(1, 64, (2, 40))
+    keep = torch.ones_like(prompt)
+    keep[1, :5] = 0
+
+    def generated() -> Any:
+        call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        return model.generate(prompt, attention_mask=keep, eos_token_id=None, pad_token_id=0, **call)
+
+    wanted = generated()
+    assert not attentions()
+    prefer_flex(monkeypatch, lambda: True)
+    model.set_attn_implementation("flexmask")
+    found = generated()
+    assert found.sequences.tolist() == wanted.sequences.tolist()
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-5)
+    assert attentions(), "the prompt, at least, takes FlexAttention"
