@@ -135,12 +135,13 @@ def check_calls(strategy: Any) -> None:
     cp = ContextParallel(None, mask, LENGTH, strategy=strategy, block_size=16)
     own = [cp.shard(tensor, 2) for tensor in tensors]
     on_flex = [{"dropout_p": 0.4, "dropout_seed": 7, "backend": "flex"}] if strategy == "keys" else []  # which compiles a kernel
-    for options in (
+    calls: list[dict[str, Any]] = [
         {"score_mod": lambda score, b, h, q, kv: score + slope[h] * (q - 2 * kv) / 50 + b},
         {"dropout_p": 0.4, "dropout_seed": 7},
         *on_flex,
-    ):
-        given: Any = {"enable_gqa": True, **options}
+    ]
+    for options in calls:
+        given: dict[str, Any] = {"enable_gqa": True, **options}
         whole = attention(*tensors, mask, **given | {"backend": "sdpa"})
         with cp:
             found = attention(*own, mask, **given)
