@@ -61,6 +61,7 @@ def test_all_classes(tmp_path: Path) -> None:
     assert {name: found[name][:6] for name in ran} == {name: ENTRIES[name][:6] for name in ran}
 
 
+@of_its_version
 class TestFaultsAreSeen:
     """Where another implementation takes the place of flexmask."""
 
