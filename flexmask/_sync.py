@@ -64,7 +64,7 @@ class Stamp:
         self._places = [None if is_copied else _place(tensor) for tensor, is_copied in own]
 
     def holds(self, tensors: Sequence[Tensor], setting: Any = None) -> bool:
-        """Whether as many tensors hold the same, in an equal setting."""
+        """Whether as many tensors hold what those held, in an equal setting."""
         same = setting == self._setting and len(tensors) == len(self.kept)
         return same and all(map(_is_same, tensors, self.kept, self._places))
 

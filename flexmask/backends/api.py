@@ -156,16 +156,15 @@ def _run(call: Call, backend: str, *, names_axes: bool) -> Tensor:
     if 0 in query.shape or 0 in value.shape:
         return _empty_output(query, key, value)
     chosen = select(call, backend)
-    if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
-        with without_autocast(query):
+    with without_autocast(query):
+        if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
             return chosen.run(call)
-    try:
-        with without_autocast(query):
+        try:
             return chosen.run(call)
-    except LoweringError as error:
-        if names_axes and isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
-            raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
-        raise
+        except LoweringError as error:
+            if names_axes and isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
+                raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
+            raise
 
 
 def _is_swapped(mask: Mask, query: Tensor, key: Tensor, q_offset: int | Tensor) -> bool:

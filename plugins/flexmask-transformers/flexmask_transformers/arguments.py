@@ -17,6 +17,7 @@ __all__ = [
     "is_user_mask",
     "is_whole_mask",
     "require",
+    "require_none",
     "truth_values",
 ]
 
@@ -32,6 +33,19 @@ def require(condition: Tensor, message: str, kind: type[Exception] = OperandErro
         torch._assert_async(condition, message)
     elif not condition:
         raise kind(message)
+
+
+def require_none(tokens: Tensor, message: str, what: str) -> None:
+    """An error where ``bool[B, S]`` holds for a token, whose place follows ``message`` and ``what``.
+
+    Raises:
+        LoweringError: it does. Where reading it would force a host sync, it is an error where the model runs.
+    """
+    if not is_readable(tokens):
+        torch._assert_async(~tokens.any(), message)
+    elif tokens.any():
+        row, token = tokens.nonzero()[0].tolist()
+        raise LoweringError(f"{message}; {what} at token {token} of row {row}")
 
 
 def is_user_mask(value: object) -> bool:

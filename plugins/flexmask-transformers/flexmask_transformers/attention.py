@@ -127,7 +127,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention ``[B, H, q_len, D_v]`` under a mask of flexmask, and its weights where ``kwargs`` ask for them."""
     (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
-    mask = _packed(module, model_mask, batch, q_len, kv_len, kwargs)
+    mask = _packed(model_mask, batch, q_len, kv_len, kwargs)
     record(module, lambda: model_mask.placed(mask))
     weights = _weights(query, key, mask, scores, model_mask.q_offset) if kwargs.get("output_attentions") else None
     sunk = mask
@@ -160,9 +160,7 @@ def _weights(query: Tensor, key: Tensor, mask: Mask, scores: Scores, q_offset: i
     return found[..., :kv_len].to(query.dtype)
 
 
-def _packed(
-    module: torch.nn.Module, model_mask: ModelMask, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]
-) -> Mask:
+def _packed(model_mask: ModelMask, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Mask:
     """The mask of a layer within the documents that its arguments describe."""
     if model_mask.shape[-1] != kv_len:
         raise LoweringError(

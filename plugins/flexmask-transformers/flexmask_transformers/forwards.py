@@ -12,6 +12,7 @@ import inspect
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
 from flexmask.errors import LoweringError, OperandError
-from flexmask_transformers.arguments import is_readable, is_whole_mask, require
+from flexmask_transformers.arguments import is_whole_mask, require, require_none
 from flexmask_transformers.layers import layers_of
 from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
@@ -29,10 +30,11 @@ __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "runnin
 
 #: Names of embeddings of absolute positions, in the code of a model that makes these positions itself.
 POSITIONS = re.compile("embed_pos|pos_embed|position_embed|wpe$")
-#: What a model warns of that makes them in place of those that it got.
+#: The warning of a model that makes positions itself, and ignores those that it got.
 IGNORED = "`position_ids` were provided but will be ignored"
 
 
+@dataclass(eq=False)
 class Forward:
     """A forward of a model with ``attn_implementation="flexmask"``.
 
@@ -42,27 +44,20 @@ class Forward:
             got none, or a whole mask of its caller.
         keep: its 2-D mask, ``bool[B, S]``, or None.
         packing: the ``cu_seq_lens`` and ``seq_idx`` that it got, which it may not pass on to its attention.
-        has_masks: whether a mask was made that has the documents of ``position_ids``.
         mixing: its layers that combine tokens without attention, as a text.
+        has_masks: whether a mask was made that has the documents of ``position_ids``.
         documents: those of its mask in a graph of ``torch.compile``.
         cache: its empty cache in a graph.
     """
 
+    config: Any
+    position_ids: Tensor | None
+    keep: Tensor | None
+    packing: Mapping[str, Any]
+    mixing: str
+    has_masks: bool
     documents: Documents | None = None
     cache: Any = None
-
-    def __init__(
-        self,
-        config: Any,
-        position_ids: Tensor | None,
-        keep: Tensor | None,
-        packing: Mapping[str, Any],
-        mixing: str,
-        *,
-        has_masks: bool,
-    ) -> None:
-        self.config, self.position_ids, self.keep = config, position_ids, keep
-        self.packing, self.mixing, self.has_masks = packing, mixing, has_masks
 
     def is_of(self, config: Any) -> bool:
         """Whether a config is the model's, or that of its text."""
@@ -80,16 +75,11 @@ def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> No
     Raises:
         LoweringError: they do. Where reading them would force a host sync, it is an error where the model runs.
     """
-    starts = restarts(position_ids, keep)
     message = (
         f"position_ids restart inside a row, and {what}: its documents would see each other, or have other positions than alone. "
         "Give each document a row; cu_seq_lens_q or seq_idx separate them where the model passes them on to its attention"
     )
-    if not is_readable(starts):
-        torch._assert_async(~starts.any(), message)
-    elif starts.any():
-        row, token = starts.nonzero()[0].tolist()
-        raise LoweringError(f"{message}; they restart at token {token} of row {row}")
+    require_none(restarts(position_ids, keep), message, "they restart")
 
 
 def check_layers(packed: bool | Tensor) -> None:
@@ -111,7 +101,7 @@ def check_layers(packed: bool | Tensor) -> None:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.forward: Forward | None = None  # not of the class, for dynamo guards that an instance has no own
+        self.forward: Forward | None = None  # for one of the class dynamo guards that the instance has none
 
 
 _LOCAL = _Local()
@@ -151,8 +141,8 @@ def _observe(kind: type[torch.nn.Module]) -> None:
         return
     names = code.co_varnames[: code.co_argcount]
     is_given = "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    counts = not is_given and any(map(POSITIONS.search, code.co_names))
-    counts = counts or any(isinstance(text, str) and IGNORED in text for text in code.co_consts)
+    counts_positions = not is_given and any(map(POSITIONS.search, code.co_names))
+    counts_positions = counts_positions or any(isinstance(text, str) and IGNORED in text for text in code.co_consts)
 
     def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
@@ -185,14 +175,13 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             )
         unknown = f"those of {type(self).__name__}, for which set_attn_implementation('flexmask') was not called"
         mixing = unknown if layers is None else layers.mixing
-        _LOCAL.forward = Forward(
-            self.config, position_ids, keep, packing, mixing, has_masks=outer is not None and outer.has_masks
-        )
+        has_masks = outer is not None and outer.has_masks
+        _LOCAL.forward = Forward(self.config, position_ids, keep, packing, mixing, has_masks)
         try:
             if position_ids is not None:
                 if getattr(self.config, "is_encoder_decoder", False):
                     require_unpacked(position_ids, keep, f"{type(self).__name__} has an encoder and a decoder")
-                elif counts:
+                elif counts_positions:
                     require_unpacked(position_ids, keep, f"{type(self).__name__} counts positions by itself")
                 if mixing:
                     check_layers(restarts(position_ids, keep).any())

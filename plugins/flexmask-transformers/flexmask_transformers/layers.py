@@ -50,7 +50,7 @@ def note_layers(model: torch.nn.Module) -> None:
     """Finds how the layers of a model, and of the models in it, combine tokens."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            attend = any(_forward(module).attends for module in part.modules())
+            attend = any(_code_of(module).attends for module in part.modules())
             setattr(part, ATTRIBUTE, Layers(attend, "" if vars(part).get(ALLOWED) else _mixing(part)))
 
 
@@ -106,13 +106,13 @@ def _mixes(module: torch.nn.Module) -> bool:
         return module.kernel_size != (1,)
     if isinstance(module, torch.nn.Embedding):  # one of positions takes the mask of padding to count them
         return False
-    own, *parts = (_forward(part) for part in module.modules())
+    own, *parts = (_code_of(part) for part in module.modules())
     if own.attends or any(part.attends for part in parts):
         return False
     return own.shifts or (own.takes_state and not any(part.takes_state for part in parts))
 
 
-class _Forward(NamedTuple):
+class _Code(NamedTuple):
     """What the code of a module's forward shows: whether it calls transformers' attention, moves tokens, and takes `STATE`."""
 
     attends: bool = False
@@ -120,17 +120,17 @@ class _Forward(NamedTuple):
     takes_state: bool = False
 
 
-_FORWARDS: dict[type[torch.nn.Module], _Forward] = {}
+_CODES: dict[type[torch.nn.Module], _Code] = {}
 
 
-def _forward(module: torch.nn.Module) -> _Forward:
+def _code_of(module: torch.nn.Module) -> _Code:
     kind = type(module)
-    if kind not in _FORWARDS:
+    if kind not in _CODES:
         code = None if kind.__module__.startswith("torch.nn.") else getattr(inspect.unwrap(kind.forward), "__code__", None)
         if code is None:
-            _FORWARDS[kind] = _Forward()
+            _CODES[kind] = _Code()
         else:
             arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             shifts, takes_state = not SHIFTS.isdisjoint(code.co_names), not STATE.isdisjoint(arguments)
-            _FORWARDS[kind] = _Forward("ALL_ATTENTION_FUNCTIONS" in code.co_names, shifts, takes_state)
-    return _FORWARDS[kind]
+            _CODES[kind] = _Code("ALL_ATTENTION_FUNCTIONS" in code.co_names, shifts, takes_state)
+    return _CODES[kind]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.errors import LoweringError, OperandError
-from flexmask_transformers.arguments import is_readable, require
+from flexmask_transformers.arguments import is_readable, require, require_none
 
 __all__ = [
     "Documents",
@@ -117,11 +117,7 @@ def check_document_numbers(attention_mask: object, position_ids: Tensor | None) 
         "attention_mask numbers documents that position_ids do not separate. A 2-D mask has 1 for real tokens and 0 for padding: "
         "give attention_mask != 0, and position_ids that restart, cu_seq_lens_q or seq_idx"
     )
-    if not is_readable(differ):
-        torch._assert_async(~differ.any(), message)
-    elif differ.any():
-        row, token = differ.nonzero()[0].tolist()
-        raise LoweringError(f"{message}; got another number at token {token} of row {row}")
+    require_none(differ, message, "got another number")
 
 
 def text_positions(position_ids: Any) -> Tensor | None:

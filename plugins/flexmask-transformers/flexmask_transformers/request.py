@@ -83,29 +83,29 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_user_mask(attention_mask):
             user_mask, attention_mask = attention_mask, None
         check_attention_mask(attention_mask, inputs_embeds)
-        of_encoder = any(value is not None for value in (*rest, *options.values()))  # the keys, and a 2-D mask
+        is_cross = any(value is not None for value in (*rest, *options.values()))  # keys and a 2-D mask of an encoder
         if inputs_embeds.device.type == "meta":  # where positions have no values
             position_ids = None
         batch, q_len = inputs_embeds.shape[:2]
-        positions = _positions(config, position_ids, batch, q_len, of_encoder=of_encoder)
-        if not of_encoder:
+        positions = _positions(config, position_ids, batch, q_len, is_cross=is_cross)
+        if not is_cross:
             check_document_numbers(attention_mask, positions)
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         _NEXT.request = None
         if found[0]:
             return found
-        _, keep, of_transformers, _, kv_len, q_offset, kv_offset = found
+        _, keep, found_ids, _, kv_len, q_offset, kv_offset = found
         if keep is not None and not rest and not options:  # encoders may have keys before their tokens
             check_padding(keep, batch, q_len, q_len if past_key_values is None else kv_len + kv_offset, q_offset)
         require_one_document(past_key_values, q_offset)
-        if of_transformers is not None and positions is not None:  # splits at gaps, too
-            documents: Documents | None = Documents(of_transformers, _of_text(positions))
+        if found_ids is not None and positions is not None:  # splits at gaps, too
+            documents: Documents | None = Documents(found_ids, _of_text(positions))
         else:
             documents = _documents(positions, keep, past_key_values, q_len, kv_len, q_offset)
         if documents is not None:
             check_layers(is_packed(documents.ids) if torch.compiler.is_compiling() else True)
         forward = running()
-        if forward is not None and not of_encoder:
+        if forward is not None and not is_cross:
             forward.has_masks = forward.has_masks or positions is not None
             if torch.compiler.is_compiling():
                 forward.documents, forward.cache = documents, past_key_values if _is_empty(q_offset) else None
@@ -115,7 +115,7 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _positions(config: Any, position_ids: Tensor | None, batch: int, q_len: int, *, of_encoder: bool) -> Tensor | None:
+def _positions(config: Any, position_ids: Tensor | None, batch: int, q_len: int, *, is_cross: bool) -> Tensor | None:
     """The positions of the queries, ``int[B, q_len]`` or ``int[R, B, q_len]``: those that the model got, else those of its mask.
 
     A model may give others to its mask, such as those that it makes where an adapter around it has dropped the caller's.
@@ -126,9 +126,9 @@ def _positions(config: Any, position_ids: Tensor | None, batch: int, q_len: int,
     positions, forward = text_positions(position_ids), running()
     if forward is not None and forward.position_ids is not None:
         fits, is_own = forward.position_ids.shape[-1] == q_len, forward.is_of(config)
-        if fits and is_own and not of_encoder:
+        if fits and is_own and not is_cross:
             positions = forward.position_ids
-        elif is_own or of_encoder or (fits and positions is None):  # else tokens of another kind, such as those of an image
+        elif is_own or is_cross or (fits and positions is None):  # else tokens of another kind, such as those of an image
             forward.require_unpacked("a mask is for other queries or keys than their tokens, as behind prompts of PEFT")
     if positions is None or positions.shape[-1] != q_len:
         return None
