@@ -89,6 +89,13 @@ def test_lengths_are_indices_too() -> None:
         (fm.table([1, 2, 3])[fm.q_len] == kv).dense(3, 5)
 
 
+@pytest.mark.parametrize("divisor", [kv, 2 - kv, fm.table([3, 2, 1, 0])[kv]], ids=["first", "inside", "last"])
+def test_a_divisor_that_may_be_0_is_refused(divisor: fm.expr.Index) -> None:
+    for mask in (q // divisor <= 1, q % divisor <= 1):
+        with pytest.raises(LoweringError, match="may divide by 0"):
+            mask.dense(4)
+
+
 def test_a_longer_table_of_queries_is_refused_without_an_offset() -> None:
     mask = fm.query_padding(keep=[True] * 10)
     with pytest.raises(LoweringError, match="10 values along q, but q_len is 4"):
