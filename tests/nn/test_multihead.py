@@ -424,9 +424,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_errors(name: str) -> None:
     attempt, kind, message = REFUSED[name]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         attempt()
-    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 
 def test_no_error_is_about_axes_that_the_module_makes() -> None:

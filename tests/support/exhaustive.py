@@ -25,7 +25,7 @@ def each_run(values: Iterable[Any], *often: Any) -> list[Any]:
 def one_in(every: int, *axes: Iterable[Any]) -> list[Any]:
     """All combinations of some axes, of which each run takes one in ``every``.
 
-    These have each value of each axis, and of three axes each pair of values.
+    Where each axis has at least ``every`` values, those of two axes have each value, and those of three each pair of values.
     """
     values = [list(axis) for axis in axes]
     places = list(product(*(range(len(axis)) for axis in values)))

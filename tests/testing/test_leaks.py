@@ -18,21 +18,7 @@ from flexmask.testing import assert_no_leak
 from flexmask.testing.reach import dependence
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks
-
-LENGTHS = [10, 7]
-DOCUMENTS = [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
-PACKED = fm.causal() & fm.document(DOCUMENTS) & fm.key_padding(LENGTHS)
-
-
-def check_fails(check: Callable[[], None], *parts: str) -> str:
-    """That a check fails, with a message that holds some texts."""
-    with pytest.raises(AssertionError) as caught:
-        check()
-    message = str(caught.value)
-    for part in parts:
-        assert part in message, message
-    return message
-
+from tests.testing.packed_documents import DOCUMENTS, LENGTHS, PACKED, check_fails
 
 # ---------------------------------------------------------------- assert_no_leak: what is right
 

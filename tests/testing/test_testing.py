@@ -22,25 +22,12 @@ from flexmask.testing.settings import make_setting
 from tests.support import oracle
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks
-
-LENGTHS = [10, 7]
-DOCUMENTS = [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
-PACKED = fm.causal() & fm.document(DOCUMENTS) & fm.key_padding(LENGTHS)
+from tests.testing.packed_documents import DOCUMENTS, LENGTHS, PACKED, check_fails
 
 
 def packed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     ids, lengths = torch.tensor(DOCUMENTS), torch.tensor(LENGTHS)
     return (kv_idx <= q_idx) & (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx < lengths[b])
-
-
-def check_fails(check: Callable[[], None], *parts: str) -> str:
-    """That a check fails, with a message that holds some texts."""
-    with pytest.raises(AssertionError) as caught:
-        check()
-    message = str(caught.value)
-    for part in parts:
-        assert part in message, message
-    return message
 
 
 # ---------------------------------------------------------------- assert_equivalent: what is right
