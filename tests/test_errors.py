@@ -338,6 +338,7 @@ LOWERING: list[Row] = [
     ("q_offset 2-d", lambda: fm.causal().dense(3, q_offset=torch.tensor([[1]])), r"q_offset ... \[1, 1\]"),
     ("q_offset for another batch", lambda: ragged().dense(6, q_offset=torch.tensor([1, 2])), "q_offset ... 2 ... 3"),
     ("block_size 0", lambda: fm.causal().block_mask(8, block_size=0), "block_size ... 0"),
+    ("block_size of three", lambda: fm.causal().block_mask(8, block_size=(4, 2, 1)), "block_size ... a pair"),
     ("block_size negative", lambda: fm.causal().block_mask(8, block_size=(4, -2)), "block_size ... -2"),
     ("block_size float", lambda: fm.causal().block_mask(8, block_size=4.0), r"block_size ... 4\.0"),
     (

@@ -71,6 +71,12 @@ def test_a_score_mod_that_fails_or_returns_no_score(score_mod: Any, wanted: str)
         fm.backends.attention_weights(query, query, "causal", score_mod=score_mod)
 
 
+@pytest.mark.parametrize("key", [(2, 2, 5, 8), (1, 3, 5, 8), (1, 2, 5, 4), (1, 0, 5, 8)])
+def test_the_weights_of_a_key_that_does_not_fit_are_refused(key: tuple[int, ...]) -> None:
+    with pytest.raises(LoweringError, match="does not fit query"):
+        fm.backends.attention_weights(torch.randn(1, 2, 5, 8), torch.randn(key), "causal")
+
+
 def test_the_weights_of_a_score_mod_with_indices_one_by_one() -> None:
     query, bias = torch.randn(2, 3, 5, 8), torch.randn(2, 3)
     found = fm.backends.attention_weights(

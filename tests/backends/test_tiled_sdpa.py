@@ -91,6 +91,13 @@ class TestAgainstDense:
         check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds, score_mod=tilt), tensors, mask, score_mod=tilt)
 
 
+def test_each_sequence_and_head_has_its_own_keys(small_tiles: None) -> None:
+    start = torch.tensor([[0, 30, 10, 40], [20, 5, 35, 15]])[..., None, None]
+    mask = ((start <= torch.arange(50)) & (torch.arange(50) < start + 10)).expand(2, 4, 50, 50)
+    bounds = intervals(mask)
+    check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(), mask)
+
+
 class TestInputs:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("variant", ["rows", "cells", "callable", "score_mod"])

@@ -77,6 +77,14 @@ def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
     check_lists(found, Shape(SIZE, SIZE, batch=2, heads=2), kinds_of(mask))
 
 
+@pytest.mark.parametrize("name", PATHS)
+def test_rows_without_keys_list_no_block_of_few_keys(name: str) -> None:
+    """A block holds more keys than there are."""
+    with path(name):
+        found = (fm.q < 4).block_mask(8, block_size=(4, 16))
+    check_lists(found, Shape(8, 8), oracle.classify_blocks((fm.q < 4).dense(8), 4, 16))
+
+
 # ---------------------------------------------------------------- data that changes
 
 

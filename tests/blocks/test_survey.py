@@ -89,6 +89,17 @@ def check_counts(case: Case, shape: Shape, expected: Tensor, block_size: Any) ->
     assert against.only_self * expected.numel() == int(expected.sum()) * against.cells
 
 
+@pytest.mark.parametrize("steps", [nullcontext, small_steps])
+def test_data_of_each_sequence_and_head(steps: Callable[[], Any]) -> None:
+    """The ranges of a block are those of its own sequence and head."""
+    rows, columns = [[0, 50, 9], [30, 2, 70]], [[3, 60], [90, 8], [5, 40]]
+    mask = (fm.table(rows)[fm.b, q // 8] + fm.table(columns)[h, kv // 8]) * (q + kv) >= 1000
+    shape = Shape(24, 16, batch=2, heads=3)
+    case = Case(mask, lambda b, h, q, kv, *_: (rows[b][q // 8] + columns[h][kv // 8]) * (q + kv) >= 1000)
+    with steps():
+        check_block_mask(case, shape, case.expected(shape), 4)
+
+
 # ---------------------------------------------------------------- conditions of every form
 
 LENGTH = 260

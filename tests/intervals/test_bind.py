@@ -89,6 +89,14 @@ def test_lengths_are_indices_too() -> None:
         (fm.table([1, 2, 3])[fm.q_len] == kv).dense(3, 5)
 
 
+def test_an_index_is_judged_by_its_values() -> None:
+    """Its terms alone would allow -1 to 3."""
+    index = fm.table([0, 1, 2, 3])[kv] - fm.table([0, 1, 1, 1])[kv]
+    assert (fm.table([5, 6, 7])[index] == 6).dense(1, 4).flatten().tolist() == [False, False, True, False]
+    with pytest.raises(LoweringError, match="ranges from -1 to 1"):
+        (fm.table([5, 6, 7])[index - 1] == 6).dense(1, 4)
+
+
 @pytest.mark.parametrize("divisor", [kv, 2 - kv, fm.table([3, 2, 1, 0])[kv]], ids=["first", "inside", "last"])
 def test_a_divisor_that_may_be_0_is_refused(divisor: fm.expr.Index) -> None:
     for mask in (q // divisor <= 1, q % divisor <= 1):

@@ -7,6 +7,9 @@ import torch
 
 import flexmask as fm
 from flexmask.errors import OperandError
+from tests.support import oracle
+from tests.support.lowerings import check_lists
+from tests.support.strategies import Shape
 
 
 @pytest.mark.parametrize("index", [True, False, 1.0, "0", None, (0, 0), torch.tensor(0)], ids=repr)
@@ -15,3 +18,17 @@ def test_only_integers_and_slices_are_indices(index: Any) -> None:
     assert lowered[1].dense().tolist() == lowered[1:].dense().tolist() == [[[[True, False, False, False]] * 4]]
     with pytest.raises(OperandError, match="indexed by sequences, an int or a slice, got "):
         lowered[index]
+
+
+@pytest.mark.parametrize("index", range(-3, 3))
+def test_an_index_is_one_sequence(index: int) -> None:
+    lowered = fm.plan("key_padding(lengths)", 4)(lengths=torch.tensor([3, 1, 2]))
+    assert lowered[index].dense()[:, 0, 0].tolist() == [
+        [[True, True, True, False], [True, *[False] * 3], [True, True, False, False]][index]
+    ]
+
+
+def test_a_block_that_one_query_skips_is_in_no_list() -> None:
+    mask = ((fm.q + 7) * fm.kv) % 40 < 4
+    found = fm.plan(mask, 1, 24, block_size=(1, 4))().block_mask
+    check_lists(found, Shape(1, 24), oracle.classify_blocks(mask.dense(1, 24), 1, 4))
