@@ -285,3 +285,11 @@ def test_flex_gradients_on_cuda(name: str) -> None:
     grads = torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(wanted.sum(), precise)
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("mask", ["full", "kv < 50"])
+def test_one_query_drops_too(mask: str) -> None:
+    """Its keys are one interval, which takes a call of torch's kernel where nothing is dropped."""
+    query, key = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 64, 64)
+    weights = attention(query, key, torch.eye(64)[None, None], mask, backend="sdpa", dropout_p=0.5, dropout_seed=3)
+    assert 10 < int((weights == 0)[..., :50].sum()) < 40
