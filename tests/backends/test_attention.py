@@ -190,7 +190,7 @@ def test_scale(name: str, scale: float) -> None:
     check_attention(CASES[name], CASES[name].inputs(), scale=scale)
 
 
-@pytest.mark.parametrize("how", ["eager", "planned", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "planned", *exhaustive(["compiled"])])
 def test_causal_at_any_scale(how: str) -> None:
     """torch's causal kernel multiplies the -inf of hidden cells by the scale: NaN unless that is positive."""
     mask = fm.plan(fm.causal(), 5, 5)() if how == "planned" else "causal"

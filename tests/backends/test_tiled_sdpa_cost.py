@@ -118,11 +118,11 @@ class TestCost:
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),
-        [(window(4096, 4096, 255, 0), 6, 1.6), (window(4096, 4096, 15, 16), 6, 2.6), (documents(4096, 33), 2, 1.01)],
+        [(window(2048, 2048, 255, 0), 6, 1.7), (window(2048, 2048, 15, 16), 6, 2.6), (documents(2048, 33), 2, 1.01)],
         ids=["window", "narrow window", "documents of 33"],
     )
     def test_tiles_along_the_diagonal_take_few_calls(self, mask: Tensor, calls: int, waste: float) -> None:
-        query = torch.empty(1, 8, 4096, 1)
+        query = torch.empty(1, 8, 2048, 1)
         tiles = plan_tiles(intervals(mask), query, query, most_scores=2**26, in_bands=True).tiles
         assert len(tiles) <= calls
         assert sum(tile.scores for tile in tiles) <= 8 * waste * mask.sum()

@@ -62,9 +62,7 @@ class TestCompile:
 
 
 class TestOperator:
-    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-    @pytest.mark.parametrize("with_cells", [False, True])
-    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize(("dropout_p", "with_cells", "transposed"), one_in(2, [0.0, 0.5], [False, True], [False, True]))
     def test_opcheck(self, with_cells: bool, transposed: bool, dropout_p: float) -> None:
         query, key, value = inputs(q_len=20, kv_len=20, value_dim=5)
         if transposed:

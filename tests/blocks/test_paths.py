@@ -21,7 +21,7 @@ from flexmask import _sync
 from flexmask.lowering import block_lists
 from flexmask.lowering import block_mask as lowering
 from tests.support import oracle
-from tests.support.exhaustive import one_in
+from tests.support.exhaustive import half, one_in
 from tests.support.lowerings import blocks_of, check_block_mask, check_lists, check_mask_mod, check_rows
 from tests.support.paths import PATHS, path
 from tests.support.strategies import Case, Shape, shaped_masks
@@ -34,6 +34,7 @@ def is_known(shape: Shape) -> bool:
     return isinstance(shape.q_offset, int) or shape.q_end <= shape.kv_len
 
 
+@half
 @given(shaped_masks(), BLOCK_SIZES)
 def test_paths_of_random_mask(drawn: tuple[Case, Shape], block_size: int | tuple[int, int]) -> None:
     case, shape = drawn
@@ -69,7 +70,7 @@ def kinds_of(mask: fm.Mask) -> Tensor:
     return oracle.classify_blocks(mask.dense(SIZE, heads=2).expand(2, 2, SIZE, SIZE), 4, 4)
 
 
-@pytest.mark.parametrize(("name", "mask"), one_in(3, PATHS, LONG))
+@pytest.mark.parametrize(("name", "mask"), one_in(6, PATHS, LONG))
 def test_blocks_of_long_mask(name: str, mask: fm.Mask) -> None:
     """Blocks of 4 in 2,020 tokens: 255,025 in all, more than the grid has on the CPU."""
     with path(name):

@@ -21,6 +21,7 @@ from flexmask.blocks import cells as blocks
 from flexmask.blocks import survey
 from flexmask.blocks.cells import BlockCells
 from flexmask.lowering import block_mask as lowering
+from tests.support.exhaustive import one_in
 from tests.support.lowerings import check_block_mask, check_lists_of_cells, check_stats, grid
 from tests.support.strategies import Case, Shape, combined, constant, index_cases, mask_cases, shapes, symbols
 
@@ -153,8 +154,7 @@ def test_counts_are_those_of_cells(name: str) -> None:
         assert found.fully_masked_rows == int((~cells.any(-1)).sum())
 
 
-@pytest.mark.parametrize("stepwise", [False, True])
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize(("name", "stepwise"), one_in(2, MODS, [False, True]))
 def test_lists_are_those_of_cells(name: str, stepwise: bool) -> None:
     shape = Shape(LENGTH, LENGTH - 3, batch=2, heads=2)
     expected = MODS[name](*grid(shape)).expand(2, 2, LENGTH, LENGTH - 3)
@@ -247,6 +247,7 @@ LARGE = {
 }
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded() -> None:
     """The memory of the process, not of single tensors: small tensors can keep the memory of large ones in use."""
     script = MEMORY.format(texts=LARGE, unit=1 if sys.platform == "darwin" else 1024)

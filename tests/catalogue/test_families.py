@@ -14,6 +14,7 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.expr.tables import Literal
 from tests.support import oracle
+from tests.support.exhaustive import one_in
 from tests.support.lowerings import check_lowerings
 from tests.support.named_masks import FORMS, SHAPES, Convert, assert_means, draw
 from tests.support.strategies import Case, Shape
@@ -341,7 +342,7 @@ LOWERED: dict[str, tuple[Case, Shape]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", one_in(2, LOWERED))
 def test_every_lowering(name: str) -> None:
     made, shape = LOWERED[name]
     check_lowerings(made, shape, made.expected(shape), 4)
