@@ -202,7 +202,7 @@ class _Found:
 def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """The outputs at the real tokens of three rows, two of which have padding on the right and on the left."""
     length = sum(LENGTHS)
-    keep = torch.ones(3, length, dtype=torch.int64)
+    keep = torch.ones(3, length, dtype=torch.int64, device="cpu")
     keep[1, length - 3 :] = keep[2, :3] = 0
     rows = {name: value.expand(3, *value.shape[1:]) for name, value in inputs.items()}
     return [output[keep.bool()] for output in _token_outputs(model, {**rows, "attention_mask": keep}, length)]
@@ -221,7 +221,7 @@ def _generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 def _packed(model: Any, inputs: dict[str, Any], found: _Found) -> str:
     """What becomes of packed rows."""
     length, names = sum(LENGTHS), inspect.signature(model.forward).parameters
-    positions = torch.cat([torch.arange(one) for one in LENGTHS])[None]
+    positions = torch.cat([torch.arange(one, device="cpu") for one in LENGTHS])[None]
     options = {"use_cache": False} if "use_cache" in names or hasattr(model.config, "use_cache") else {}
     of_tokens = [name for name, value in inputs.items() if value.shape[1] == length]
 

@@ -64,9 +64,11 @@ def inputs_of(model: Any, length: int) -> Iterator[dict[str, Any]]:
     image, channels = _size(config, "image_size", 224), _size(config, "num_channels", 3)
     size = image if isinstance(image, list | tuple) else (image, image)
     others = {
-        "pixel_values": torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(0)),
-        "input_values": torch.randn(1, 4000, generator=torch.Generator().manual_seed(0)),
-        "input_features": torch.randn(1, _size(config, "num_mel_bins", 80), 3000, generator=torch.Generator().manual_seed(0)),
+        "pixel_values": torch.randn(1, channels, *size, device="cpu", generator=torch.Generator().manual_seed(0)),
+        "input_values": torch.randn(1, 4000, device="cpu", generator=torch.Generator().manual_seed(0)),
+        "input_features": torch.randn(
+            1, _size(config, "num_mel_bins", 80), 3000, device="cpu", generator=torch.Generator().manual_seed(0)
+        ),
     }
     if "input_ids" in names:
         text = {"input_ids": ids}
@@ -74,7 +76,7 @@ def inputs_of(model: Any, length: int) -> Iterator[dict[str, Any]]:
             text["decoder_input_ids"] = ids
         yield text
         if "bbox" in names:
-            yield {**text, "bbox": torch.arange(4).expand(1, length, 4)}
+            yield {**text, "bbox": torch.arange(4, device="cpu").expand(1, length, 4)}
         for name, value in others.items():
             if name in names:
                 yield {**text, name: value}
@@ -88,7 +90,7 @@ def tokens(model: Any, length: int, seed: int) -> Tensor:
     """Token ids ``int64[1, length]`` without a meaning of their own."""
     text = model.config.get_text_config()
     size = min(_size(text, "vocab_size", VOCABULARY), DRAWN)
-    return torch.randint(min(SPECIAL, size - 1), size, (1, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(min(SPECIAL, size - 1), size, (1, length), device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 def _size(config: Any, name: str, default: Any) -> Any:
