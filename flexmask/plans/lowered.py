@@ -78,7 +78,10 @@ class LoweredMask:
         if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
         rows = self._rows()
-        inside = interval_mod(rows, next(count for count in ALL_INTERVALS if count >= rows.slots), (batch, heads, q_len))
+        # A graph is made for each number of intervals; elsewhere one kernel serves several numbers.
+        compiling = torch.compiler.is_compiling()
+        tested = rows.slots if compiling else next(count for count in ALL_INTERVALS if count >= rows.slots)
+        inside = interval_mod(rows, tested, (batch, heads, q_len))
         return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
 
     @property
