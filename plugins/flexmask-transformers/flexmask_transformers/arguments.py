@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,12 @@ from flexmask import Mask
 from flexmask.errors import LoweringError, OperandError
 
 __all__ = [
+    "GivenMask",
     "as_cells",
     "check_attention_mask",
     "check_model",
     "check_padding",
+    "check_rows",
     "is_readable",
     "is_user_mask",
     "is_whole_mask",
@@ -20,6 +24,42 @@ __all__ = [
     "require_none",
     "truth_values",
 ]
+
+
+class GivenMask:
+    """A mask of flexmask on its way through a model, as its ``attention_mask``: an error where the model itself reads it.
+
+    Attributes:
+        mask: the Mask, its text or a mask_mod.
+        model: the name of the class of the model.
+    """
+
+    def __init__(self, mask: Any, model: str) -> None:
+        self.mask, self.model = mask, model
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise OperandError(
+            f"{self.model} itself reads its attention_mask, which must then be a tensor. Give your mask with "
+            "flexmask_transformers.use_mask(model, mask, combine='replace')"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python, which asks whether there is one
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __len__ = __contains__ = __bool__ = __invert__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        for given in (*args, *(kwargs or {}).values()):
+            for value in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(value, cls):
+                    value._refuse()
+        raise AssertionError("torch calls it for an argument of this class")
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -52,7 +92,9 @@ def is_user_mask(value: object) -> bool:
     """Whether an ``attention_mask`` is a mask of flexmask: a Mask, a text, a mask_mod, or a dict of them."""
     if isinstance(value, dict):
         return bool(value) and all(map(is_user_mask, value.values()))
-    return isinstance(value, Mask | str) or (callable(value) and not isinstance(value, Tensor) and not hasattr(value, "shape"))
+    return isinstance(value, GivenMask | Mask | str) or (
+        callable(value) and not isinstance(value, Tensor) and not hasattr(value, "shape")
+    )
 
 
 def is_whole_mask(value: object) -> bool:
@@ -98,22 +140,25 @@ def check_attention_mask(mask: object, embeds: Tensor) -> None:
         require(((mask == 0) | (mask == 1)).all(), message)
 
 
-def check_padding(keep: Tensor, batch: int, q_len: int, kv_end: int, q_offset: int | Tensor) -> None:
-    """Checks the sizes of a 2-D mask of a decoder.
+def check_rows(keep: Tensor, batch: int) -> None:
+    """Raises a LoweringError unless a 2-D mask ``bool[B, tokens]`` has a row for each of the model."""
+    if len(keep) != batch:
+        raise LoweringError(f"attention_mask has {len(keep)} rows, and the model got {batch}")
+
+
+def check_padding(keep: Tensor, q_len: int, kv_end: int, q_offset: int | Tensor) -> None:
+    """Checks the length of a 2-D mask of a decoder.
 
     Args:
         keep: ``bool[B, tokens]``.
-        batch: the number of rows.
         q_len: the number of queries.
         kv_end: the position behind the last key; a static cache has free places.
         q_offset: the position of the first query, which is the number of tokens in the cache.
 
     Raises:
-        LoweringError: another number of rows or tokens.
+        LoweringError: another number of tokens.
     """
-    rows, length = keep.shape
-    if rows != batch:
-        raise LoweringError(f"attention_mask has {rows} rows, and the model got {batch}")
+    length = keep.shape[1]
     if isinstance(q_offset, Tensor):  # of a static cache, for which a longer mask is usual
         if is_readable(q_offset):
             q_offset = int(q_offset)

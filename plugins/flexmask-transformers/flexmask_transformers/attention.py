@@ -16,7 +16,7 @@ from flexmask.backends.mixed_precision import autocast
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
-from flexmask_transformers.arguments import as_cells, is_user_mask, require
+from flexmask_transformers.arguments import GivenMask, as_cells, is_user_mask, require
 from flexmask_transformers.dense import dense_attention
 from flexmask_transformers.forwards import check_layers, require_unpacked, running
 from flexmask_transformers.graphs import GraphMask
@@ -163,6 +163,9 @@ def _weights(query: Tensor, key: Tensor, mask: Mask, scores: Scores, q_offset: i
 def _packed(model_mask: ModelMask, batch: int, q_len: int, kv_len: int, kwargs: Mapping[str, Any]) -> Mask:
     """The mask of a layer within the documents that its arguments describe."""
     if model_mask.shape[-1] != kv_len:
+        keep = model_mask.request.keep
+        if keep is not None and keep.shape[1] == model_mask.shape[-1]:
+            raise LoweringError(f"attention_mask has {keep.shape[1]} tokens for {kv_len} keys; it must have {kv_len}")
         raise LoweringError(
             f"the model made a mask for {model_mask.shape[-1]} keys, and its attention has {kv_len}; flexmask does not support "
             "this combination of model and cache. Use attn_implementation='sdpa' for it"
@@ -253,4 +256,4 @@ def _user_mask(mask: Any, q_len: int, kv_len: int) -> Mask:
             f"the position of {q_len} queries among {kv_len} keys is not known for a mask in a dict; give it with "
             "flexmask_transformers.use_mask(model, {...}, combine='replace')"
         )
-    return as_mask(mask, "attention_mask")
+    return as_mask(mask.mask if isinstance(mask, GivenMask) else mask, "attention_mask")

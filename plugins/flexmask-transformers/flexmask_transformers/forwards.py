@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
 from flexmask.errors import LoweringError, OperandError
-from flexmask_transformers.arguments import is_whole_mask, require, require_none
+from flexmask_transformers.arguments import GivenMask, is_user_mask, is_whole_mask, require, require_none
 from flexmask_transformers.layers import layers_of
 from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
@@ -133,61 +133,92 @@ def observe_tree(root: type[torch.nn.Module]) -> None:
         observe_tree(kind)
 
 
+@dataclass(frozen=True)
+class _Positional:
+    """The names of the arguments that a forward takes by their place, after ``self``."""
+
+    names: tuple[str, ...]
+
+    def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An argument of a call, or None."""
+        place = self._place(name, args)
+        return kwargs.get(name) if place is None else args[place]
+
+    def replaced(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with another value for one that it has."""
+        place = self._place(name, args)
+        if place is None:
+            return args, {**kwargs, name: value}
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+
+    def _place(self, name: str, args: tuple[Any, ...]) -> int | None:
+        place = self.names.index(name) if name in self.names else len(args)
+        return place if place < len(args) else None
+
+
 def _observe(kind: type[torch.nn.Module]) -> None:
     """Wraps the forward that a class defines itself."""
     forward: Any = vars(kind).get("forward")
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
     if code is None or getattr(forward, "__flexmask__", False):
         return
-    names = code.co_varnames[: code.co_argcount]
+    positional = _Positional(code.co_varnames[1 : code.co_argcount])
     is_given = "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     counts_positions = not is_given and any(map(POSITIONS.search, code.co_names))
     counts_positions = counts_positions or any(isinstance(text, str) and IGNORED in text for text in code.co_consts)
-
-    def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        place = names.index(name) - 1 if name in names else len(args)
-        return args[place] if place < len(args) else None
 
     @functools.wraps(forward)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.config, "_attn_implementation", None) != "flexmask":
             return forward(self, *args, **kwargs)
         outer = _LOCAL.forward
-        mask = argument("attention_mask", args, kwargs)
-        position_ids = text_positions(argument("position_ids", args, kwargs))
-        if is_whole_mask(mask):
-            position_ids = None
-        elif position_ids is None and outer is not None and outer.is_of(self.config):
-            position_ids = outer.position_ids
-        packing: Mapping[str, Any] = packing_arguments(kwargs)
-        if not packing and outer is not None and outer.is_of(self.config):
-            packing = outer.packing
-        keep = None
-        if position_ids is not None and isinstance(mask, Tensor) and mask.dim() == 2:
-            keep = mask[:, -position_ids.shape[-1] :] != 0
-        layers = layers_of(self)
-        if layers is not None and not layers.attend and outer is None:
-            raise OperandError(
-                f"no layer of {type(self).__name__} calls transformers' AttentionInterface, so that "
-                "attn_implementation='flexmask' has no effect; use 'sdpa' or 'eager'"
-            )
-        unknown = f"those of {type(self).__name__}, for which set_attn_implementation('flexmask') was not called"
-        mixing = unknown if layers is None else layers.mixing
-        has_masks = outer is not None and outer.has_masks
-        _LOCAL.forward = Forward(self.config, position_ids, keep, packing, mixing, has_masks)
+        mask = positional.get("attention_mask", args, kwargs)
+        own = _forward_of(self, mask, positional.get("position_ids", args, kwargs), packing_arguments(kwargs), outer)
+        if is_user_mask(mask) and not isinstance(mask, dict):
+            given = GivenMask(mask.mask if isinstance(mask, GivenMask) else mask, type(self).__name__)
+            args, kwargs = positional.replaced("attention_mask", given, args, kwargs)
+        _LOCAL.forward = own
         try:
-            if position_ids is not None:
+            if own.position_ids is not None:
                 if getattr(self.config, "is_encoder_decoder", False):
-                    require_unpacked(position_ids, keep, f"{type(self).__name__} has an encoder and a decoder")
+                    own.require_unpacked(f"{type(self).__name__} has an encoder and a decoder")
                 elif counts_positions:
-                    require_unpacked(position_ids, keep, f"{type(self).__name__} counts positions by itself")
-                if mixing:
-                    check_layers(restarts(position_ids, keep).any())
+                    own.require_unpacked(f"{type(self).__name__} counts positions by itself")
+                if own.mixing:
+                    check_layers(restarts(own.position_ids, own.keep).any())
             return forward(self, *args, **kwargs)
         finally:
             _LOCAL.forward = outer
 
     observed.__flexmask__ = True  # type: ignore[attr-defined]
     kind.forward = observed
+
+
+def _forward_of(model: Any, mask: Any, position_ids: Any, packing: Mapping[str, Any], outer: Forward | None) -> Forward:
+    """The forward of a model in that of another one, with what it got, or the other one for it.
+
+    Raises:
+        OperandError: no layer of the model calls transformers' attention.
+    """
+    is_part = outer is not None and outer.is_of(model.config)
+    positions = text_positions(position_ids)
+    if is_whole_mask(mask):
+        positions = None
+    elif positions is None and is_part:
+        positions = outer.position_ids
+    if not packing and is_part:
+        packing = outer.packing
+    keep = None
+    if positions is not None and isinstance(mask, Tensor) and mask.dim() == 2:
+        keep = mask[:, -positions.shape[-1] :] != 0
+    layers, name = layers_of(model), type(model).__name__
+    if layers is not None and not layers.attend and outer is None:
+        raise OperandError(
+            f"no layer of {name} calls transformers' AttentionInterface, so that attn_implementation='flexmask' has no effect; "
+            "use 'sdpa' or 'eager'"
+        )
+    unknown = f"those of {name}, for which set_attn_implementation('flexmask') was not called"
+    mixing = unknown if layers is None else layers.mixing
+    return Forward(model.config, positions, keep, packing, mixing, has_masks=outer is not None and outer.has_masks)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
-from flexmask_transformers.arguments import check_attention_mask, check_padding, is_user_mask
+from flexmask_transformers.arguments import GivenMask, check_attention_mask, check_padding, check_rows, is_user_mask
 from flexmask_transformers.forwards import check_layers, running
 from flexmask_transformers.packed_cache import note_keys, require_one_document
 from flexmask_transformers.packing import Documents, check_document_numbers, is_packed, restarts, text_positions
@@ -81,9 +81,11 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **options)
         user_mask = None
         if is_user_mask(attention_mask):
-            user_mask, attention_mask = attention_mask, None
+            user_mask = attention_mask.mask if isinstance(attention_mask, GivenMask) else attention_mask
+            attention_mask = None
         check_attention_mask(attention_mask, inputs_embeds)
-        is_cross = any(value is not None for value in (*rest, *options.values()))  # keys and a 2-D mask of an encoder
+        encoded = next((value for value in (*rest, *options.values()) if value is not None), None)
+        is_cross = encoded is not None  # keys and a 2-D mask of an encoder
         if inputs_embeds.device.type == "meta":  # where positions have no values
             position_ids = None
         batch, q_len = inputs_embeds.shape[:2]
@@ -95,8 +97,10 @@ def preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         if found[0]:
             return found
         _, keep, found_ids, _, kv_len, q_offset, kv_offset = found
+        if keep is not None:
+            check_rows(keep, len(encoded) if isinstance(encoded, Tensor) else batch)
         if keep is not None and not rest and not options:  # encoders may have keys before their tokens
-            check_padding(keep, batch, q_len, q_len if past_key_values is None else kv_len + kv_offset, q_offset)
+            check_padding(keep, q_len, q_len if past_key_values is None else kv_len + kv_offset, q_offset)
         require_one_document(past_key_values, q_offset)
         if found_ids is not None and positions is not None:  # splits at gaps, too
             documents: Documents | None = Documents(found_ids, _of_text(positions))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from flexmask_transformers import check_packing, masks_of, to_mask, use_mask
+from flexmask_transformers.arguments import GivenMask
 from hf_models import TEXT, one_layer, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE
 from torch.testing import assert_close
 
+import flexmask
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
+
+SHORT = {name: TEXT[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")} | {"num_hidden_layers": 1}
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -45,6 +51,77 @@ MASKS: list[tuple[Any, type[FlexmaskError], str]] = [
 def test_masks_that_do_not_fit(mask: Any, kind: type[FlexmaskError], message: str, use_cache: bool) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         pair("llama")[1](tokens(1), attention_mask=mask, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "t5"])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 11), "attention_mask has 11 tokens for 12 keys; it must have 12"),
+        ((2, 13), "attention_mask has 13 tokens for 12 keys; it must have 12"),
+        ((3, 12), "attention_mask has 3 rows, and the model got 2"),
+        ((1, 12), "attention_mask has 1 rows, and the model got 2"),
+    ],
+)
+def test_masks_that_do_not_fit_an_encoder(name: str, shape: tuple[int, int], message: str) -> None:
+    decoder = {"decoder_input_ids": tokens()} if name == "t5" else {}
+    with pytest.raises(LoweringError, match=re.escape(message)):
+        pair(name)[1](tokens(), attention_mask=ones(*shape), **decoder)
+
+
+def test_masks_of_other_rows_than_those_of_the_encoder() -> None:
+    ours = pair("t5")[1]
+    encoded = transformers.modeling_outputs.BaseModelOutput(ours.encoder(tokens()).last_hidden_state)
+    with pytest.raises(LoweringError, match="attention_mask has 3 rows, and the model got 2"):
+        ours(encoder_outputs=encoded, attention_mask=ones(3, 12), decoder_input_ids=tokens())
+
+
+def model_that_reads_its_mask(name: str) -> Any:
+    if name == "GPT2Model":
+        return pair("gpt2")[1]
+    config: Any = transformers.OPTConfig(**SHORT, ffn_dim=48, word_embed_proj_dim=32)
+    if name == "BambaModel":
+        sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+        config = transformers.BambaConfig(**SHORT, num_key_value_heads=2, attn_layer_indices=[0], **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flexmask").eval()
+
+
+@pytest.mark.parametrize("name", ["GPT2Model", "OPTDecoder", "BambaModel"])
+@pytest.mark.parametrize("mask", ["causal & sliding_window(size=3)", flexmask.causal(), lambda b, h, q, kv: q >= kv])
+def test_models_that_read_their_mask(name: str, mask: Any) -> None:
+    model = model_that_reads_its_mask(name)
+    message = (
+        f"{name} itself reads its attention_mask, which must then be a tensor. Give your mask with flexmask_transformers.use"
+    )
+    with pytest.raises(OperandError, match=message):
+        model(tokens(), attention_mask=mask)
+    with pytest.raises(OperandError, match=message):
+        model(tokens(), mask) if name == "OPTDecoder" else model(input_ids=tokens(), attention_mask=mask)
+    with use_mask(model, mask, combine="replace"):  # the remedy
+        assert model(tokens()).logits.shape == (2, 12, 64)
+
+
+def test_what_models_do_with_a_mask() -> None:
+    given: Any = GivenMask("causal", "SomeModel")
+    uses: list[Callable[[], object]] = [
+        lambda: given.shape,
+        lambda: given[:, None],
+        lambda: len(given),
+        lambda: bool(given),
+        lambda: 0 in given,
+        lambda: given == 0,
+        lambda: given < 1,
+        lambda: 1 - given,
+        lambda: given & True,
+        lambda: ~given,
+        lambda: torch.cumsum(given, 1),
+        lambda: torch.cat([ones(1, 2), given], 1),
+        lambda: ones(1, 2) * given,
+    ]
+    for use in uses:
+        with pytest.raises(OperandError, match="SomeModel itself reads its attention_mask"):
+            use()
+    assert copy.copy(given).mask == "causal"
 
 
 @pytest.mark.parametrize("q_len", [1, 5])
