@@ -174,8 +174,8 @@ def _observe(kind: type[torch.nn.Module]) -> None:
         if getattr(self.config, "_attn_implementation", None) != "flexmask":
             return forward(self, *args, **kwargs)
         outer = _LOCAL.forward
-        mask = positional.get("attention_mask", args, kwargs)
-        own = _forward_of(self, mask, positional.get("position_ids", args, kwargs), packing_arguments(kwargs), outer)
+        mask, position_ids = (positional.get(name, args, kwargs) for name in ("attention_mask", "position_ids"))
+        own = _forward_of(self, mask, position_ids, packing_arguments(kwargs), outer)
         if is_user_mask(mask) and not isinstance(mask, dict):
             given = GivenMask(mask.mask if isinstance(mask, GivenMask) else mask, type(self).__name__)
             args, kwargs = positional.replaced("attention_mask", given, args, kwargs)
@@ -186,6 +186,8 @@ def _observe(kind: type[torch.nn.Module]) -> None:
                     own.require_unpacked(f"{type(self).__name__} has an encoder and a decoder")
                 elif counts_positions:
                     own.require_unpacked(f"{type(self).__name__} counts positions by itself")
+                elif is_given and position_ids is None:
+                    own.require_unpacked(f"the model around {type(self).__name__} does not pass them on to it")
                 if own.mixing:
                     check_layers(restarts(own.position_ids, own.keep).any())
             return forward(self, *args, **kwargs)

@@ -87,6 +87,17 @@ def test_one_graph_for_all_packings() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", ["ContextEncoder", "QuestionEncoder", "Reader"])
+def test_positions_that_a_model_does_not_pass_on(name: str) -> None:
+    """It takes them with all other arguments. The model in it would count on through all documents."""
+    config = transformers.DPRConfig(**{**ENCODER, "num_hidden_layers": 1})
+    eager, ours = make_pair(getattr(transformers, f"DPR{name}"), lambda: config)
+    for places in ({}, {"position_ids": positions(12)}):
+        assert_close(hidden(ours, tokens(1), **places), hidden(eager, tokens(1), **places), **CLOSE)
+    with pytest.raises(LoweringError, match=r"the model around BertModel does not pass them on to it: .* at token 5 of row 0"):
+        ours(tokens(1), position_ids=PACKED)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning")
 def test_gradient_checkpointing(reentrant: bool) -> None:
