@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 import flexmask
 from flexmask.errors import FlexmaskError
 from flexmask_transformers.check import leaks
-from flexmask_transformers.layers import allow_mixing
+from flexmask_transformers.layers import allow_mixing, layers_of
 from flexmask_transformers.recording import using
 from flexmask_transformers.tiny import inputs_of, tiny_model, tokens
 
@@ -64,8 +64,8 @@ class Entry(NamedTuple):
         plain: a row of tokens, or an image.
         padded: three rows, two of which have padding, on the right and on the left.
         generated: the logits of generated tokens.
-        packed: documents that are packed into a row by ``position_ids`` that restart, without a cache. ``REFUSED`` where they
-            would be isolated.
+        packed: documents that are packed into a row by ``position_ids`` that restart at the model's first position, without a
+            cache. ``REFUSED`` where they would be isolated.
         reason: the first error, or what differs.
     """
 
@@ -221,7 +221,9 @@ def _generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 def _packed(model: Any, inputs: dict[str, Any], found: _Found) -> str:
     """What becomes of packed rows."""
     length, names = sum(LENGTHS), inspect.signature(model.forward).parameters
-    positions = torch.cat([torch.arange(one, device="cpu") for one in LENGTHS])[None]
+    layers = layers_of(model)
+    assert layers is not None
+    positions = torch.cat([torch.arange(one, device="cpu") for one in LENGTHS])[None] + layers.first_position
     options = {"use_cache": False} if "use_cache" in names or hasattr(model.config, "use_cache") else {}
     of_tokens = [name for name, value in inputs.items() if value.shape[1] == length]
 

@@ -22,7 +22,7 @@ from transformers.utils import is_peft_available
 
 from flexmask.errors import LoweringError, OperandError
 from flexmask_transformers.arguments import GivenMask, is_user_mask, is_whole_mask, require, require_none
-from flexmask_transformers.layers import layers_of
+from flexmask_transformers.layers import Layers, layers_of
 from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
 __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "running"]
@@ -67,6 +67,17 @@ class Forward:
         """An error where ``position_ids`` restart; in a graph where it runs."""
         if self.position_ids is not None:
             require_unpacked(self.position_ids, self.keep, what)
+
+    def require_positions_from(self, first: int, model: str) -> None:
+        """An error where ``position_ids`` restart below the position of the first token; in a graph where it runs."""
+        if self.position_ids is None:
+            return
+        early = self.position_ids < first if self.keep is None else (self.position_ids < first) & self.keep
+        message = (
+            f"position_ids restart below {first}, and {model} counts tokens from padding_idx + 1 = {first}: documents would have "
+            f"other positions than alone. Give position_ids + {first} of those that restart at 0"
+        )
+        require(~(early & restarts(self.position_ids, self.keep).any()).any(), message, LoweringError)
 
 
 def require_unpacked(position_ids: Tensor, keep: Tensor | None, what: str) -> None:
@@ -175,7 +186,8 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             return forward(self, *args, **kwargs)
         outer = _LOCAL.forward
         mask, position_ids = (positional.get(name, args, kwargs) for name in ("attention_mask", "position_ids"))
-        own = _forward_of(self, mask, position_ids, packing_arguments(kwargs), outer)
+        layers = layers_of(self)
+        own = _forward_of(self, layers, mask, position_ids, packing_arguments(kwargs), outer)
         if is_user_mask(mask) and not isinstance(mask, dict):
             given = GivenMask(mask.mask if isinstance(mask, GivenMask) else mask, type(self).__name__)
             args, kwargs = positional.replaced("attention_mask", given, args, kwargs)
@@ -187,7 +199,9 @@ def _observe(kind: type[torch.nn.Module]) -> None:
                 elif counts_positions:
                     own.require_unpacked(f"{type(self).__name__} counts positions by itself")
                 elif is_given and position_ids is None:
-                    own.require_unpacked(f"the model around {type(self).__name__} does not pass them on to it")
+                    own.require_unpacked(f"the model around {type(self).__name__}, as one of PEFT, does not pass them on to it")
+                if layers is not None and layers.first_position:
+                    own.require_positions_from(layers.first_position, type(self).__name__)
                 if own.mixing:
                     check_layers(restarts(own.position_ids, own.keep).any())
             return forward(self, *args, **kwargs)
@@ -198,7 +212,9 @@ def _observe(kind: type[torch.nn.Module]) -> None:
     kind.forward = observed
 
 
-def _forward_of(model: Any, mask: Any, position_ids: Any, packing: Mapping[str, Any], outer: Forward | None) -> Forward:
+def _forward_of(
+    model: Any, layers: Layers | None, mask: Any, position_ids: Any, packing: Mapping[str, Any], outer: Forward | None
+) -> Forward:
     """The forward of a model in that of another one, with what it got, or the other one for it.
 
     Raises:
@@ -215,7 +231,7 @@ def _forward_of(model: Any, mask: Any, position_ids: Any, packing: Mapping[str, 
     keep = None
     if positions is not None and isinstance(mask, Tensor) and mask.dim() == 2:
         keep = mask[:, -positions.shape[-1] :] != 0
-    layers, name = layers_of(model), type(model).__name__
+    name = type(model).__name__
     if layers is not None and not layers.attend and outer is None:
         raise OperandError(
             f"no layer of {name} calls transformers' AttentionInterface, so that attn_implementation='flexmask' has no effect; "

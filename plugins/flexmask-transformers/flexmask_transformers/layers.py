@@ -31,10 +31,12 @@ class Layers:
     Attributes:
         attend: whether some call the attention function of transformers' interface.
         mixing: those that combine tokens in another way, as a text; empty where there are none, or they are allowed.
+        first_position: the position of the first token, which is above 0 where those up to ``padding_idx`` are of padding.
     """
 
     attend: bool
     mixing: str
+    first_position: int = 0
 
 
 def layers_of(model: torch.nn.Module) -> Layers | None:
@@ -51,7 +53,8 @@ def note_layers(model: torch.nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             attend = any(_code_of(module).attends for module in part.modules())
-            setattr(part, ATTRIBUTE, Layers(attend, "" if vars(part).get(ALLOWED) else _mixing(part)))
+            mixing = "" if vars(part).get(ALLOWED) else _mixing(part)
+            setattr(part, ATTRIBUTE, Layers(attend, mixing, _first_position(part)))
 
 
 def allow_mixing(model: Any) -> None:
@@ -83,6 +86,14 @@ def _mixing(model: PreTrainedModel) -> str:
             inside += (f"{name}.",)
     texts = (f"{kind} ({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''})" for kind, names in found.items())
     return ", ".join(texts)
+
+
+def _first_position(model: PreTrainedModel) -> int:
+    """The position that a model gives to the first token: as in RoBERTa, that of padding has an embedding, and they follow it."""
+    for name, module in _own_modules(model):
+        if isinstance(module, torch.nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0
 
 
 def _own_modules(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:

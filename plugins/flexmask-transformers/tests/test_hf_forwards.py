@@ -87,6 +87,21 @@ def test_one_graph_for_all_packings() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", ["Roberta", "XLMRobertaXL", "Camembert", "Data2VecText", "RobertaPreLayerNorm"])
+def test_positions_below_those_of_the_model(name: str) -> None:
+    """RoBERTa counts from padding_idx + 1: the model alone makes these positions itself."""
+    eager, ours = encoder(name, pad_token_id=1)
+    parts = [hidden(eager, part) for part in tokens(1).split(LENGTHS, 1)]
+    assert_close(hidden(ours, tokens(1), position_ids=PACKED + 2), torch.cat(parts, 1), **CLOSE)
+    for places in (PACKED, PACKED + 1):
+        with pytest.raises(LoweringError, match=r"counts tokens from padding_idx \+ 1 = 2: .* Give position_ids \+ 2 of those"):
+            ours(tokens(1), position_ids=places)
+    keep, padded = torch.tensor([[0] + [1] * 11]), torch.cat([torch.ones(1, 1), PACKED[:, :4] + 2, PACKED[:, 5:] + 2], 1).long()
+    assert hidden(ours, tokens(1), position_ids=padded, attention_mask=keep).shape == (1, 12, 32)
+    one = {"position_ids": positions(12)}  # one document, as in eager
+    assert_close(hidden(ours, tokens(1), **one), hidden(eager, tokens(1), **one), **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["ContextEncoder", "QuestionEncoder", "Reader"])
 def test_positions_that_a_model_does_not_pass_on(name: str) -> None:
     """It takes them with all other arguments. The model in it would count on through all documents."""
@@ -94,7 +109,9 @@ def test_positions_that_a_model_does_not_pass_on(name: str) -> None:
     eager, ours = make_pair(getattr(transformers, f"DPR{name}"), lambda: config)
     for places in ({}, {"position_ids": positions(12)}):
         assert_close(hidden(ours, tokens(1), **places), hidden(eager, tokens(1), **places), **CLOSE)
-    with pytest.raises(LoweringError, match=r"the model around BertModel does not pass them on to it: .* at token 5 of row 0"):
+    with pytest.raises(
+        LoweringError, match=r"the model around BertModel, as one of PEFT, does not pass them on to it: .* at token 5 of row 0"
+    ):
         ours(tokens(1), position_ids=PACKED)
 
 
@@ -249,5 +266,6 @@ observe_tree(Prompted)
 def test_positions_that_a_wrapper_drops_are_refused(name: str) -> None:
     prompted = Prompted(pair(name)[1])
     assert prompted(tokens(1), position_ids=positions(12)).logits.shape == (1, 15, 64)
-    with pytest.raises(LoweringError, match="position_ids restart inside a row, and a mask is for other queries or keys"):
+    message = rf"position_ids restart inside a row, and the model around {type(prompted.base_model).__name__}, as one of PEFT"
+    with pytest.raises(LoweringError, match=message):
         prompted(tokens(1), position_ids=PACKED)
