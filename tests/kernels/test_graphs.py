@@ -21,6 +21,7 @@ import flexmask as fm
 from flexmask.backends.backend import Backend, Call, backend_names, get_backend
 from tests.kernels.interpreted import virtual_gpu
 from tests.support import oracle
+from tests.support.exhaustive import each_run
 from tests.support.pages import blocks_of, run_page
 
 pytestmark = [
@@ -104,7 +105,7 @@ def prefer_flex(monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> No
     monkeypatch.setattr("flexmask.backends.backend.ordered_backends", ordered)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", each_run(PAGES, "README.md"))
 def test_pages(page: str, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page compiles runs on the GPU, in heads of the fewest channels that FlexAttention takes there."""
     plain = torch.compile
@@ -143,7 +144,7 @@ NEW_TOKENS = 3
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", each_run(MODELS, "grouped queries", "sliding window"))
 def test_generated_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     importlib.import_module("flexmask_transformers")

@@ -142,6 +142,7 @@ def test_masks_behind_a_cache(q_len: int, is_static: bool) -> None:
     assert_close(found, eager(whole).logits[:, 4:], **CLOSE)
 
 
+@pytest.mark.slow
 def test_masks_that_do_not_fit_in_a_graph() -> None:
     compiled: Any = torch.compile(one_layer("llama")[1], backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="a 2-D attention_mask has 1 for real tokens"):

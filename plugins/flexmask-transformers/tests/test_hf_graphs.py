@@ -17,7 +17,10 @@ from torch.testing import assert_close
 import flexmask
 from flexmask import causal, document
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning")  # names of transformers 5 for checkpointing
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning"),  # names of transformers 5 for checkpointing
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,14 @@ def compiled(model: Any, **options: Any) -> tuple[Any, list[str]]:
     return torch.compile(model, backend=backend, fullgraph=True, **options), names
 
 
-@pytest.mark.parametrize(("name", "given"), [("llama", "position_ids"), ("gemma3", "position_ids"), ("gemma3", "cu_seq_lens_q")])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("llama", "position_ids"),
+        ("gemma3", "cu_seq_lens_q"),
+        pytest.param("gemma3", "position_ids", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_packed_rows_attend_in_tiles(name: str, given: str) -> None:
     eager, ours = one_layer(name) if name == "llama" else pair(name)
     model, names = compiled(ours)
@@ -54,7 +64,9 @@ def test_packed_rows_attend_in_tiles(name: str, given: str) -> None:
     assert "scaled_dot_product_attention" not in names
 
 
-@pytest.mark.parametrize("argument", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize(
+    "argument", ["position_ids", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("cu_seq_lens_q", "seq_idx"))]
+)
 def test_lengths_that_change_have_one_more_graph(argument: str) -> None:
     """Also with what collators give next to the positions."""
     eager, ours = one_layer("llama")

@@ -274,6 +274,7 @@ def test_tokens_after_one_document() -> None:
     assert_close(found, eager(torch.cat([tokens(1), tokens(1, 1, seed=5)], 1)).logits[:, -1:], **CLOSE)
 
 
+@pytest.mark.slow
 def test_tokens_after_packed_rows_of_a_graph_are_refused() -> None:
     _, ours = one_layer("llama")
     compiled: Any = torch.compile(ours, backend="eager", fullgraph=True)

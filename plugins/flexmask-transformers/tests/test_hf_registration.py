@@ -32,6 +32,7 @@ print(getattr(model, name) is getattr(masking_utils, name))
 """
 
 
+@pytest.mark.slow
 def test_imports_in_a_new_process() -> None:
     """flexmask does not import transformers; without it the plugin says what to install; models may be imported before it."""
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

@@ -41,6 +41,7 @@ def test_packed_rows(tmp_path: Path, is_mixed: bool, options: dict[str, Any]) ->
     check_trainer(make_trainer(tmp_path, is_mixed, **options), llama("eager"), next_tokens(DOCUMENTS), is_mixed)
 
 
+@pytest.mark.slow
 @MIXED
 def test_training_that_stops_evaluates_and_goes_on(tmp_path: Path, is_mixed: bool) -> None:
     alone, parts = llama("eager"), next_tokens(DOCUMENTS)
@@ -68,6 +69,7 @@ def train_rank(rank: int, store: str, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Each has half of the documents."""
     spawn(train_rank, (str(tmp_path / "store"), str(tmp_path / "out")), 2)

@@ -84,7 +84,8 @@ class TestCompile:
         assert counters["stats"]["unique_graphs"] == 1
         torch.compiler.reset()
 
-    @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "llama4"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["gpt_oss", "llama4", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
     def test_one_graph_for_documents_and_padding(self, name: str) -> None:
         """With sinks, soft-capping and chunks, where attention is dense."""
         eager, ours = pair(name) if name == "gpt_oss" else one_layer(name)
@@ -105,6 +106,7 @@ class TestCompile:
         assert counters["stats"]["unique_graphs"] == 1
         torch.compiler.reset()
 
+    @pytest.mark.slow
     def test_gradients(self) -> None:
         eager, ours = one_layer("llama")
         compiled: Any = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -124,6 +126,7 @@ class TestCompile:
         assert (found - wanted).norm() < 0.02 * wanted.norm()
         torch.compiler.reset()
 
+    @pytest.mark.slow
     def test_the_first_forwards_of_a_thread(self) -> None:
         eager, ours = one_layer("llama")
 
@@ -146,6 +149,7 @@ class TestCompile:
         assert_close(found[keep.bool()], wanted[keep.bool()], **CLOSE)
         torch.compiler.reset()
 
+    @pytest.mark.slow
     def test_generation_with_a_static_cache_has_one_graph(self) -> None:
         eager, ours = pair("gemma3")
         counters.clear()
