@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 
 from tests.support.messages import messages
 
-MESSAGES = [(place, text) for place, text in messages() if len(text.split()) > 3]
+
+@cache
+def sentences() -> list[tuple[str, str]]:
+    return [(place, text) for place, text in messages() if len(text.split()) > 3]
+
 
 #: Words that a user of PyTorch cannot know, and what to write.
 UNKNOWN = {
@@ -22,14 +27,14 @@ UNKNOWN = {
 
 
 def test_the_list_has_the_messages() -> None:
-    assert len(MESSAGES) > 350
-    assert any("q_len" in text for _, text in MESSAGES)
-    assert any(place.startswith("plugins/") for place, _ in MESSAGES)
+    assert len(sentences()) > 350
+    assert any("q_len" in text for _, text in sentences())
+    assert any(place.startswith("plugins/") for place, _ in sentences())
 
 
 @pytest.mark.parametrize("pattern", UNKNOWN)
 def test_messages_are_in_plain_words(pattern: str) -> None:
-    found = [f"{place}: {text}" for place, text in MESSAGES if re.search(pattern, text)]
+    found = [f"{place}: {text}" for place, text in sentences() if re.search(pattern, text)]
     assert found == [], f"write: {UNKNOWN[pattern]}"
 
 
@@ -37,7 +42,7 @@ def test_messages_have_the_form_of_all() -> None:
     """They begin in lower case, or with what they are about, and name no exception: that is its type."""
     wrong = [
         f"{place}: {text}"
-        for place, text in MESSAGES
+        for place, text in sentences()
         if re.match(r"(Error|Invalid|Cannot|Must|Please|Sorry)\b", text) or "!!" in text or re.search(r"\bplease\b", text)
     ]
     assert wrong == []

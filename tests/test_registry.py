@@ -241,11 +241,11 @@ def test_pickles_import_the_plugin_that_they_need(tmp_path: Path) -> None:
     code = """
         import pickle, sys
         mask = pickle.load(open("mask.pickle", "rb"))
-        print(mask, mask.bind(n=3).dense(1, 4).int().tolist())
+        print(mask, mask.bind(n=3))
         import flexmask
         print(mask == flexmask.parse("landmarks(every=n) & causal"), flexmask.masks.landmarks().define.__module__)
     """
-    assert printed(tmp_path, code) == ["landmarks(every=n) & causal [[[[1, 0, 0, 0]]]]", "imported other", "True eager"]
+    assert printed(tmp_path, code) == ["landmarks(every=n) & causal landmarks(every=3) & causal", "imported other", "True eager"]
 
 
 # ---------------------------------------------------------------- packages that go wrong
@@ -486,7 +486,6 @@ def test_list_shows_plugins_by_package(tmp_path: Path) -> None:
     assert re.sub(" +", " ", lines[place + 1]) == " zebra(every=2) kv % every == 0"
     assert any(re.fullmatch(r"  landmarks\(every=2\) +One key in so many\.", line) for line in lines)
     assert command(tmp_path, "list", "zebra").stdout.endswith("\nFamily family, package zoo 1.5\n")
-    assert command(tmp_path, "render", "zebra & causal", "--seq-len", "3").stdout.startswith("zebra & causal\n")
 
 
 def test_list_tells_of_broken_plugins_in_a_line(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask.backends import tile_blocks, tile_rows, tiling_cache
+from flexmask.backends import flex, tile_blocks, tile_rows, tiling_cache
 from flexmask.backends import tiling as tile_plan
+from tests.support.exhaustive import exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["eager", *exhaustive(["inductor"])])
+def flex_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles FlexAttention for tests that count its graphs; other tests take the kernels of Inductor."""
+    torch.compiler.reset()
+    if request.param == "eager":
+        compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
+        monkeypatch.setattr(flex, "_compiled", lambda device: compiled)
 
 
 @pytest.fixture

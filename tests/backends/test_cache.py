@@ -220,8 +220,8 @@ def test_checkpoints_lower_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("flex_compiler")
 def test_block_masks_are_shared_as_well() -> None:
-    torch.compiler.reset()
     query, mask = torch.randn(1, 1, 150, 16), fm.causal() & fm.document(torch.arange(150) // 40)
     with torch.no_grad(), MaskCache() as cache:
         for _ in range(3):

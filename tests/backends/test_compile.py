@@ -75,6 +75,7 @@ def test_twenty_compositions_take_one_kernel(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("flex_compiler")
 def test_the_library_takes_one_kernel_for_twenty_compositions() -> None:
     query = torch.randn(2, 2, L, 16)
     with torch.no_grad(), one_graph():

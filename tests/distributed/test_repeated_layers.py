@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -56,6 +56,7 @@ def tokens() -> Tensor:
     return torch.randn(1, 2, LENGTH, 4, requires_grad=True, generator=torch.Generator().manual_seed(1))
 
 
+@cache
 def compiled() -> Layer:
     """A layer that is compiled before it is repeated, with and without gradients."""
     run: Layer = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import OperandError
+from tests.support.exhaustive import half
 from tests.support.strategies import Case, Shape, mask_cases, shaped_masks, shapes
 
 FULL, EMPTY = fm.full(), fm.empty()
@@ -121,6 +122,7 @@ def test_structural_law_of_each_node(law: str) -> None:
         assert_same_mask(*(STRUCTURAL | SIMPLIFIED)[law](atom, fm.key_padding(3), fm.kv % 2 == 0))
 
 
+@half
 @given(triples())
 def test_laws_of_drawn_masks(drawn: tuple[Mask, Mask, Mask, Shape]) -> None:
     first, second, third, shape = drawn

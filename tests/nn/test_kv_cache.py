@@ -33,7 +33,7 @@ from tests.nn.cache_cases import (
     inputs,
 )
 from tests.support import oracle
-from tests.support.exhaustive import exhaustive
+from tests.support.exhaustive import each_run, exhaustive
 from tests.support.rope import turn
 
 #: Each case in two ways, in turn.
@@ -287,8 +287,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", *exhaustive(["inductor"])])
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("ragged", "backend"), each_run(product([False, True], ["eager", "inductor"]), (True, "eager")))
 def test_compiled_decoding_takes_two_graphs(ragged: bool, backend: str) -> None:
     """A BlockMask over the capacity has one size for every step."""
     torch.compiler.reset()
@@ -433,6 +432,7 @@ def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prompt_that_is_compiled_moves_the_position() -> None:
     torch.manual_seed(0)
     layer, x = fm.MultiheadFlexAttention(16, 16, 4), torch.randn(2, 12, 16)

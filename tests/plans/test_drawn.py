@@ -241,7 +241,7 @@ def test_compiled_attention_is_one_graph_for_all_data(way: str, backend: str) ->
     step: Callable[..., Tensor] = given_a_mask if way == "a mask" else called_inside
     compiled = torch.compile(step, fullgraph=True, backend=counter)
 
-    @half
+    @quarter
     @given(packings())
     def check_packing(drawn: tuple[dict[str, Tensor], Tensor]) -> None:
         data, expected = drawn

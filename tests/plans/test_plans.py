@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -43,12 +44,20 @@ def documents(*lengths: int) -> Tensor:
 
 
 TEXT = "causal & document(cu_seqlens=cu) & key_padding(lengths)"
+
+
+@cache
+def plan_of_text(compiled: bool) -> fm.Plan:
+    """The tests of its values share it, since it takes seconds to compile."""
+    return fm.plan(TEXT, LENGTH, batch=1, compile=compiled)
+
+
 DATA = [(documents(100, 120, 80), 300), (documents(1, 298, 1), 7), (documents(300, 0, 0), 0)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_other_data_than_it_was_captured_with(compiled: bool) -> None:
-    plan = fm.plan(TEXT, LENGTH, batch=1, compile=compiled)
+    plan = plan_of_text(compiled)
     before = GRAPHS.captures
     for cu, length in DATA:
         lengths = torch.tensor([length])
@@ -76,9 +85,14 @@ def test_documents_that_are_not_contiguous() -> None:
     ids = torch.tensor([0, 1, 0])
     with pytest.raises(LoweringError, match="one run of equal ids"):
         fm.document(ids, contiguous=True).dense(3)
-    for compiled in (False, True):
-        with pytest.raises(LoweringError, match="one run of equal ids"):
-            fm.plan("document(ids, contiguous=True)", 3, compile=compiled)(ids=ids)
+    with pytest.raises(LoweringError, match="one run of equal ids"):
+        fm.plan("document(ids, contiguous=True)", 3)(ids=ids)
+
+
+@pytest.mark.exhaustive
+def test_documents_that_are_not_contiguous_in_a_compiled_plan() -> None:
+    with pytest.raises(LoweringError, match="one run of equal ids"):
+        fm.plan("document(ids, contiguous=True)", 3, compile=True)(ids=torch.tensor([0, 1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +129,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "compiled"), one_in(2, WRONG, [False, True]))
-def test_values_are_checked_on_the_cpu(name: str, compiled: bool) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_values_are_checked_on_the_cpu(name: str) -> None:
     cu, length, message = WRONG[name]
     with pytest.raises(LoweringError, match=message):
-        fm.plan(TEXT, LENGTH, batch=1, compile=compiled)(cu=cu, lengths=torch.tensor([length]))
+        plan_of_text(compiled=False)(cu=cu, lengths=torch.tensor([length]))
+
+
+def test_values_are_checked_in_compiled_plans() -> None:
+    for cu, length, message in WRONG.values():
+        with pytest.raises(LoweringError, match=message):
+            plan_of_text(compiled=True)(cu=cu, lengths=torch.tensor([length]))
 
 
 def attend(length: int, **options: Any) -> Tensor:
@@ -277,7 +297,11 @@ def test_rows_of_more_intervals_than_are_listed() -> None:
     check_lists(lowered.block_mask, mask.block_mask(260))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize(
+    ("lowered", "backend"),
+    [("intervals", "sdpa"), ("cells", "sdpa"), ("cells", "flex"), *exhaustive([("intervals", "flex")])],
+    indirect=["lowered"],
+)
 def test_attention(lowered: LoweredMask, backend: str) -> None:
     query, key, value = torch.randn(3, 3, 2, 40, 16)
     visible = lowered.dense()
@@ -335,7 +359,11 @@ WAYS = ["mask", "parameter", "plan inside", "plan outside", "cells"]
 
 @pytest.mark.parametrize(
     ("way", "backend"),
-    [*((way, "aot_eager") for way in ("parameter", "cells")), *exhaustive((way, "inductor") for way in WAYS)],
+    [
+        ("parameter", "aot_eager"),
+        *exhaustive([("cells", "aot_eager")]),  # as in test_model of tests/backends/test_compile.py
+        *exhaustive((way, "inductor") for way in WAYS),
+    ],
 )
 def test_a_compiled_model_has_one_graph(way: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -377,13 +405,7 @@ def test_another_shape_is_another_graph() -> None:
     layer = fm.MultiheadFlexAttention(16, 16, 2, mask="causal & document(cu_seqlens=cu)")
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for rows in (
-        [[0, 8, 24]] * 2,
-        [[0, 8, 18, 24]] * 2,
-        [[0, 8, 9, 18, 24]] * 2,
-        [[0, 8, 30]] * 3,
-        [[0, 9, 24]] * 2,
-    ):
+    for rows in ([[0, 8, 24]] * 2, [[0, 8, 18, 24]] * 2, [[0, 8, 9, 18, 24]] * 2, [[0, 8, 30]] * 3, [[0, 9, 24]] * 2):
         cu, x = torch.tensor(rows), torch.randn(len(rows), rows[0][-1], 16)
         found = compiled(x, cu=cu)
         assert isinstance(found, Tensor)
@@ -418,7 +440,7 @@ def test_offsets_in_a_graph() -> None:
         return attention(query, key, key, plan(q_offset=offset))
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
-    for offset in (3, 7, torch.tensor([5, 2])):
+    for offset in (3, 7, torch.tensor([5, 2])):  # a number, the same as a dynamic one, and a tensor are a graph each
         torch.testing.assert_close(compiled(offset), attention(query, key, key, fm.causal(), q_offset=offset))
 
 

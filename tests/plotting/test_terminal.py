@@ -25,7 +25,7 @@ from flexmask.plotting import density
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, rasterize
 from flexmask.plotting.sheet import Sheet, panel_sheet, term_sheet
 from flexmask.plotting.terminal.show import show_sheet
-from tests.support.exhaustive import one_in
+from tests.support.exhaustive import half, one_in
 from tests.support.strategies import mask_cases, shapes
 
 #: What there is to draw on: colors, and the encoding.
@@ -188,6 +188,7 @@ def test_every_cell_without_gaps_where_they_do_not_fit(on: str) -> None:
     assert np.array_equal(beside == b, others & ~dense)
 
 
+@half
 @given(st.data())
 def test_any_mask_is_drawn_as_it_is(data: st.DataObject) -> None:
     shape = data.draw(shapes())

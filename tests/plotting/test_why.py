@@ -18,6 +18,7 @@ from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.raster import rasterize
 from flexmask.report.terms import terms
+from tests.support.exhaustive import half
 
 Q, KV = 9, 11
 LEAVES = [
@@ -163,6 +164,7 @@ def test_what_hides_everything_or_nothing() -> None:
 # ---------------------------------------------------------------- two masks
 
 
+@half
 @given(trees(), trees())
 def test_differences_are_those_of_the_cells(one: Tree, other: Tree) -> None:
     a, b = composed(one), composed(other)

@@ -12,6 +12,7 @@ from flexmask import Mask
 from flexmask.blocks import survey
 from flexmask.errors import LoweringError, OperandError
 from flexmask.report.compare import Cell
+from tests.support.exhaustive import half
 from tests.support.lowerings import LargestTensor
 from tests.support.strategies import Case, Shape, mask_cases, shapes
 
@@ -38,6 +39,7 @@ def pairs(draw: st.DrawFn) -> tuple[Case, Case, Shape]:
     return draw(mask_cases(shape)), draw(mask_cases(shape)), shape
 
 
+@half
 @given(pairs())
 def test_difference_of_random_masks(drawn: tuple[Case, Case, Shape]) -> None:
     one, other, shape = drawn
@@ -48,6 +50,7 @@ def test_difference_of_random_masks(drawn: tuple[Case, Case, Shape]) -> None:
     assert one.mask.equals(one.mask, **shape.lowering)
 
 
+@half
 @given(pairs())
 def test_difference_equals_the_oracle(drawn: tuple[Case, Case, Shape]) -> None:
     one, other, shape = drawn

@@ -16,6 +16,7 @@ from flexmask import Mask, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing import assert_no_leak
 from flexmask.testing.reach import dependence
+from tests.support.exhaustive import half
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks
 from tests.testing.packed_documents import DOCUMENTS, LENGTHS, PACKED, check_fails
@@ -47,6 +48,7 @@ def test_every_dtype_is_checked(dtype: torch.dtype) -> None:
     check_fails(lambda: assert_no_leak(lambda x: layer(x, fm.causal(offset=1)), fm.causal(), X.to(dtype)), "22 by gradient")
 
 
+@half
 @given(shaped_masks(longest=10, offsets=False, depth=2), st.integers(0, 10**6))
 def test_drawn_masks_do_not_leak_and_one_cell_too_many_does(drawn: tuple[Case, Shape], place: int) -> None:
     case, shape = drawn

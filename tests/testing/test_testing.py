@@ -20,6 +20,7 @@ from flexmask.testing import assert_equivalent, assert_subset
 from flexmask.testing.equivalence import agreement
 from flexmask.testing.settings import make_setting
 from tests.support import oracle
+from tests.support.exhaustive import half
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks
 from tests.testing.packed_documents import DOCUMENTS, LENGTHS, PACKED, check_fails
@@ -33,12 +34,14 @@ def packed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 # ---------------------------------------------------------------- assert_equivalent: what is right
 
 
+@half
 @given(shaped_masks(longest=12, depth=2))
 def test_drawn_masks_equal_their_meaning(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
     assert_equivalent(case.mask, **shape.lowering, reference=case.expected(shape), block_size=4, dtypes=(torch.float64,))
 
 
+@half
 @given(shaped_masks(longest=12, depth=2), st.integers(0, 10**6))
 def test_one_cell_that_differs_is_found(drawn: tuple[Case, Shape], place: int) -> None:
     case, shape = drawn
