@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flexmask.errors import LoweringError
 from flexmask.expr.names import NAMES
 from flexmask.testing import assert_batch_invariant, assert_equivalent, assert_no_leak
 from tests.support.examples import EXAMPLES
+from tests.support.exhaustive import each_run
 from tests.support.pages import run_page
 
 ROOT = Path(__file__).parent.parent
@@ -114,12 +116,13 @@ def results(use: Callable[[Mask], Iterator[Any]], name: str, arguments: dict[str
         return list(use(NAMES[name](**arguments)))
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "use"),
+    each_run(product(EXAMPLES, USES), *((name, list(USES)[place % 3 == 0]) for place, name in enumerate(EXAMPLES))),
+)
 def test_named_masks(name: str, use: str) -> None:
-    """Of several arguments one half are lowered, the other attended with."""
-    examples = EXAMPLES[name][list(USES).index(use) :: len(USES)] or EXAMPLES[name]
-    for arguments, _ in examples:
+    """Each is lowered or attended with, in turn."""
+    for arguments, _ in EXAMPLES[name]:
         wanted = results(USES[use], name, arguments)
         with torch.device("meta"):
             found = results(USES[use], name, arguments)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask.backends import tiling_cache
+from flexmask.backends import tile_rows, tiling, tiling_cache
 from flexmask.backends.tile import Tile
 from flexmask.backends.tile_rows import document_starts
 from flexmask.backends.tiled_sdpa import block_sdpa
@@ -48,6 +48,17 @@ class TestCost:
         none = rows_between(row + 1, row + 1)
         bounds = torch.stack((sink.where(has_sink, near), near.where(has_sink, none)), 1)[None, None]
         assert tile_area(self.plan(bounds)) < 2 * self.LONG * 400
+
+    @pytest.mark.parametrize(("q_len", "sizes"), [(1, [1]), (200, [128, 72]), (2000, [250] * 8), (2001, [251] * 7 + [244])])
+    def test_bounds_without_values_take_few_tiles_of_all_keys(self, q_len: int, sizes: list[int]) -> None:
+        assert (tile_rows.BLOCK_ROWS, tiling.MAX_CAPTURED_TILES) == (128, 8)
+        bounds, query = torch.empty(1, 1, q_len, 2, 2, dtype=torch.int32, device="meta"), torch.empty(2, 2, q_len, 1)
+        for slots, runs in ((2, ((0, q_len),)), (0, ())):
+            tiles = plan_tiles(bounds[..., :slots, :], query, query).tiles
+            assert [len(tile.rows) for tile in tiles] == sizes
+            assert [row for tile in tiles for row in tile.rows] == list(range(q_len))
+            assert {(tile.elements, tile.key_heads, tile.runs) for tile in tiles} == {(range(2), range(2), runs)}
+            assert len({tile.mask_id for tile in tiles}) == len(tiles)
 
     def test_ragged_batch(self) -> None:
         """Each batch element attends to its own keys; those of about one length share a tile."""

@@ -10,9 +10,11 @@ import flexmask as fm
 from flexmask import Mask
 from flexmask.blocks.classify import classify, decide_open
 from flexmask.blocks.grid import BlockGrid
+from flexmask.blocks.layout import Entries
 from flexmask.blocks.sparse import BlockSets
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
+from flexmask.intervals.rows import Rows
 from flexmask.plotting.raster import FULL, PARTIAL, rasterize
 
 LENGTHS = 50, 43
@@ -72,3 +74,19 @@ def test_block_mask_statistics_and_pictures_have_the_same_blocks(mask: Mask) -> 
             assert states is not None
             drawn = [(states == state).sum(1).tolist() for state in (PARTIAL, FULL)]
             assert drawn == [count[b, h].tolist() for count in counts]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 9, 100])
+def test_entries_come_in_parts_of_whole_rows(size: int) -> None:
+    """A row of more entries than a part has comes alone, and rows without entries in none."""
+    keys = torch.tensor([[0, 0], [2, 5], [4, 5], [0, 0], [0, 0], [1, 6], [0, 2], [7, 9], [0, 0]], dtype=torch.int32)
+    rows = Rows(keys[None, None, :, :1], keys[None, None, :, 1:], 9)
+    whole = [(row, column) for row, (lo, hi) in enumerate(keys.tolist()) for column in range(lo, hi)]
+    parts = [list(zip(part.row.tolist(), part.column.tolist(), strict=True)) for part in Entries.chunks(rows, size)]
+    assert [entry for part in parts for entry in part] == whole
+    for part, following in zip(parts, [*parts[1:], []], strict=True):
+        own = {row for row, _ in part}
+        assert len(part) <= size or len(own) == 1
+        assert own.isdisjoint(row for row, _ in following)
+        # One more row would be too many.
+        assert not following or len(part) + sum(row == following[0][0] for row, _ in following) > size

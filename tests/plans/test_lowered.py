@@ -28,6 +28,15 @@ def test_an_index_is_one_sequence(index: int) -> None:
     ]
 
 
+@pytest.mark.parametrize(("intervals", "tested"), [(1, 2), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
+def test_kernels_serve_several_numbers_of_intervals(intervals: int, tested: int) -> None:
+    """So that a mask with another interval takes the kernel of the last: the mask_mod has two ends for each that it tests."""
+    mask = fm.parse(" | ".join(f"((kv >= {4 * place}) & (kv < {4 * place} + n))" for place in range(intervals)))
+    found = mask.plan(2, 4 * intervals)(n=torch.tensor(3)).mask_mod
+    ends = dict(zip(found.__code__.co_freevars, found.__closure__ or (), strict=True))
+    assert len(ends["more"].cell_contents) + 1 == tested
+
+
 def test_a_block_that_one_query_skips_is_in_no_list() -> None:
     mask = ((fm.q + 7) * fm.kv) % 40 < 4
     found = fm.plan(mask, 1, 24, block_size=(1, 4))().block_mask
