@@ -496,12 +496,13 @@ def negated(inner: Predicate) -> Predicate:
 
 def table_of(allowed: Predicate, q_len: int, kv_len: int, *, batch: int = 1, heads: int = 1, q_offset: PerBatch = 0) -> Table:
     """All cells, as nested lists [batch][heads][q_len][kv_len]."""
+    starts = [of_batch(q_offset, b) for b in range(batch)]
     return [
         [
-            [[allowed(b, h, of_batch(q_offset, b) + row, kv, q_len, kv_len) for kv in range(kv_len)] for row in range(q_len)]
+            [[allowed(b, h, q, kv, q_len, kv_len) for kv in range(kv_len)] for q in range(start, start + q_len)]
             for h in range(heads)
         ]
-        for b in range(batch)
+        for b, start in enumerate(starts)
     ]
 
 
