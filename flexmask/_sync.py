@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 def needs_sync(tensor: Tensor) -> bool:
-    """Whether reading values of a tensor forces a host sync, as on every device but the CPU, or is impossible, as on ``meta``.
+    """Whether reading values of a tensor forces a host sync, as on every device but the CPU, or is impossible: on ``meta``, and in
+    a graph.
 
     Then values are not checked, and sizes that depend on values are avoided.
     """
-    return tensor.device.type != "cpu" or not has_values(tensor)
+    return tensor.device.type != "cpu" or is_captured() or not has_values(tensor)
 
 
 def require(condition: Callable[[], Tensor], device: torch.device, message: str, *, everywhere: bool = False) -> None:

@@ -5,8 +5,9 @@ torch has no public name for some of these questions; where a version lacks the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.autograd import forward_ad
 from flexmask.errors import LoweringError
 
 __all__ = [
+    "are_ints",
     "can_keep_tensors",
+    "captured",
     "has_values",
     "is_captured",
     "is_mapped",
@@ -48,11 +51,33 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or (FakeTensor is not None and isinstance(tensor, FakeTensor)))
 
 
+class _Here(threading.local):
+    captured = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """A context in which :func:`is_captured` holds: code that dynamo does not trace cannot see that a graph is made."""
+    before, _here.captured = _here.captured, True
+    try:
+        yield
+    finally:
+        _here.captured = before
+
+
 def is_captured() -> bool:
     """Whether operations become part of a graph that runs later: ``torch.compile``, ``torch.export`` and ``make_fx``."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    return get_proxy_mode is not None and get_proxy_mode() is not None
+    return _here.captured or (get_proxy_mode is not None and get_proxy_mode() is not None)
+
+
+def are_ints(*sizes: Any) -> bool:
+    """Whether sizes have values. Those of a graph for all lengths are ``torch.SymInt``: a comparison makes it one for some."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def is_observed(tensor: Tensor) -> bool:
@@ -108,7 +133,7 @@ def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
     Raises:
         LoweringError: ``torch.vmap`` maps over it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _here.captured:
         return tensor
     if is_mapped(tensor):
         raise LoweringError(

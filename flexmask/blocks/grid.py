@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._transforms import are_ints
 from flexmask.blocks.cells import BlockCells
 from flexmask.blocks.layout import BlockLayout, Entries, ceil_div, floor_div
 from flexmask.blocks.survey import Survey
-from flexmask.intervals.rows import Rows
+from flexmask.intervals.rows import Rows, padded
 
 __all__ = ["BlockGrid"]
 
@@ -31,21 +32,25 @@ class BlockGrid(BlockLayout):
     def touched_ends(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The first block that each interval touches and one more than the last, ``int32[B', H', q_len, K]``."""
         start, stop = floor_div(rows.lo, self.kv_size), ceil_div(rows.hi, self.kv_size)
-        if self.context.kv_len % self.kv_size:  # else unused slots, at the end of the keys, begin behind the last block
+        if not are_ints(self.context.kv_len) or self.context.kv_len % self.kv_size:  # else unused slots, at the end of the keys, begin behind the last block
             start = start.masked_fill(rows.lo >= rows.hi, self.kv_blocks)
         return start, stop
 
     def covered(self, rows: Rows) -> Tensor:
         complete = self.complete_rows
-        if not complete:
+        if not self.may_have_full_blocks:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=rows.lo.device)
         if rows.lo.shape[2] == 1:
             block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
             return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
         if rows.slots == 1:  # the intersection of intervals is an interval
-            lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (rows.lo, rows.hi))
+            lo, hi = rows.lo, rows.hi
+            if not are_ints(complete):  # rows behind the last query hold no key
+                rest = (0, 0, 0, -self.context.q_len % self.q_size)
+                lo, hi, complete = padded(lo, rest, self.context.kv_len), F.pad(hi, rest), self.q_blocks
+            lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (lo, hi))
             start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
-            if complete < self.q_blocks:  # positions are padded: Inductor fails to compile padded truth values
+            if are_ints(complete) and complete < self.q_blocks:  # positions are padded: Inductor fails to compile padded truth values
                 rest = (0, 0, 0, self.q_blocks - complete)
                 start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
             return self._between(start, stop)
@@ -97,8 +102,8 @@ class BlockGrid(BlockLayout):
         batch, heads, q_len, _ = start.shape
         height, width = self.height, self.kv_blocks
         ends = torch.stack((start, stop))  # together, as each operation takes a kernel launch
-        if q_len % height:
-            ends = F.pad(ends, (0, 0, 0, -q_len % height), value=width)
+        if not are_ints(q_len) or q_len % height:
+            ends = padded(ends, (0, 0, 0, -q_len % height), width)
         index = ends.long().view(2, batch, heads, self.q_blocks, -1)
         edges = torch.zeros((*index.shape[:-1], width + 1), dtype=torch.int32, device=start.device)
         begin, end = edges.scatter_add_(-1, index, edges.new_ones(()).expand_as(index))[..., :width]

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from flexmask._transforms import are_ints
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
@@ -24,19 +25,25 @@ class BlockLayout:
         kv_size: keys in a block.
         q_blocks: block rows.
         kv_blocks: block columns.
-        height: rows of a block that are evaluated, ``min(q_size, q_len)``.
-        width: keys of a block that are evaluated, ``min(kv_size, kv_len)``.
+        height: rows of a block that are evaluated, ``min(q_size, q_len)``; in a graph for all lengths ``q_size``.
+        width: keys of a block that are evaluated, ``min(kv_size, kv_len)``; in a graph for all lengths ``kv_size``.
     """
 
     def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
         self.context, self.q_size, self.kv_size = context, q_size, kv_size
         self.q_blocks, self.kv_blocks = -(-context.q_len // q_size), -(-context.kv_len // kv_size)
-        self.height, self.width = min(q_size, context.q_len), min(kv_size, context.kv_len)
+        sides = (q_size, context.q_len), (kv_size, context.kv_len)
+        self.height, self.width = (min(side) if are_ints(*side) else side[0] for side in sides)
 
     @property
     def complete_rows(self) -> int:
         """Block rows that do not reach beyond the last query."""
         return self.context.q_len // self.q_size
+
+    @property
+    def may_have_full_blocks(self) -> bool:
+        """Whether there may be complete block rows."""
+        return not are_ints(self.complete_rows) or self.complete_rows > 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
-from flexmask._transforms import can_keep_tensors, is_captured, usable
+from flexmask._transforms import are_ints, can_keep_tensors, is_captured, usable
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.index import Constant
+from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
@@ -26,7 +26,8 @@ from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_stops, document_table
 from flexmask.intervals.parts import parts_of
 from flexmask.intervals.shared_form import shared_form
-from flexmask.intervals.sizes import checked_sizes
+from flexmask.intervals.operations import greater
+from flexmask.intervals.sizes import checked_size, checked_sizes
 
 __all__ = ["MAX_OFFSET", "bind", "check_bound"]
 
@@ -53,8 +54,8 @@ def bind(
     own, mask = mask, shared_form(mask)
     given = {id(place): tensor for place, tensor in zip(mask.tensors, own.tensors, strict=True)}
     parts = parts_of(mask)
-    q_len = checked_int(q_len, "q_len", most=MAX_LENGTH, kind=LoweringError)
-    kv_len = q_len if kv_len is None else checked_int(kv_len, "kv_len", most=MAX_LENGTH, kind=LoweringError)
+    q_len = checked_size(q_len, "q_len")
+    kv_len = q_len if kv_len is None else checked_size(kv_len, "kv_len")
     where = _device(own, parts.tensors, given, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
@@ -64,7 +65,7 @@ def bind(
     offset, q_end = _offset(q_offset, q_len)
     needed = {"kv": kv_len, "q": q_end}
     sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
-    counts = sizes["b"], batch or sizes["b"], sizes["h"]
+    counts = sizes["b"], sizes["b"] if batch is None else batch, sizes["h"]
     context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, named=mask, given=given)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
@@ -175,7 +176,7 @@ def _add_table(table: Table | Param, context: Context) -> None:
 
 def _derived(table: DocumentTable, context: Context, derive: Callable[..., Tensor]) -> Tensor:
     """What is computed from the source of a table of documents; kept where that never changes."""
-    positions = max(context.kv_len, context.q_end or 0)
+    positions = greater(context.kv_len, context.q_end or 0)
 
     def derived() -> Tensor:
         return derive(table.rule, _tensor(table.source, context), positions, may_be_longer=table.may_be_longer)
@@ -195,10 +196,10 @@ def _check_covers(lookup: Lookup, context: Context) -> None:
         case DocumentTable(rule, Table() as source, padding=False) as table if rule in COVERING:
             growing = table.may_be_longer  # with the tokens of each sequence
             needed = context.q_offset + context.q_len if growing else end_of_index(lookup.indices[-1], context)
-            if needed is None or (isinstance(needed, int) and needed <= table.memo.get("covered", 0)):
+            if needed is None or (are_ints(needed) and needed <= table.memo.get("covered", 0)):
                 return
             check_covers(rule, _values(source, context), needed)
-            if source.constant and isinstance(needed, int):
+            if source.constant and are_ints(needed):
                 table.memo["covered"] = needed
 
 
@@ -237,11 +238,15 @@ def _square_hint(ranged: Ranged, context: Context) -> str:
     return "; kv_len is q_len unless it is given: where there are more keys than queries, give kv_len=, or context= in a module"
 
 
-def _limit(ranged: Ranged, context: Context) -> int | None:
+def _limit(ranged: Ranged, context: Context) -> Any:
     """The greatest value that a table may have, or None where there is no limit."""
     if ranged.high is None:
         return None
     if "q_len" in ranged.high.symbols and (isinstance(context.q_offset, Tensor) or context.q_offset):
         return None  # the queries are a part of a sequence whose length nothing says
-    high = context.with_lengths(ranged.high)
-    return high.value if isinstance(high, Constant) else None  # a mask on blocks of a size that is not one number
+    match context.with_lengths(ranged.high):
+        case Constant(value):
+            return value
+        case Symbol("q_len" | "kv_len" as name):  # in a graph for all lengths
+            return getattr(context, name)
+    return None  # a mask on blocks of a size that is not one number

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._transforms import can_keep_tensors, is_captured
+from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Constant, Index, Symbol, kv, q
 from flexmask.expr.linear import Quotient, Sum
@@ -25,7 +25,7 @@ from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table, TensorTable
 from flexmask.intervals.bind import bind
-from flexmask.intervals.context import Context
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
@@ -110,14 +110,14 @@ class _Analysis:
         """The rows of a mask.
 
         In a graph, where no value can be read, parts of the mask that have no data are lowered as constants where their rows are
-        not exact otherwise.
+        not exact otherwise. Then the graph is one for these lengths.
         """
         found = self.direct_rows(mask)
         if found.exact or not is_captured():
             return found
         parts = mask.operands if isinstance(mask, And) else (mask,)
         constant = [part for part in parts if self.is_constant(part)]
-        if not constant:
+        if all(self.direct_rows(part).exact for part in constant):
             return found
         known = self.constant_rows(And.make(tuple(constant)))
         if known is None:
@@ -133,7 +133,7 @@ class _Analysis:
     def constant_rows(self, mask: Mask) -> RowBounds | None:
         """The rows of a mask without data, as constants of the graph that is captured; None where they are not exact."""
         context = self.context
-        sizes = context.q_len, context.kv_len, context.batch, context.heads
+        sizes = [int(size) for size in (context.q_len, context.kv_len, context.batch, context.heads)]
         offset = 0 if isinstance(context.q_offset, Tensor) else context.q_offset
 
         def ends() -> list[Tensor] | None:
@@ -206,7 +206,8 @@ class _Analysis:
             of_padding: whether those behind the last document are a document of their own; otherwise they have no keys.
         """
         context, stops = self.context, self.context.stops[table.key]
-        if (context.q_end or 0) > context.kv_len:
+        lengths = (context.q_end or 0), context.kv_len
+        if not are_ints(*lengths) or lengths[0] > lengths[1]:
             stops = stops.clamp(max=context.kv_len)
         padding = context.kv_len if of_padding else None
         lo, hi = document_spans(stops.to(torch.int32), self.queries.document_number(table), padding)
@@ -285,7 +286,8 @@ class _Analysis:
         kv_len = self.context.kv_len
         match mask:
             case Span(start, stop):
-                of_start, of_stop = (None if end is None else self.queries.within(end, 0, kv_len) for end in (start, stop))
+                most = kv_len if are_ints(kv_len) else MAX_LENGTH
+                of_start, of_stop = (None if end is None else self.queries.within(end, 0, most) for end in (start, stop))
                 if (start is None) == (of_start is None) and (stop is None) == (of_stop is None):
                     return [of_start] * (start is not None), [of_stop] * (stop is not None)
             case Compare() if "kv" not in mask.symbols:
@@ -382,7 +384,8 @@ def _innermost(join: Callable[[Any, Any], Any], ends: list[Any], of_rows: list[T
 
 def _clamped(end: Any, kv_len: int) -> Any:
     """An end of spans as a 32-bit position, or as a number where all have the same."""
-    return end.clamp(0, kv_len).to(torch.int32) if isinstance(end, Tensor) else min(max(end, 0), kv_len)
+    kept = lesser(greater(end, 0), kv_len)
+    return kept.to(torch.int32) if isinstance(kept, Tensor) else kept
 
 
 def _has_same_sides(mask: Compare) -> bool:

@@ -146,7 +146,7 @@ def end_of_index(index: Index, context: Context) -> int | Tensor | None:
     In a graph it is a tensor where it depends on values.
     """
     if isinstance(index, Symbol) and _is_known(index, context):
-        return extent(index, context)[1] + 1
+        return context.kv_len if index.name == "kv" else context.q_end if index.name == "q" else extent(index, context)[1] + 1
     if context.device.type != "cpu" or {"q", "kv"} <= index.symbols or (isinstance(index, Symbol) and not is_captured()):
         return None
     if isinstance(index, Symbol) and isinstance(context.q_offset, Tensor):  # the queries

@@ -130,6 +130,9 @@ class _Program:
                 return lambda: value, []
             case Symbol("kv"):
                 return _same, ["kv"]
+            case Symbol("q_len" | "kv_len" as name):
+                length = getattr(context, name)
+                return lambda: length, []
             case Symbol("b" | "h" as name):  # an axis of size 1 may be broadcast: it is read at 0
                 return (_same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
             case Symbol():

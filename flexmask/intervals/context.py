@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from flexmask._transforms import are_ints
 from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask, Truth
 from flexmask.expr.node import Node
@@ -79,8 +80,8 @@ class Context:
     given: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def with_lengths(self, node: N) -> N:
-        """The expression with ``q_len`` and ``kv_len`` replaced by their values."""
-        if not node.symbols & {"q_len", "kv_len"}:
+        """The expression with ``q_len`` and ``kv_len`` replaced by their values, where these are numbers."""
+        if not node.symbols & {"q_len", "kv_len"} or not are_ints(self.q_len, self.kv_len):
             return node
         lengths = {"q_len": Constant(self.q_len), "kv_len": Constant(self.kv_len)}
         return cast(N, node.replace(lambda below: lengths.get(below.name) if isinstance(below, Symbol) else None))

@@ -10,6 +10,7 @@ from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol
 from flexmask.expr.packing import COVERING
+from flexmask.intervals.rows import padded
 from flexmask.intervals.runs import picked
 
 __all__ = [
@@ -89,7 +90,7 @@ def document_stops(rule: str, source: Tensor, positions: int, *, may_be_longer: 
 def document_numbers(stops: Tensor, position: Tensor) -> Tensor:
     """The document of each position, ``int64[B, n]`` of ``[B, n]``, by :func:`document_stops`; their number for the padding."""
     stops = stops.view(-1, stops.shape[-1])
-    batch = max(len(stops), len(position))
+    (batch,) = torch.broadcast_shapes(stops.shape[:1], position.shape[:1])
     return torch.searchsorted(stops.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
 
@@ -108,7 +109,7 @@ def document_spans(stops: Tensor, number: Tensor, padding: int | None) -> tuple[
     """
     if padding is None:
         return first_positions(stops, number), picked(_of_sequences(stops), number.clamp(max=stops.shape[-1] - 1))
-    return first_positions(stops, number), picked(_of_sequences(F.pad(stops, (0, 1), value=padding)), number)
+    return first_positions(stops, number), picked(_of_sequences(padded(stops, (0, 1), padding)), number)
 
 
 def is_at_positions(indices: tuple[Index, ...]) -> bool:
@@ -127,7 +128,7 @@ def check_covers(rule: str, source: Tensor, needed: int | Tensor) -> None:
     Raises:
         LoweringError: some position belongs to no document. Values in another device's memory are not read.
     """
-    those = "all tokens" if isinstance(needed, int) else "the queries, which end at q_offset + q_len"
+    those = "the queries, which end at q_offset + q_len" if isinstance(needed, Tensor) else "all tokens"
     _sync.require(
         lambda: _totals(rule, source) >= needed,
         source.device,
@@ -155,7 +156,7 @@ def _totals(rule: str, source: Tensor) -> Tensor:
 
 def _ids(stops: Tensor, positions: int) -> Tensor:
     """The number of the document of each position; -1 for the padding."""
-    edges = F.pad(F.pad(stops, (1, 0)), (0, 1), value=positions)
+    edges = padded(F.pad(stops, (1, 0)), (0, 1), positions)
     ids = torch.arange(edges.shape[-1] - 1, device=edges.device)
     ids[-1] = -1
     ids, size = ids.expand(*edges.shape[:-1], -1), edges[..., 0].numel() * positions

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexmask._transforms import is_captured
+from flexmask._transforms import are_ints, is_captured
 from flexmask.expr.index import FOLD_COMPARE, Constant, Index, Symbol
 from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import Compare, Mask, Truth
@@ -28,7 +28,7 @@ from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
 from flexmask.intervals.documents import document_numbers, first_positions, is_at_positions
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
-from flexmask.intervals.operations import operation
+from flexmask.intervals.operations import greater, lesser, operation
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
 
@@ -206,7 +206,9 @@ class Evaluation:
             self.known[key] = self.values(index) * factor
         return self.known[key] if factor > 1 else self.values(index)
 
-    def _symbol(self, name: str) -> Tensor:
+    def _symbol(self, name: str) -> Any:
+        if name in ("q_len", "kv_len"):
+            return getattr(self.context, name)
         values = self.context.index(name)
         if name == "b":
             return values.view(-1, 1, 1)
@@ -227,7 +229,7 @@ class Evaluation:
         if "kv" in names:  # a derived table may have more, as may a captured one
             data = data.narrow(names.index("kv"), 0, self.context.kv_len)
         for name, size in (("b", self.context.batch), ("h", self.context.heads)):
-            if name in names and data.shape[names.index(name)] > size:
+            if name in names and not (are_ints(size, own := data.shape[names.index(name)]) and own <= size):
                 data = data.narrow(names.index(name), 0, size)
         order = ["b", "h", self.axis]
         data = data.permute([names.index(name) for name in order if name in names])
@@ -262,7 +264,7 @@ def _added(parts: list[tuple[Any, int]], constant: int) -> Any:
 
 
 def _kept(values: Any, low: int, high: int) -> Any:
-    return values.clamp(low, high) if isinstance(values, Tensor) else min(max(values, low), high)
+    return lesser(greater(values, low), high)
 
 
 def _ends(values: Any) -> Extent:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._transforms import are_ints
 from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.opaque import Opaque
@@ -147,19 +148,17 @@ def _remainders(low: Any, high: Any, divisor: int) -> Any:
 
 
 def _symbol_extent(name: str, context: Context) -> Extent:
-    match name:
-        case "b":
-            return 0, context.batch - 1
-        case "h":
-            return 0, context.heads - 1
-        case "kv":
-            return 0, context.kv_len - 1
-        case "q_len":
-            return context.q_len, context.q_len
-        case "kv_len":
-            return context.kv_len, context.kv_len
-    first = context.q_offset if isinstance(context.q_offset, int) else 0
-    return first, (context.q_end or MAX_LENGTH) - 1
+    if name in ("q_len", "kv_len"):
+        size = getattr(context, name)
+        return (size, size) if are_ints(size) else (0, MAX_LENGTH)
+    first = context.q_offset if name == "q" and isinstance(context.q_offset, int) else 0
+    ends = {"b": context.batch, "h": context.heads, "q": context.q_end, "kv": context.kv_len}
+    return first, _most(ends[name]) - 1
+
+
+def _most(size: int | None) -> int:
+    """A size, or the greatest that it may be."""
+    return size if isinstance(size, int) else MAX_LENGTH
 
 
 def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
@@ -169,7 +168,8 @@ def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
         case Literal():
             return table.extent
         case DocumentTable(source=Table() as source):
-            return -1, max(context.kv_len, context.q_end or MAX_LENGTH, *(size or 0 for size in source.shape))
+            ends = [context.kv_len, context.q_end, *(0 if size is None else size for size in source.shape)]
+            return -1, max(map(_most, ends))
     values = context.tables[table.key]
     if values.dtype == torch.bool:
         return 0, 1

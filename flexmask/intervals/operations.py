@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from flexmask._transforms import are_ints
 from flexmask._vmap import vectorized
 from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Index
@@ -30,16 +31,16 @@ Operation: TypeAlias = tuple[Callable[..., Any], list["Index | Mask"]]
 
 def lesser(x: Any, y: Any) -> Any:
     """The smaller of two tensors or integers."""
-    if isinstance(y, int):
-        return min(x, y) if isinstance(x, int) else x.clamp(max=y)
-    return y.clamp(max=x) if isinstance(x, int) else torch.minimum(x, y)
+    if not isinstance(y, Tensor):
+        return x.clamp(max=y) if isinstance(x, Tensor) else min(x, y) if are_ints(x, y) else torch.sym_min(x, y)
+    return torch.minimum(x, y) if isinstance(x, Tensor) else y.clamp(max=x)
 
 
 def greater(x: Any, y: Any) -> Any:
     """The larger of two tensors or integers."""
-    if isinstance(y, int):
-        return max(x, y) if isinstance(x, int) else x.clamp(min=y)
-    return y.clamp(min=x) if isinstance(x, int) else torch.maximum(x, y)
+    if not isinstance(y, Tensor):
+        return x.clamp(min=y) if isinstance(x, Tensor) else max(x, y) if are_ints(x, y) else torch.sym_max(x, y)
+    return torch.maximum(x, y) if isinstance(x, Tensor) else y.clamp(min=x)
 
 
 #: As :data:`flexmask.expr.index.FOLD`, for tensors and integers alike.

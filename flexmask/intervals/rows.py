@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._transforms import is_captured
+from flexmask._transforms import are_ints, is_captured
 
-__all__ = ["Rows", "union_runs"]
+__all__ = ["Rows", "padded", "union_runs"]
 
 #: Slots that are kept rather than counted where counting forces a host sync.
 FEW = 8
@@ -76,7 +76,7 @@ class Rows:
     def __and__(self, other: Rows) -> Rows:
         if min(self.slots, other.slots) > 1:
             few, many = sorted((self, other), key=lambda rows: rows.slots)
-            if many.slots > FEW and many.lo.numel() == many.slots and few.lo.shape[2] > 1 and not _sync.needs_sync(self.lo):
+            if many.slots > FEW and not _sync.needs_sync(self.lo) and many.lo.numel() == many.slots and few.lo.shape[2] > 1:
                 return few._intersected(many)
             both = ~(~self | ~other)
             return both._cut(self.slots + other.slots - 1)
@@ -90,7 +90,7 @@ class Rows:
         slots, kv_len = max(part.slots for part in parts), parts[0].kv_len
         ends = ("lo", "hi")
         lo, hi = (
-            torch.cat([F.pad(getattr(part, end), (0, slots - part.slots), value=kv_len) for part in parts], axis) for end in ends
+            torch.cat([padded(getattr(part, end), (0, slots - part.slots), kv_len) for part in parts], axis) for end in ends
         )
         return cls(lo, hi, kv_len)
 
@@ -100,7 +100,7 @@ class Rows:
     @classmethod
     def union(cls, parts: Sequence[Rows]) -> Rows:
         """The keys that any of several sets holds."""
-        shape = [max(sizes) for sizes in zip(*(part.lo.shape[:-1] for part in parts), strict=True)]
+        shape = torch.broadcast_shapes(*(part.lo.shape[:-1] for part in parts))
         lo, hi = (torch.cat([getattr(part, end).expand(*shape, -1) for part in parts], -1) for end in ("lo", "hi"))
         return cls(lo, hi, parts[0].kv_len)._merge()
 
@@ -189,6 +189,11 @@ class Rows:
     def _cut(self, slots: int) -> Rows:
         """The same sets without slots that are known to be unused."""
         return self if slots >= self.slots else Rows(self.lo[..., :slots], self.hi[..., :slots], self.kv_len)
+
+
+def padded(tensor: Tensor, pad: tuple[int, ...], value: int) -> Tensor:
+    """As ``F.pad`` with a number, which may be a length that a graph does not know."""
+    return F.pad(tensor, pad, value=value) if are_ints(value) else F.pad(tensor - value, pad) + value
 
 
 def union_runs(lo: Tensor, hi: Tensor, gap: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
-from flexmask.intervals.rows import Rows
+from flexmask.intervals.rows import Rows, padded
 
 __all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "picked", "runs", "threshold", "true_hull", "within_true"]
 
@@ -46,8 +46,8 @@ def within_true(rows: Rows, holds: Tensor) -> Rows:
     kv_len, positions = rows.kv_len, torch.arange(rows.kv_len, device=holds.device)
     next_true = torch.where(holds, positions, kv_len).flip(-1).cummin(-1).values.flip(-1)
     last_end = torch.where(holds, positions + 1, 0).cummax(-1).values
-    tables = F.pad(next_true, (0, 1), value=kv_len), F.pad(last_end, (1, 0))
-    shape = [max(sizes) for sizes in zip(holds.shape[:2], rows.lo.shape[:2], strict=True)]
+    tables = padded(next_true, (0, 1), kv_len), F.pad(last_end, (1, 0))
+    shape = torch.broadcast_shapes(holds.shape[:2], rows.lo.shape[:2])
     places = [end.expand(*shape, -1, -1) for end in (rows.lo, rows.hi)]
     lo, hi = (picked(table, at.flatten(2).long()).view(at.shape) for table, at in zip(tables, places, strict=True))
     return Rows(lo.to(torch.int32), hi.to(torch.int32), kv_len).compact()
@@ -99,7 +99,7 @@ def threshold(column: Tensor, value: Tensor, kv_len: int, sign: str, *, rises: b
 
 def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
     if column.shape[:2] != value.shape[:2]:
-        shape = [max(sizes) for sizes in zip(column.shape[:2], value.shape[:2], strict=True)]
+        shape = torch.broadcast_shapes(column.shape[:2], value.shape[:2])
         column, value = column.expand(*shape, -1), value.expand(*shape, -1)
     column, value = column.contiguous(), value.contiguous()  # which it would be made anyway, with a warning
     return torch.searchsorted(column, value, right=right)

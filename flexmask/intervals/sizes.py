@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from flexmask._checks import checked_int
@@ -15,10 +16,20 @@ from flexmask.expr.tables import Lookup, Table
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.parts import Parts, may_be_longer, parts_of
 
-__all__ = ["check_batch", "checked_sizes", "data_owner", "lengths_hint", "own_sizes"]
+__all__ = ["check_batch", "checked_size", "checked_sizes", "data_owner", "lengths_hint", "own_sizes"]
 
 #: The arguments for the sizes of axes.
 KEYWORDS = (("b", "batch"), ("h", "heads"))
+
+
+def checked_size(size: object, what: str) -> int:
+    """A length, or a number of sequences or heads, in its limits; in a graph for all sizes as it is.
+
+    Raises:
+        LoweringError: it is too small or too great.
+        OperandError: it is no integer.
+    """
+    return size if isinstance(size, torch.SymInt) else checked_int(size, what, most=MAX_LENGTH, kind=LoweringError)
 
 
 def checked_sizes(
@@ -41,15 +52,15 @@ def checked_sizes(
             called = any(isinstance(node, Opaque) for node in mask.expand().walk())
             reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
             raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
-        sizes[axis] = next(iter(claims_of[axis]), 1) if dependent else 1
+        sizes[axis] = claims_of[axis][0][0] if dependent and claims_of[axis] else 1
     return sizes
 
 
 def own_sizes(mask: Mask) -> dict[str, int]:
     """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
-    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
+    claims_of: dict[str, Claims] = {"b": [], "h": []}
     _add_claims(parts_of(mask), claims_of)
-    return {axis: min(claims) for axis, claims in claims_of.items() if claims}
+    return {axis: min(size for size, _ in claims) for axis, claims in claims_of.items() if claims}
 
 
 def check_batch(mask: Mask, batch: int) -> None:
@@ -57,38 +68,43 @@ def check_batch(mask: Mask, batch: int) -> None:
     _claims(mask, {"b": batch, "h": None}, 0)
 
 
-#: The sizes of one axis, each with what determines it: data of the mask, or an argument.
-Claims: TypeAlias = dict[int, "Lookup | str"]
+#: The different sizes of one axis, each with what determines it: data of the mask, or an argument.
+Claims: TypeAlias = list[tuple[int, "Lookup | str"]]
 
 
 def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> dict[str, Claims]:
     """The sizes of ``"b"`` and ``"h"``; raises a LoweringError if one axis has several."""
-    claims_of: dict[str, Claims] = {"b": {}, "h": {}}
+    claims_of: dict[str, Claims] = {"b": [], "h": []}
     for axis, keyword in KEYWORDS:
         if given[axis] is not None:
-            claims_of[axis][checked_int(given[axis], keyword, most=MAX_LENGTH, kind=LoweringError)] = (
-                f"the query ({keyword}={given[axis]})"
-            )
+            _claim(claims_of[axis], checked_size(given[axis], keyword), f"the query ({keyword}={given[axis]})")
     if isinstance(offset, Tensor) and offset.numel() > 1:
-        claims_of["b"].setdefault(offset.numel(), f"q_offset of shape {list(offset.shape)}")
+        _claim(claims_of["b"], offset.numel(), f"q_offset of shape {list(offset.shape)}")
     _add_claims(parts_of(mask), claims_of)
     for axis, keyword in KEYWORDS:
         if len(claims_of[axis]) > 1:
-            texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis].items()]
+            texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis]]
             claims = " and ".join(f"{size} by {text}" for size, text in texts)
-            hint = "; data that serves every sequence has no batch axis" if axis == "b" and 1 in claims_of[axis] else ""
+            has_one = any(size == 1 for size, _ in claims_of[axis])
+            hint = "; data that serves every sequence has no batch axis" if axis == "b" and has_one else ""
             raise LoweringError(f"the mask {mask.brief()} has two sizes of {keyword}: {claims}{hint}")
     return claims_of
+
+
+def _claim(claims: Claims, size: int, by: Lookup | str) -> None:
+    """Adds a size unless it is claimed already."""
+    if not any(claimed == size for claimed, _ in claims):
+        claims.append((size, by))
 
 
 def _add_claims(parts: Parts, claims_of: dict[str, Claims]) -> None:
     """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
     for switch in parts.switches:
-        claims_of["h"].setdefault(len(switch.masks), f"per_head of {len(switch.masks)} masks")
+        _claim(claims_of["h"], len(switch.masks), f"per_head of {len(switch.masks)} masks")
     for lookup, place, axis in parts.axes:
         size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
-        if size is not None and not (may_be_longer(lookup) and any(claim < size for claim in claims_of[axis])):
-            claims_of[axis].setdefault(size, lookup)
+        if size is not None and not (may_be_longer(lookup) and any(claimed < size for claimed, _ in claims_of[axis])):
+            _claim(claims_of[axis], size, lookup)
 
 
 def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._transforms import is_captured
+from flexmask._transforms import are_ints, is_captured
 from flexmask.blocks.layout import Entries, rank_in_row
 from flexmask.blocks.sparse import union
 from flexmask.intervals.rows import Rows
@@ -84,11 +84,11 @@ def _lists_of_grids(grids: Sequence[Tensor]) -> list[BlockList]:
     """The blocks that are set in each row of grids of one shape, in the order of columns."""
     first = grids[0]
     width = first.shape[-1]
-    if width == 1:
+    if are_ints(width) and width == 1:
         # Copies, as the grids of a graph are int32 already, and may broadcast.
         zeros = [torch.zeros(grid.shape, dtype=torch.int32, device=grid.device) for grid in grids]
         return [(grid.squeeze(-1).to(torch.int32, copy=True), zero) for grid, zero in zip(grids, zeros, strict=True)]
-    if first.numel() > SMALL and not _sync.needs_sync(first):
+    if not _sync.needs_sync(first) and first.numel() > SMALL:
         return [_sparse_list(grid.contiguous()) or _ranked_lists(grid[None])[0] for grid in grids]
     return _ranked_lists(torch.stack(list(grids)))  # together, as each operation takes a kernel launch
 

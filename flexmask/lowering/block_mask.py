@@ -87,13 +87,13 @@ def block_lists(
     grid, rows = BlockGrid(context, *sizes), bounds.upper
     count = block_count(context, sizes)
     # A block row that reaches beyond the last query has no full block. The blocks of one key interval of all queries are one run.
-    if not grid.complete_rows and bounds.exact and rows.slots == rows.lo.shape[2] == 1 and count <= MAX_ROOM.on(rows.lo):
+    if not grid.may_have_full_blocks and bounds.exact and rows.slots == rows.lo.shape[2] == 1 and count <= MAX_ROOM.on(rows.lo):
         lists = run_lists(*grid.touched_ends(rows), batch, repeated, grid.kv_blocks)
         return lists + no_lists(lists) if separate else lists
     if count > MAX_GRID.on(rows.lo):
         packed = count > MAX_ROOM.on(rows.lo)
         return interval_lists(_listed_sets(bounds, BlockSets(context, *sizes), separate), batch, repeated, packed=packed)
-    if grid.complete_rows:
+    if grid.may_have_full_blocks:
         return grid_lists(_listed_sets(bounds, grid, separate), batch, repeated)
     lists = grid_lists(_listed_sets(bounds, grid, separate)[:1], batch, repeated)
     return lists + no_lists(lists) if separate else lists

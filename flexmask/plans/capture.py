@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import register_constant
 
-from flexmask._transforms import is_observed
+from flexmask._transforms import are_ints, is_observed
 from flexmask.errors import LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask
@@ -35,7 +35,7 @@ from flexmask.plans.fused import fused_kind
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
-__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "lower", "lower_in_graph", "run_graph"]
+__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "bound", "lower", "lower_in_graph", "run_graph"]
 
 register_constant(Structure)
 
@@ -72,7 +72,7 @@ class Graph:
     Attributes:
         module: from the tensors of the mask, those of its parameters in the order of their names, and ``q_offset`` where it is a
             tensor, to the tensors of a LoweredMask.
-        layout: the fields of the LoweredMask that are not tensors, for :meth:`LoweredMask.unflatten`.
+        layout: of the LoweredMask what is not tensors: its sizes, and what :meth:`LoweredMask.unflatten` takes with them.
         setting: what it was captured for.
     """
 
@@ -98,7 +98,8 @@ class Graph:
                 self._replay = Replay(self.module, steps=self.setting.q_offset < 0)
             run = self._replay
         try:
-            return LoweredMask.unflatten(run(*tensors), self.layout)
+            sizes, context = self.layout
+            return LoweredMask.unflatten([*sizes, run(*tensors)], context)
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
@@ -170,18 +171,19 @@ def run_graph(
     try:
         return graph.run(tensors, compiled=compiled)
     except LoweringError:
-        _bound(mask, names, setting, tensors)  # whose error has the values, which a graph does not
+        bound(mask, names, setting, tensors)  # whose error has the values, which a graph does not
         raise
 
 
-def _bound(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Context:
+def bound(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Context:
     """The lowering context of a mask with some tensors."""
     own = len(mask.held)
     whole = mask.with_tensors(tensors[:own])
     if names:
         whole = whole.bind(**dict(zip(names, tensors[own:], strict=False)))
     offset = tensors[-1] if setting.q_offset < 0 else setting.q_offset
-    return bind(whole, setting.q_len, setting.kv_len, setting.batch or None, setting.heads or None, offset, setting.device)
+    batch, heads = (None if are_ints(size) and not size else size for size in (setting.batch, setting.heads))
+    return bind(whole, setting.q_len, setting.kv_len, batch, heads, offset, setting.device)
 
 
 def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
@@ -264,8 +266,9 @@ def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequ
 
     def lowered(*inputs: Tensor) -> list[Tensor]:
         nonlocal layout
-        flat, layout = lower(_bound(mask, names, setting, inputs), setting.block_size).flatten()
-        return flat
+        (*sizes, flat), context = lower(bound(mask, names, setting, inputs), setting.block_size).flatten()
+        layout = sizes, context
+        return cast("list[Tensor]", flat)
 
     def capture() -> torch.fx.GraphModule:
         examples = [torch.empty(_shape(tensor), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]

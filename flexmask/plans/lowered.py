@@ -7,12 +7,12 @@ and saved in files.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import register_pytree_node, tree_map_only
 
 from flexmask._checks import kind_of
 from flexmask.blocks.grid import BlockGrid
@@ -123,8 +123,7 @@ class LoweredMask:
         """The same value with its tensors on a device; for ``non_blocking`` see :meth:`torch.Tensor.to`."""
         if not isinstance(device, torch.device | str):
             raise OperandError(f"LoweredMask.to takes a torch.device or its name, e.g. 'cuda:0', got {kind_of(device)}")
-        tensors, layout = self.flatten()
-        return self.unflatten([tensor.to(device, non_blocking=non_blocking) for tensor in tensors], layout)
+        return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self))
 
     def __getitem__(self, index: int | slice) -> Self:
         """The mask of some sequences of the batch: an index, which keeps the axis, or a slice."""
@@ -139,21 +138,21 @@ class LoweredMask:
         number = len(range(batch)[part])
         if not number:
             raise LoweringError(f"the LoweredMask has {batch} sequences, of which {index} leaves none")
-        tensors, (shape, *layout) = self.flatten()
+        (_, *sizes, tensors), layout = self.flatten()
         cut = [tensor[part] if tensor.shape[0] == batch else tensor for tensor in tensors]
-        return self.unflatten(cut, ((number, *shape[1:]), *layout))
+        return self.unflatten([number, *sizes, cut], layout)
 
-    def flatten(self) -> tuple[list[Tensor], Any]:
-        """The tensors, and what :meth:`unflatten` takes with them."""
+    def flatten(self) -> tuple[list[Any], Any]:
+        """The sizes and the tensors, and what :meth:`unflatten` takes with them."""
         cells = [] if self.cells is None else [self.cells]
-        return [self.bounds, *cells, *self._lists], (self.shape, len(cells), self.block_size, self.fused)
+        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.fused)
 
     @classmethod
-    def unflatten(cls, tensors: Iterable[Tensor], layout: Any) -> Self:
+    def unflatten(cls, leaves: Iterable[Any], layout: Any) -> Self:
         """The LoweredMask of the two results of :meth:`flatten`."""
-        bounds, *rest = tensors
-        shape, cells, block_size, fused = layout
-        return cls(shape, bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), fused)
+        *shape, (bounds, *rest) = leaves
+        cells, block_size, fused = layout
+        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), fused)
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

@@ -1,4 +1,4 @@
-"""The call that dynamo does not trace: it runs while ``torch.compile`` makes a graph, and inserts a captured graph into it."""
+"""The call that dynamo does not trace: it runs while ``torch.compile`` makes a graph, which gets the operations of the lowering."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map_only
 
-from flexmask._transforms import has_values
+from flexmask._transforms import captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.deferred import DeferredMask
-from flexmask.plans.capture import Setting, run_graph
+from flexmask.plans.capture import Setting, bound, lower
 from flexmask.plans.lowered import LoweredMask
 
 __all__ = ["lower_traced"]
@@ -34,7 +34,7 @@ class _Refusal:
 
 
 def lower_traced(mask: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
-    """The LoweredMask of a captured graph, which becomes a part of the graph that ``torch.compile`` makes.
+    """A LoweredMask, lowered in the graph that ``torch.compile`` makes.
 
     Args:
         mask: the mask.
@@ -55,13 +55,13 @@ def lower_traced(mask: DeferredMask, names: tuple[str, ...], setting: tuple[Any,
 def _lower(
     deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]
 ) -> LoweredMask | _Refusal:
-    *sizes, device, block_size = setting
-    q_len, kv_len, batch, heads, q_offset = map(int, sizes)  # a size that changes is another graph
-    known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
+    q_len, kv_len, batch, heads, q_offset, device, block_size = setting
+    known = Setting(q_len, kv_len, batch, heads, int(q_offset), device, (int(block_size[0]), int(block_size[1])))
     try:
-        mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
-        tensors = (*(tensor for tensor, *_ in mask.held), *values)  # whose symbolic sizes are compared with nothing
-        return run_graph(mask, names, known, tensors)
+        with captured():
+            mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
+            tensors = (*(tensor for tensor, *_ in mask.held), *values)
+            return lower(bound(mask, names, known, tensors), known.block_size)
     except FlexmaskError as error:
         if has_values(torch.empty(0, device="cpu")):  # the graph runs, as it is
             raise

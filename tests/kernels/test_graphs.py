@@ -83,6 +83,31 @@ def test_gradients(backend: Any) -> None:
     assert attentions() >= 3 * len(made)  # backward takes two for each
 
 
+def test_changing_lengths(backend: Any) -> None:
+    """The first graph is for its lengths alone, as of any model; one graph serves all others."""
+
+    def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, cu: Tensor) -> list[Tensor]:
+        masks = [fm.causal() & fm.key_padding(ends), fm.causal() & fm.document(cu_seqlens=cu), fm.sliding_window(size=50)]
+        return attend(query, key, value, masks)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for tokens, batch, stops in ((130, 2, [60]), (257, 3, [50, 200]), (384, 2, [1, 128, 300])):
+        query, key, value = (tensor.requires_grad_() for tensor in torch.randn(3, batch, 1, tokens, 16))
+        ends, cu = torch.randint(1, tokens, (batch,)), torch.tensor([0, *stops, tokens]).expand(batch, -1).contiguous()
+        b, q, kv = torch.meshgrid(torch.arange(batch), torch.arange(tokens), torch.arange(tokens), indexing="ij")
+        number = torch.bucketize(torch.arange(tokens), torch.tensor(stops), right=True)
+        causal = kv <= q
+        meanings = [causal & (kv < ends[b]), causal & (number[q] == number[kv]), causal & (q - kv < 50)]
+        for out, meaning in zip(compiled(query, key, value, ends, cu), meanings, strict=True):
+            wanted = oracle.attention(query, key, value, meaning[:, None])
+            grads = [torch.autograd.grad(x.square().sum(), (query, key, value), retain_graph=True) for x in (out, wanted)]
+            for one, other in zip((out, *grads[0]), (wanted, *grads[1]), strict=True):
+                torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_steps_of_a_cache(backend: Any) -> None:
     layer = fm.MultiheadFlexAttention(64, 64, n_heads=4, n_kv_heads=2, backend="flex")
     plain = fm.MultiheadFlexAttention(64, 64, n_heads=4, n_kv_heads=2, backend="sdpa")
