@@ -145,7 +145,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
 
     Unlike torch's function it has a second derivative. Shapes and dtypes as for `block_sdpa`.
     """
-    gqa = bool(query.size(1) != key.size(1))
+    gqa = True if query.size(1) != key.size(1) else False  # noqa: SIM210 - bool() of a comparison stays a symbol in a graph
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     if not out.requires_grad or is_captured():
         return out

@@ -32,7 +32,9 @@ class BlockGrid(BlockLayout):
     def touched_ends(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The first block that each interval touches and one more than the last, ``int32[B', H', q_len, K]``."""
         start, stop = floor_div(rows.lo, self.kv_size), ceil_div(rows.hi, self.kv_size)
-        if not are_ints(self.context.kv_len) or self.context.kv_len % self.kv_size:  # else unused slots, at the end of the keys, begin behind the last block
+        if (
+            not are_ints(self.context.kv_len) or self.context.kv_len % self.kv_size
+        ):  # else unused slots, at the end of the keys, begin behind the last block
             start = start.masked_fill(rows.lo >= rows.hi, self.kv_blocks)
         return start, stop
 
@@ -50,7 +52,9 @@ class BlockGrid(BlockLayout):
                 lo, hi, complete = padded(lo, rest, self.context.kv_len), F.pad(hi, rest), self.q_blocks
             lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (lo, hi))
             start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
-            if are_ints(complete) and complete < self.q_blocks:  # positions are padded: Inductor fails to compile padded truth values
+            if (
+                are_ints(complete) and complete < self.q_blocks
+            ):  # positions are padded: Inductor fails to compile padded truth values
                 rest = (0, 0, 0, self.q_blocks - complete)
                 start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
             return self._between(start, stop)

@@ -371,14 +371,15 @@ class _Analysis:
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
 
 
-def _size(values: Any) -> int:
-    return values.numel() if isinstance(values, Tensor) else 0
+def _varying(values: Any) -> list[bool]:
+    """The axes along which ends ``[B, H, q_len]`` vary, the queries first."""
+    return [bool(size != 1) for size in reversed(values.shape)] if isinstance(values, Tensor) else []
 
 
 def _innermost(join: Callable[[Any, Any], Any], ends: list[Any], of_rows: list[Tensor], kv_len: int, default: int) -> Any:
     """The greatest start or the least stop of some spans and rows, as a 32-bit position or a number."""
     # Small tensors first: the length of each sequence is compared with the bounds of documents, not with those of each query.
-    of_spans = [_clamped(reduce(join, sorted(ends, key=_size)), kv_len)] if ends else []
+    of_spans = [_clamped(reduce(join, sorted(ends, key=_varying)), kv_len)] if ends else []
     return reduce(join, of_spans + of_rows) if of_spans or of_rows else default
 
 

@@ -41,10 +41,10 @@ class MultiheadFlexAttention(nn.Module):
     ``key_padding(hide=key_padding_mask)`` here, its boolean ``attn_mask`` is ``~from_dense(attn_mask)``.)
 
     Under ``torch.compile(fullgraph=True)`` the module's mask, and every mask of :meth:`forward`, becomes a part of the graph
-    (with a cache see :class:`flexmask.KVCache`). Its tensors are inputs: other values in tensors of the same shapes run without
-    compiling again. Another shape compiles again: another batch, padded length or number of documents. So do other numbers and
-    lists, as in ``layer(x, n=[6, 4])``; give ``torch.tensor([6, 4])``. A LoweredMask of :func:`flexmask.plan` serves all layers
-    of a model. ``torch.export`` with ``strict=False`` takes a module without a mask, or with one that depends on positions only.
+    (with a cache see :class:`flexmask.KVCache`). Its tensors are inputs: other values run without compiling again, and one graph
+    serves all lengths, batch sizes and numbers of documents. Other numbers and lists compile again, as in
+    ``layer(x, n=[6, 4])``; give ``torch.tensor([6, 4])``. A LoweredMask of :func:`flexmask.plan` serves all layers of a model.
+    ``torch.export`` needs ``strict=False``.
 
     Args:
         d_in: width of the input, and of the context unless ``d_context`` is given.

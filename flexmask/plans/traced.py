@@ -55,17 +55,33 @@ def lower_traced(mask: DeferredMask, names: tuple[str, ...], setting: tuple[Any,
 def _lower(
     deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]
 ) -> LoweredMask | _Refusal:
-    q_len, kv_len, batch, heads, q_offset, device, block_size = setting
-    known = Setting(q_len, kv_len, batch, heads, int(q_offset), device, (int(block_size[0]), int(block_size[1])))
+    given = deferred, names, setting, values
     try:
-        with captured():
-            mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
-            tensors = (*(tensor for tensor, *_ in mask.held), *values)
-            return lower(bound(mask, names, known, tensors), known.block_size)
-    except FlexmaskError as error:
+        return _lowered(*given)
+    except FlexmaskError:
         if has_values(torch.empty(0, device="cpu")):  # the graph runs, as it is
             raise
+    try:  # for these sizes alone, so that the message has them
+        tree_map_only((Tensor, torch.SymInt), _fix_sizes, given)
+        return _lowered(*given)
+    except FlexmaskError as error:
         return _Refusal(next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "LoweringError"), str(error))
+
+
+def _lowered(deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
+    q_len, kv_len, batch, heads, q_offset, device, block_size = setting
+    known = Setting(q_len, kv_len, batch, heads, int(q_offset), device, (int(block_size[0]), int(block_size[1])))
+    with captured():
+        mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
+        tensors = (*(tensor for tensor, *_ in mask.held), *values)
+        return lower(bound(mask, names, known, tensors), known.block_size)
+
+
+def _fix_sizes(given: Any) -> Any:
+    """Makes the graph one for the sizes that it is made with."""
+    for size in given.shape if isinstance(given, Tensor) else [given]:
+        int(size)
+    return given
 
 
 register_pytree_node(DeferredMask, DeferredMask.flatten, DeferredMask.unflatten, serialized_type_name="flexmask.DeferredMask")
