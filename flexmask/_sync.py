@@ -17,8 +17,7 @@ T = TypeVar("T")
 
 
 def needs_sync(tensor: Tensor) -> bool:
-    """Whether reading values of a tensor forces a host sync, as on every device but the CPU, or is impossible: on ``meta``, and in
-    a graph.
+    """Whether reading a tensor forces a host sync, as on every device but the CPU, or is impossible: on ``meta``, in graphs.
 
     Then values are not checked, and sizes that depend on values are avoided.
     """

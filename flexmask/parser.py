@@ -103,7 +103,7 @@ def parse(text: str, /, **values: object) -> Mask:
         names = _names(text)
         if isinstance(names, str):
             raise ExpressionError(names)
-        return deferred("parse", (text,), values, names)
+        return cast(Mask, deferred("parse", (text,), values, names))
     if not isinstance(text, str):
         raise OperandError(f"parse() reads a string, got {type(text).__name__} {text!r}")
     if len(text) > MAX_LENGTH:

@@ -115,10 +115,9 @@ def attention(
     tensors that autograd saves, by their version counters, which count no writes through NumPy or ``.data``. It must read the
     same tensors: what a function captures is not to be assigned anew before.
 
-    In code that ``torch.compile`` traces a Mask is lowered by a graph that becomes a part of the whole graph, as by
-    :func:`flexmask.plan`: no value of its data is read, and masks that differ in their tensors alone run without compiling again.
-    A mask may be made there by text, named masks, operators (``~`` from torch 2.14) and ``bind``. Index expressions, a
-    ``mask_mod`` and a plan are made outside.
+    In code that ``torch.compile`` traces the lowering of a Mask is a part of the whole graph: no value of its data is read. Masks
+    that differ in their tensors alone, lengths and batch sizes run without compiling again. A mask may be made there (``~`` needs
+    torch 2.14); a ``mask_mod`` and a plan are made outside.
 
     Returns:
         ``[B, H, q_len, D_v]``, of the query's dtype, or that of autocast. Where an axis has size 0 it is 0 or empty under any

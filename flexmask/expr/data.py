@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from flexmask._checks import is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import Constant, Index, Symbol, as_index, b
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable
 
@@ -50,6 +50,7 @@ PADDING = {
 MAX_AXES = 16
 
 
+@deferrable
 def table(data: Data) -> Table:
     """Data to be looked up by index, e.g. ``table(ids)[b, q]``.
 
@@ -61,7 +62,6 @@ def table(data: Data) -> Table:
         OperandError: ``data`` holds something else, e.g. floating point numbers.
         ExpressionError: lists of uneven lengths, or no values at all.
     """
-    refuse_traced("a table")
     return as_table(data, "table")
 
 

@@ -1,7 +1,7 @@
-"""Calls that make masks in code that ``torch.compile`` traces: they are kept as they are, and run when the mask is lowered.
+"""Calls that make expressions in code that ``torch.compile`` traces: they are kept as they are, and run when a mask is lowered.
 
-The compiler cannot follow how an expression is made. In traced code a function under :func:`deferrable` gives a
-:class:`flexmask.expr.deferred.DeferredMask`, which has the name of the function and its arguments. Where such a mask leaves
+The compiler cannot follow how an expression is made. In traced code a function under :func:`deferrable` gives a deferred mask,
+index or table (:mod:`flexmask.expr.deferred`), which has the name of the function and its arguments. Where such a value leaves
 traced code, as after a graph break, the call is made.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flexmask._checks import is_traced
 from flexmask.errors import LoweringError
 
-__all__ = ["Deferred", "FUNCTIONS", "deferrable", "made_of", "refuse_traced"]
+__all__ = ["Deferred", "FUNCTIONS", "deferrable", "made_of", "name_of", "refuse_traced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,21 +24,21 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 class Deferred:
-    """The base of :class:`flexmask.expr.deferred.DeferredMask`."""
+    """The base of what :mod:`flexmask.expr.deferred` has."""
 
     __slots__ = ()
 
     def made(self) -> Any:
-        """The mask that the call makes."""
+        """What the call makes."""
         raise NotImplementedError
 
 
 def made_of(value: Any) -> Any:
-    """An argument outside of traced code, with deferred masks replaced by the masks that their calls make."""
+    """An argument outside of traced code, with deferred values replaced by what their calls make."""
     if isinstance(value, Deferred):
         return value.made()
     if isinstance(value, list | tuple) and any(isinstance(item, Deferred) for item in value):
-        return [made_of(item) for item in value]
+        return type(value)(map(made_of, value))
     return value
 
 
@@ -46,14 +46,19 @@ def refuse_traced(what: str) -> None:
     """Raises a LoweringError in code that ``torch.compile`` traces."""
     if is_traced():
         raise LoweringError(
-            f"{what} cannot be made in code that torch.compile traces. Make it outside and pass it, or write a mask as text, "
-            'flexmask.parse("kv <= q"), with data by name: flexmask.parse("ids[b, q] == ids[b, kv]", ids=ids)'
+            f"{what} cannot be made in code that torch.compile traces. Make it outside and pass it, or write a mask, as in "
+            "kv <= q and flexmask.document(ids)"
         )
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The key of a function in :data:`FUNCTIONS`."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def deferrable(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that makes a mask: in code that ``torch.compile`` traces the call is kept as a DeferredMask."""
-    name = f"{function.__module__}.{function.__qualname__}"
+    """Decorates a function that makes an expression: in code that ``torch.compile`` traces the call is kept."""
+    name = name_of(function)
     FUNCTIONS[name] = function
 
     @wraps(function)

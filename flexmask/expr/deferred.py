@@ -1,42 +1,51 @@
-"""A mask that code under ``torch.compile`` makes: the call that makes it, which runs when the mask is lowered."""
+"""What code under ``torch.compile`` makes: masks, index expressions and tables as the calls that make them.
+
+The calls run when a mask is lowered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from flexmask._checks import is_tensor, is_traced
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.deferral import FUNCTIONS, Deferred
+from flexmask.expr.choice import where
+from flexmask.expr.data import table
+from flexmask.expr.deferral import FUNCTIONS, Deferred, name_of
+from flexmask.expr.index import Index, Symbol, absolute, arithmetic
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import Node, Structure
+from flexmask.expr.tables import Table, looked_up, param
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DeferredMask", "deferred", "in_graph"]
+__all__ = ["KINDS", "DeferredIndex", "DeferredMask", "DeferredTable", "deferred", "in_graph"]
 
 #: The name of a call whose arguments are the structure of a mask and its tensors.
 GIVEN = "given"
 #: The name of a call that stands for None, which a graph does not take.
 NONE = "none"
+#: The name of a call that stands for an index symbol.
+SYMBOL = "symbol"
 #: The calls whose arguments by name are values of the mask's parameters.
 BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
 
-#: What is known of a mask once its call is made.
-DERIVED = ("key", "structure", "symbols", "depth", "below", "held", "tensors", "memo")
+#: What is known of an expression once its call is made.
+DERIVED = ("key", "symbols", "depth", "below", "held", "tensors", "memo")
 
 
-def _of_mask(name: str) -> Any:
+def _of_made(name: str) -> Any:
     return property(lambda self: getattr(self._outside(), name))
 
 
-class DeferredMask(Deferred, Mask):
-    """A mask as the call of a deferrable function. It is a pytree of the tensors among its arguments.
+class DeferredNode(Deferred):
+    """An expression as the call of a deferrable function. It is a pytree of the tensors among its arguments.
 
     Attributes:
-        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, :data:`GIVEN` or :data:`NONE`.
+        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, :data:`GIVEN`, :data:`NONE` or :data:`SYMBOL`.
         args: arguments by position.
         kwargs: arguments by name.
         params: the names of the parameters that are not bound yet.
@@ -45,32 +54,29 @@ class DeferredMask(Deferred, Mask):
     call: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    params: tuple[str, ...]
 
     def __init__(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], params: tuple[str, ...]) -> None:
         for name, value in (("call", call), ("args", args), ("kwargs", kwargs), ("params", params)):
             object.__setattr__(self, name, value)
 
-    def made(self) -> Mask:
-        """The mask that the call makes.
+    def made(self) -> Any:
+        """What the call makes.
 
         Raises:
-            OperandError: it makes no mask.
             FlexmaskError: the function refuses its arguments.
         """
-        if "mask" not in self.__dict__:
-            made = _made(self)
-            if not isinstance(made, Mask):
-                raise OperandError(f"{self.call} makes no mask")
-            object.__setattr__(self, "mask", made)
-        return cast(Mask, self.__dict__["mask"])
+        if "node" not in self.__dict__:
+            object.__setattr__(self, "node", _made(self))
+        return self.__dict__["node"]
 
     def flatten(self) -> tuple[list[Any], Any]:
         """The arguments, and what :meth:`unflatten` takes with them."""
         return [self.args, self.kwargs], (self.call, self.params)
 
     @classmethod
-    def unflatten(cls, arguments: Any, context: Any) -> DeferredMask:
-        """The mask of the two results of :meth:`flatten`."""
+    def unflatten(cls, arguments: Any, context: Any) -> Self:
+        """The value of the two results of :meth:`flatten`."""
         call, params = context
         args, kwargs = arguments
         return cls(call, args, kwargs, params)
@@ -80,7 +86,9 @@ class DeferredMask(Deferred, Mask):
         name = self.call.rpartition(".")[2]
         if name == "parse":
             return cast(str, self.args[0])
-        if name == "_combine":
+        if self.call == SYMBOL:
+            return cast(str, self.args[0])
+        if name in ("_combine", "arithmetic", "compare"):
             sign, left, right = self.args
             return f"{_operand(left)} {sign} {_operand(right)}"
         if name == "__invert__":
@@ -93,8 +101,8 @@ class DeferredMask(Deferred, Mask):
     def __repr__(self) -> str:
         return self.brief() if is_traced() else repr(self.made())
 
-    def _outside(self) -> Mask:
-        """The mask that the call makes, where the code is not traced."""
+    def _outside(self) -> Any:
+        """What the call makes, where the code is not traced."""
         if is_traced():
             raise LoweringError(
                 f"the mask {self.brief()} is made in code that torch.compile traces, where only flexmask's attention and "
@@ -104,17 +112,56 @@ class DeferredMask(Deferred, Mask):
 
     def walk(self) -> list[Node]:
         """See :meth:`flexmask.expr.node.Node.walk`."""
-        return self._outside().walk()
+        return cast("list[Node]", self._outside().walk())
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
         """See :meth:`flexmask.expr.node.Node.replace`."""
-        return self._outside().replace(function)
+        return cast(Node, self._outside().replace(function))
 
-    key, structure, symbols, depth, below, held, tensors, memo = map(_of_mask, DERIVED)
+    key, symbols, depth, below, held, tensors, memo = map(_of_made, DERIVED)
 
 
-def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredMask:
-    """The call of a deferrable function as a mask.
+class DeferredMask(DeferredNode, Mask):
+    """A mask as a call."""
+
+    structure = _of_made("structure")
+
+
+class DeferredIndex(DeferredNode, Index):
+    """An index expression as a call; one of a parameter is looked up, too."""
+
+    def __getitem__(self, indices: Any) -> Index:
+        return looked_up(cast(Any, self), indices)
+
+
+class DeferredTable(DeferredNode, Table):
+    """A table as a call."""
+
+    shape, boolean, constant = map(_of_made, ("shape", "boolean", "constant"))
+
+    def to_tensor(self) -> Tensor:
+        """See :meth:`flexmask.expr.tables.Table.to_tensor`."""
+        return cast("Tensor", self._outside().to_tensor())
+
+
+#: The classes of deferred values.
+KINDS: tuple[type[DeferredNode], ...] = (DeferredMask, DeferredIndex, DeferredTable)
+
+#: The functions that make no masks, by their names.
+PARAM, TABLE, WHERE = name_of(param), name_of(table), name_of(where)
+OF_INDICES = {PARAM, name_of(absolute), name_of(arithmetic), name_of(looked_up)}
+
+
+def _kind(call: str, args: tuple[Any, ...]) -> type[DeferredNode]:
+    """The class of what a call makes."""
+    if call == TABLE:
+        return DeferredTable
+    of_indices = call in OF_INDICES or (call == WHERE and not any(isinstance(choice, Mask) for choice in args[1:]))
+    return DeferredIndex if of_indices else DeferredMask
+
+
+def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: tuple[str, ...] = ()) -> DeferredNode:
+    """The call of a deferrable function as a value.
 
     Args:
         call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
@@ -128,16 +175,17 @@ def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params
     """
     plain = tuple([_argument(arg) for arg in args])
     named = {name: _argument(arg) for name, arg in kwargs.items()}
-    names = set(params)
+    names = {*params, *(plain if call == PARAM else ())}
     for part in (*plain, *named.values()):
         for own in part if isinstance(part, tuple) else (part,):
-            if isinstance(own, DeferredMask):
+            if isinstance(own, DeferredNode):
                 names.update(own.params)
-    return DeferredMask(call, plain, named, tuple(sorted(names - set(named) if call in BINDING else names)))
+    kind = _kind(call, (*plain, *named.values()))
+    return kind(call, plain, named, tuple(sorted(names - set(named) if call in BINDING else names)))
 
 
 def _operand(value: Any) -> str:
-    text = value.brief() if isinstance(value, Mask) else "..."
+    text = value.brief() if isinstance(value, DeferredNode) else str(value) if isinstance(value, int) else "..."
     return f"({text})" if " " in text else text
 
 
@@ -148,8 +196,12 @@ def in_graph(mask: Mask) -> DeferredMask:
 
 def _argument(value: Any) -> Any:
     """An argument as a graph takes it."""
+    if isinstance(value, DeferredNode):
+        return value
     if isinstance(value, Mask):
         return in_graph(value)
+    if isinstance(value, Symbol):
+        return DeferredIndex(SYMBOL, (value.name,), {}, ())
     if value is None:
         return DeferredMask(NONE, (), {}, ())
     if isinstance(value, bool | int | float | str) or is_tensor(value):
@@ -158,17 +210,19 @@ def _argument(value: Any) -> Any:
         return tuple([_argument(item) for item in value])
     raise OperandError(
         "in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got "
-        f"{type(value).__name__}; make the mask outside and pass it, write it as text, or pass what a flexmask.plan gives"
+        f"{type(value).__name__}; make the mask outside and pass it, or make there what it is made of"
     )
 
 
 def _made(value: Any) -> Any:
     match value:
-        case DeferredMask(call="given", args=(Structure() as structure, tensors)):
+        case DeferredNode(call="given", args=(Structure() as structure, tensors)):
             return cast(Mask, structure.node).with_tensors(cast("tuple[Tensor, ...]", tensors))
-        case DeferredMask(call="none"):
+        case DeferredNode(call="none"):
             return None
-        case DeferredMask(call=call, args=args, kwargs=kwargs):
+        case DeferredNode(call="symbol", args=(name,)):
+            return Symbol(cast(Any, name))
+        case DeferredNode(call=call, args=args, kwargs=kwargs):
             return FUNCTIONS[call](*map(_made, args), **{name: _made(own) for name, own in kwargs.items()})
         case tuple():
             return [_made(item) for item in value]

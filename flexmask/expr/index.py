@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferral import deferrable
 from flexmask.expr.node import Key, Node, within_depth
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ __all__ = [
     "Index",
     "PRECEDENCE",
     "Symbol",
+    "absolute",
+    "arithmetic",
     "as_index",
     "b",
+    "compare",
     "h",
     "kv",
     "kv_len",
@@ -77,61 +80,61 @@ class Index(Node):
     """An integer expression over the index symbols. Comparisons of it (``==`` included) are masks."""
 
     def __add__(self, other: Index | int) -> Index:
-        return _arithmetic("+", self, other)
+        return arithmetic("+", self, other)
 
     def __radd__(self, other: int) -> Index:
-        return _arithmetic("+", other, self)
+        return arithmetic("+", other, self)
 
     def __sub__(self, other: Index | int) -> Index:
-        return _arithmetic("-", self, other)
+        return arithmetic("-", self, other)
 
     def __rsub__(self, other: int) -> Index:
-        return _arithmetic("-", other, self)
+        return arithmetic("-", other, self)
 
     def __mul__(self, other: Index | int) -> Index:
-        return _arithmetic("*", self, other)
+        return arithmetic("*", self, other)
 
     def __rmul__(self, other: int) -> Index:
-        return _arithmetic("*", other, self)
+        return arithmetic("*", other, self)
 
     def __floordiv__(self, other: Index | int) -> Index:
-        return _arithmetic("//", self, other)
+        return arithmetic("//", self, other)
 
     def __rfloordiv__(self, other: int) -> Index:
-        return _arithmetic("//", other, self)
+        return arithmetic("//", other, self)
 
     def __mod__(self, other: Index | int) -> Index:
-        return _arithmetic("%", self, other)
+        return arithmetic("%", self, other)
 
     def __rmod__(self, other: int) -> Index:
-        return _arithmetic("%", other, self)
+        return arithmetic("%", other, self)
 
     def __neg__(self) -> Index:
-        return _arithmetic("-", 0, self)
+        return arithmetic("-", 0, self)
 
     def __pos__(self) -> Index:
         return self
 
     def __abs__(self) -> Index:
-        return within_depth(Absolute.make(self))
+        return absolute(self)
 
     def __lt__(self, other: Index | int) -> Mask:
-        return _compare("<", self, other)
+        return compare("<", self, other)
 
     def __le__(self, other: Index | int) -> Mask:
-        return _compare("<=", self, other)
+        return compare("<=", self, other)
 
     def __gt__(self, other: Index | int) -> Mask:
-        return _compare(">", self, other)
+        return compare(">", self, other)
 
     def __ge__(self, other: Index | int) -> Mask:
-        return _compare(">=", self, other)
+        return compare(">=", self, other)
 
     def __eq__(self, other: object) -> Mask:
-        return _compare("==", self, other)
+        return compare("==", self, other)
 
     def __ne__(self, other: object) -> Mask:
-        return _compare("!=", self, other)
+        return compare("!=", self, other)
 
     __hash__ = Node.__hash__
 
@@ -201,13 +204,21 @@ def _constant(value: int) -> Constant:
     return Constant(value)
 
 
-def _arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
-    refuse_traced("an index expression")
+@deferrable
+def arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
+    """``left sign right`` for a key of :data:`FOLD`."""
     return within_depth(Arithmetic.make(sign, as_index(left), as_index(right)))
 
 
-def _compare(sign: str, left: object, right: object) -> Mask:
-    refuse_traced("a comparison of index expressions")
+@deferrable
+def absolute(operand: Index) -> Index:
+    """``abs(operand)``."""
+    return within_depth(cast(Index, Absolute.make(operand)))
+
+
+@deferrable
+def compare(sign: str, left: object, right: object) -> Mask:
+    """``left sign right`` for a key of :data:`FOLD_COMPARE`."""
     from flexmask.expr.mask import Compare, Mask  # masks are built on index expressions; this is the one way back
 
     if isinstance(right, Mask):
@@ -329,12 +340,12 @@ class Choice(Index):
 
 def minimum(left: Index | int, right: Index | int) -> Index:
     """The smaller of two index expressions, element by element (``torch.minimum``)."""
-    return _arithmetic("minimum", left, right)
+    return arithmetic("minimum", left, right)
 
 
 def maximum(left: Index | int, right: Index | int) -> Index:
     """The larger of two index expressions, element by element (``torch.maximum``)."""
-    return _arithmetic("maximum", left, right)
+    return arithmetic("maximum", left, right)
 
 
 b = Symbol("b")

@@ -15,7 +15,7 @@ from typing import Literal as OneOf
 
 from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError, TraceError
-from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import PRECEDENCE, Index, as_index
 from flexmask.expr.node import Held, Key, Node, key_of, within_depth
 
@@ -31,6 +31,7 @@ __all__ = [
     "Role",
     "Table",
     "TensorTable",
+    "looked_up",
     "named_table",
     "param",
     "write_data",
@@ -70,7 +71,7 @@ class Table(Node):
         raise OperandError(f"{self} has no values before a mask is lowered; data with values is flexmask.table(data)")
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
-        return within_depth(Lookup(self, tuple(map(as_index, indices if isinstance(indices, tuple) else (indices,)))))
+        return looked_up(self, indices)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -220,13 +221,7 @@ class Param(Index):
         Index.__post_init__(self)
 
     def __getitem__(self, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
-        indices = indices if isinstance(indices, tuple) else (indices,)
-        if any(map(is_tensor, indices)):
-            raise TraceError(
-                f"the parameter {self.name} is looked up by tensors, as in a mask_mod, which has no parameters. Write an "
-                f"expression, e.g. {self.name}[flexmask.b, flexmask.q] == {self.name}[flexmask.b, flexmask.kv]"
-            )
-        return within_depth(Lookup(self, tuple(map(as_index, indices))))
+        return looked_up(self, indices)
 
     def _make_params(self) -> tuple[str, ...]:
         return (self.name,)
@@ -262,6 +257,18 @@ class Lookup(Index):
         return f"{self.table.write(bare)[0]}[{indices}]", PRECEDENCE["atom"]
 
 
+@deferrable
+def looked_up(table: Table | Param, indices: Index | int | tuple[Index | int, ...]) -> Lookup:
+    """``table[indices]``."""
+    indices = tuple(indices) if isinstance(indices, tuple | list) else (indices,)
+    if isinstance(table, Param) and any(map(is_tensor, indices)):
+        raise TraceError(
+            f"the parameter {table.name} is looked up by tensors, as in a mask_mod, which has no parameters. Write an "
+            f"expression, e.g. {table.name}[flexmask.b, flexmask.q] == {table.name}[flexmask.b, flexmask.kv]"
+        )
+    return within_depth(Lookup(table, tuple(map(as_index, indices))))
+
+
 def write_data(data: Table | Param, bare: bool) -> str:
     """The text of data as an argument: a literal as a bare list, everything else as in an expression."""
     if isinstance(data, Ranged):
@@ -274,7 +281,7 @@ def named_table(table: Table, name: str) -> Table:
     return TensorTable(table.tensor, table.may_be_longer, name) if isinstance(table, TensorTable) else table
 
 
+@deferrable
 def param(name: str) -> Param:
     """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
-    refuse_traced("a parameter")
     return Param(name)

@@ -24,9 +24,9 @@ from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTa
 from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_stops, document_table
+from flexmask.intervals.operations import greater
 from flexmask.intervals.parts import parts_of
 from flexmask.intervals.shared_form import shared_form
-from flexmask.intervals.operations import greater
 from flexmask.intervals.sizes import checked_size, checked_sizes
 
 __all__ = ["MAX_OFFSET", "bind", "check_bound"]

@@ -133,7 +133,7 @@ class _Analysis:
     def constant_rows(self, mask: Mask) -> RowBounds | None:
         """The rows of a mask without data, as constants of the graph that is captured; None where they are not exact."""
         context = self.context
-        sizes = [int(size) for size in (context.q_len, context.kv_len, context.batch, context.heads)]
+        sizes = int(context.q_len), int(context.kv_len), int(context.batch), int(context.heads)
         offset = 0 if isinstance(context.q_offset, Tensor) else context.q_offset
 
         def ends() -> list[Tensor] | None:

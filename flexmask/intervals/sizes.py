@@ -29,7 +29,7 @@ def checked_size(size: object, what: str) -> int:
         LoweringError: it is too small or too great.
         OperandError: it is no integer.
     """
-    return size if isinstance(size, torch.SymInt) else checked_int(size, what, most=MAX_LENGTH, kind=LoweringError)
+    return cast(int, size) if isinstance(size, torch.SymInt) else checked_int(size, what, most=MAX_LENGTH, kind=LoweringError)
 
 
 def checked_sizes(

@@ -8,8 +8,8 @@ In code that ``torch.compile`` traces, attention and modules take
 * a module's mask with parameters, whose values are inputs of the graph;
 * a plan that is called there, or the LoweredMask that a plan gives, as an input, which all layers share;
 * a Mask as an input. Masks that differ in more than their tensors compile again;
-* a mask that is made there, by text, named masks, ``& | ^ -``, ``where`` and ``bind``, of tensors, numbers, lists and masks.
-  ``~`` needs torch 2.14; before, write ``full() - mask``. Write conditions of your own as text, ``parse("q - kv < 8")``.
+* a mask that is made there, as anywhere else, of tensors, numbers, lists and masks. ``~`` needs torch 2.14; before, write
+  ``full() - mask``. Index expressions and tables that were made outside belong to a mask that was made outside.
 """
 
 from flexmask.plans.api import Plan, plan

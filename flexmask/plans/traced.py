@@ -1,17 +1,20 @@
-"""The call that dynamo does not trace: it runs while ``torch.compile`` makes a graph, which gets the operations of the lowering."""
+"""The call that dynamo does not trace: it runs while ``torch.compile`` makes a graph, which gets its operations."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 from flexmask._transforms import captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
-from flexmask.expr.deferred import DeferredMask
+from flexmask.expr.deferred import KINDS, DeferredMask, DeferredNode
+from flexmask.expr.mask import Mask
 from flexmask.plans.capture import Setting, bound, lower
 from flexmask.plans.lowered import LoweredMask
 
@@ -72,9 +75,36 @@ def _lowered(deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any,
     q_len, kv_len, batch, heads, q_offset, device, block_size = setting
     known = Setting(q_len, kv_len, batch, heads, int(q_offset), device, (int(block_size[0]), int(block_size[1])))
     with captured():
-        mask = tree_map_only(torch.SymInt, int, deferred).made()  # another number is another graph
+        mask = _made(deferred, device)
         tensors = (*(tensor for tensor, *_ in mask.held), *values)
         return lower(bound(mask, names, known, tensors), known.block_size)
+
+
+def _made(deferred: DeferredMask, device: torch.device) -> Mask:
+    """The mask, of which lists of numbers that change are data. Other numbers are a part of it, so that each is a graph."""
+
+    def with_lists_as(data: Callable[[Any], Any]) -> Mask:
+        def converted(value: Any) -> Any:
+            match value:
+                case DeferredNode():
+                    (args, kwargs), context = value.flatten()
+                    named = {name: converted(own) for name, own in kwargs.items()}
+                    return value.unflatten((tuple(map(converted, args)), named), context)
+                case tuple() if any(isinstance(number, torch.SymInt) for number in tree_leaves(value)):
+                    return data(value)
+                case tuple():
+                    return tuple(map(converted, value))
+            return tree_map_only(torch.SymInt, int, value)
+
+        return cast(Mask, converted(deferred).made())
+
+    def tensor(values: Any) -> Tensor:
+        return torch.stack(list(map(tensor, values))) if isinstance(values, tuple) else torch.full((), values, device=device)
+
+    try:
+        return with_lists_as(tensor)
+    except FlexmaskError:  # such as the sizes of an image, which are no data
+        return with_lists_as(partial(tree_map_only, torch.SymInt, int))
 
 
 def _fix_sizes(given: Any) -> Any:
@@ -84,7 +114,8 @@ def _fix_sizes(given: Any) -> Any:
     return given
 
 
-register_pytree_node(DeferredMask, DeferredMask.flatten, DeferredMask.unflatten, serialized_type_name="flexmask.DeferredMask")
+for _kind in KINDS:
+    register_pytree_node(_kind, _kind.flatten, _kind.unflatten, serialized_type_name=f"flexmask.{_kind.__name__}")
 register_pytree_node(
     _Refusal,
     lambda refusal: ([], (refusal.kind, refusal.message)),

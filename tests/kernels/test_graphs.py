@@ -103,7 +103,7 @@ def test_changing_lengths(backend: Any) -> None:
         found = compiled(query, key, value, ends, cu)
         wanted = [oracle.attention(query, key, value, meaning[:, None]) for meaning in meanings]
         sides = [
-            (*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), (query, key, value)))
+            (*outs, *torch.autograd.grad(torch.stack([out.square().sum() for out in outs]).sum(), (query, key, value)))
             for outs in (found, wanted)
         ]
         for one, other in zip(*sides, strict=True):

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexmask as fm
 from flexmask import attention
 from tests.support import oracle
-from tests.support.exhaustive import each_run, exhaustive
+from tests.support.exhaustive import each_run
 
 HEADS = 2
 
@@ -134,7 +134,7 @@ def attend(text: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("order", each_run(["one by one"], "together"))
 @pytest.mark.parametrize("name", MASKS)
 def test_graphs_of_20_sizes(name: str, order: str) -> None:
-    """At most 4 with the defaults of torch.compile: one for the first sizes, and one for each size that starts to change later."""
+    """At most 4 with the defaults of torch.compile: one for the first sizes, one for each size that starts to change later."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend(MASKS[name][0]), fullgraph=True, backend=counter)

@@ -57,6 +57,21 @@ MADE: dict[str, tuple[Callable[[Tensor], Any], Predicate]] = {
     "parse": (lambda n: fm.parse("(kv <= q) & key_padding(n)", n=n), lambda n: CAUSAL & keys(n)),
     "bind": (lambda n: fm.parse("causal & key_padding(n)").bind(n=n), lambda n: CAUSAL & keys(n)),
     "where": (lambda n: fm.where(fm.causal(), fm.key_padding(n), WINDOW), lambda n: CAUSAL & keys(n)),
+    "comparisons": (lambda n: (kv <= q) & (fm.table(n)[fm.b] > kv), lambda n: CAUSAL & keys(n)),
+    "arithmetic": (
+        lambda n: (abs(q - 2 * kv) // 3 + 1 - (q % 4) * 2 <= fm.maximum(-kv, 3 - kv)) | (kv < 7) & (kv != 3),
+        lambda n: ((q_ - 2 * kv_).abs() // 3 + 1 - (q_ % 4) * 2 <= torch.maximum(-kv_, 3 - kv_)) | ((kv_ < 7) & (kv_ != 3)),
+    ),
+    "numbers by where": (
+        lambda n: kv < fm.where(q < 9, fm.table(n)[fm.b], fm.minimum(q, 11)),
+        lambda n: kv_ < torch.where(q_ < 9, n.view(-1, 1, 1, 1), q_.clamp(max=11)),
+    ),
+    "a parameter": (
+        lambda n: (fm.param("n")[fm.b] > kv).bind(n=n) & fm.key_padding(fm.param("m")).bind(m=n),
+        lambda n: keys(n),
+    ),
+    "heads": (lambda n: (kv <= q) | (fm.h == 1) & (kv < fm.table([3, 9])[fm.h]), lambda n: CAUSAL | (h_ == 1) & (kv_ < 9)),
+    "lengths": (lambda n: (kv < fm.kv_len - 3) & (q < fm.q_len), lambda n: (kv_ < LENGTH - 3) & (q_ >= 0)),
     "per document": (
         lambda n: fm.per_document(fm.causal(), cu_seqlens=CU) & fm.key_padding(n),
         lambda n: SAME & CAUSAL & keys(n),
@@ -68,7 +83,12 @@ def dense(visible: Tensor) -> Tensor:
     return oracle.attention(X, X, X, visible).float()
 
 
-@pytest.mark.parametrize("name", each_run(MADE, "operators", "a mask that is an input", "parse"))
+@pytest.mark.parametrize(
+    "name",
+    each_run(
+        MADE, "operators", "a mask that is an input", "parse", "comparisons", "arithmetic", "numbers by where", "a parameter"
+    ),
+)
 def test_a_mask_made_in_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     make, cells = MADE[name]
@@ -157,6 +177,28 @@ def test_a_mask_of_other_values_that_are_no_tensors_is_another_graph() -> None:
     assert counter.frame_count == 2
 
 
+def test_lists_are_data() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(
+        lambda n, m: attention(X, X, X, fm.document(lengths=n) & fm.key_padding(m)), fullgraph=True, backend=counter
+    )
+    for first in (3, 5, 20, 1, 9):
+        n, m = [[first, LENGTH - first], [7, LENGTH - 7]], [first, 13]
+        ids = torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in n])
+        torch.testing.assert_close(compiled(n, m), dense((ids[:, None, :, None] == ids[:, None, None]) & keys(torch.tensor(m))))
+    assert counter.frame_count == 2
+
+
+def test_lists_that_are_no_data_are_a_part_of_the_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda n: attention(X, X, X, fm.masks.neighborhood(n, [1, 1])), fullgraph=True, backend=counter)
+    for canvas in ([4, 6], [6, 4], [3, 8]):
+        torch.testing.assert_close(compiled(canvas), dense(q_ == kv_))
+    assert counter.frame_count == 3
+
+
 ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a text": (lambda n: "causl", "causl is not a named mask. Did you mean causal"),
     "an argument": (lambda n: fm.key_padding(lengthz=n), "unexpected keyword argument 'lengthz'. Did you mean lengths"),  # type: ignore[call-arg]
@@ -164,12 +206,15 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a batch": (lambda n: fm.key_padding(n.expand(3, 2)[:, 0]), r"two sizes of batch: 2 by the query \(batch=2\) and 3 by"),
     "an unbound parameter": (lambda n: "key_padding(n)", "unbound parameters: give them with mask.bind"),
     "a mask_mod": (lambda n: lambda b, h, q, kv: kv < n[b], "the mask of a mask_mod cannot be made in code that torch.compile"),
-    "a comparison": (lambda n: kv <= q, "a comparison of index expressions cannot be made .* write a mask as text"),
-    "arithmetic": (lambda n: q - kv < 3, "an index expression cannot be made in code that torch.compile traces"),
-    "a table": (lambda n: fm.table(n)[fm.b] > kv, "a table cannot be made in code that torch.compile traces"),
-    "a parameter": (lambda n: fm.key_padding(fm.param("n")), "a parameter cannot be made in code that torch.compile traces"),
     "a plan": (lambda n: fm.plan("causal", LENGTH)(), "a plan cannot be made in code that torch.compile traces"),
     "a lowering": (lambda n: fm.causal().block_mask(LENGTH), "where only flexmask's attention and modules take it"),
+    "an index": (lambda n: kv < n, "an index expression is compared with|wanted an index expression or an integer, got Tensor"),
+    "parentheses": (lambda n: kv <= q & kv < 3, "comparisons bind less tightly than &"),
+    "a division": (lambda n: kv / 2 < q, "/ does not give an integer"),
+    "a truth value": (lambda n: fm.full() if kv else fm.causal(), "is an index expression, not a truth value"),
+    "a chained comparison": (lambda n: 0 <= q - kv < 3, "has no single truth value"),
+    "axes": (lambda n: fm.table(n)[fm.b, q] < kv, r"has 1 axes \[2\] but is looked up with 2 indices"),
+    "no data": (lambda n: fm.table(n[:0])[fm.b] < kv, "table holds no values"),
     "an object": (lambda n: fm.key_padding({1, 2}), "made of tensors, numbers, lists, texts and masks, got "),  # type: ignore[arg-type]
 }
 
