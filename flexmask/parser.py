@@ -13,14 +13,14 @@ from flexmask import registry
 from flexmask._checks import call_error, is_traced, nearest, signature_of
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.expr.choice import where
-from flexmask.expr.data import table
+from flexmask.expr.data import named_data, table
 from flexmask.expr.deferral import FUNCTIONS as DEFERRABLE
 from flexmask.expr.deferred import deferred
 from flexmask.expr.index import Index, Symbol, maximum, minimum
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import MAX_DEPTH
 from flexmask.expr.packing import document_ids, document_starts
-from flexmask.expr.tables import Literal, Param, Table, named_table, param
+from flexmask.expr.tables import Literal, Param, Table, param
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +286,7 @@ class _Reader:
         define = registry.find(name)
         if define is None and name in self.values:
             self.used.add(name)
-            return self.values[name]
+            return named_data(self.values[name], name)
         if define is None:
             return Param(name)
         try:
@@ -298,7 +298,7 @@ class _Reader:
     def subscript(self, node: ast.expr, source: ast.expr, index: ast.expr) -> Any:
         data = self.value(source)
         if not isinstance(data, Param | Table | Mask | Index):
-            data = named_table(table(data), source.id if isinstance(source, ast.Name) else "")
+            data = table(data)
         if not isinstance(data, Param | Table):
             self.fail(node, f"{_kind(data)} is not data that can be looked up")
         indices = self.value(index)

@@ -11,12 +11,12 @@ from flexmask._checks import is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import Constant, Index, Symbol, as_index, b
-from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable
+from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable, named_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Data", "SupportsArray", "along", "as_number", "as_table", "per_batch", "ranged", "table", "truths"]
+__all__ = ["Data", "SupportsArray", "along", "as_number", "as_table", "named_data", "per_batch", "ranged", "table", "truths"]
 
 
 class SupportsArray(Protocol):
@@ -51,18 +51,31 @@ MAX_AXES = 16
 
 
 @deferrable
-def table(data: Data) -> Table:
+def table(data: Data, name: str = "") -> Table:
     """Data to be looked up by index, e.g. ``table(ids)[b, q]``.
 
     Args:
         data: integers or truth values: an int, a (nested) list, a NumPy array, or a tensor. Literals are copied, a tensor
             is kept as it is.
+        name: what texts and messages call a tensor: ``<name: int64[2, 16]>``.
 
     Raises:
-        OperandError: ``data`` holds something else, e.g. floating point numbers.
+        OperandError: ``data`` holds something else, e.g. floating point numbers; or ``name`` is no string.
         ExpressionError: lists of uneven lengths, or no values at all.
     """
-    return as_table(data, "table")
+    if not isinstance(name, str):
+        raise OperandError(f"table: name must be a string, got {kind_of(name)}")
+    return named_table(as_table(data, "table"), name) if name else as_table(data, "table")
+
+
+def named_data(data: object, name: str) -> object:
+    """A tensor that a table can hold as a table with a name; other data as it is."""
+    if not is_tensor(data):
+        return data
+    tensor = cast("Tensor", data)
+    is_integral = not (tensor.is_floating_point() or tensor.is_complex() or str(tensor.dtype) == "torch.uint64")
+    fits = is_integral and tensor.dim() > 0 and tensor.numel() > 0 and not not_plain_reason(tensor)
+    return TensorTable(tensor, name=name) if fits else data
 
 
 def as_table(data: object, what: str) -> Table:

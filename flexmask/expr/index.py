@@ -213,7 +213,7 @@ def arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
 @deferrable
 def absolute(operand: Index) -> Index:
     """``abs(operand)``."""
-    return within_depth(cast(Index, Absolute.make(operand)))
+    return within_depth(Absolute.make(operand))
 
 
 @deferrable

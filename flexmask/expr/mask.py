@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.expr.data import as_number, as_table
+from flexmask.expr.data import as_number, as_table, named_data
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
@@ -169,7 +169,7 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
 
     def argument(value: Any) -> Any:
         if isinstance(value, Param):
-            return values.get(value.name, value)
+            return named_data(values[value.name], value.name) if value.name in values else value
         if isinstance(value, tuple):
             return tuple(map(argument, value))
         return value.replace(lambda below: _bound(below, values)) if isinstance(value, Node) else value

@@ -125,7 +125,8 @@ class TensorTable(Table):
     Args:
         tensor: the values.
         may_be_longer: whether there may be more values than positions, as in a tensor that a traced function captured.
-        name: the parameter that it is the value of, for messages.
+        name: what it is called in texts and messages: the user's name for it, the parameter that it is the value of, or the
+            variable of a traced function.
     """
 
     tensor: Tensor
@@ -277,7 +278,7 @@ def write_data(data: Table | Param, bare: bool) -> str:
 
 
 def named_table(table: Table, name: str) -> Table:
-    """A table as the value of a parameter, whose name messages show where it holds a tensor."""
+    """A table with a name, which texts and messages show where it holds a tensor."""
     return TensorTable(table.tensor, table.may_be_longer, name) if isinstance(table, TensorTable) else table
 
 

@@ -138,10 +138,10 @@ def _stacked(*elements: Any) -> Tensor:
 
 
 class TraceState:
-    """The device of one trace, and the tables and value ranges that its proxies share."""
+    """The device of one trace, the names of captured tensors by their ids, and the tables and value ranges of its proxies."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, names: dict[int, str]) -> None:
+        self.device, self.names = device, names
         self.tables: dict[int, TensorTable] = {}
         self.extents: dict[int, Extent] = {}
         self.known_extents: dict[Any, Extent | None] = {}
@@ -203,8 +203,13 @@ class TraceState:
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.uint64)
         if not whole or tensor.numel() == 0:
             return Opaque(_indexed, (CapturedTensor(tensor), *indices))
-        found = Lookup(self.tables.setdefault(id(tensor), TensorTable(tensor, True)), tuple(indices))
+        found = Lookup(self.table(tensor), tuple(indices))
         return found != 0 if tensor.dtype == torch.bool else found
+
+    def table(self, tensor: Tensor) -> TensorTable:
+        """The table of a captured tensor."""
+        name = self.names.get(id(tensor), "")
+        return self.tables.setdefault(id(tensor), TensorTable(tensor, True, name))  # keeps it alive, so that its id is not reused
 
     def tensor_extent(self, tensor: Tensor) -> Extent:
         """The least and greatest value of a tensor, which forces one host sync; of its dtype where it has no values."""
@@ -217,7 +222,7 @@ class TraceState:
             else:
                 low, high = tensor.aminmax()
                 self.extents[id(tensor)] = int(low), int(high)
-            self.tables.setdefault(id(tensor), TensorTable(tensor, True))  # keeps it alive, so that its id is not reused
+            self.table(tensor)
         return self.extents[id(tensor)]
 
     def extent(self, element: Element) -> Extent:

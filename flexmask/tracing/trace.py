@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: to
     if isinstance(mask_mod, Mask):
         return mask_mod
     _check_function(mask_mod)
-    state = TraceState(_sync.resolve_device(device))
+    state = TraceState(_sync.resolve_device(device), _captured_names(mask_mod))
     try:
         with _Tracing(state, strict):
             found = mask_mod(*(state.symbol(name) for name in ("b", "h", "q", "kv")))
@@ -69,6 +69,30 @@ def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: to
             raise TraceError(f"{_name(mask_mod)} cannot be traced: {type(error).__name__}: {error}") from error
         return Opaque(mask_mod, (b, h, q, kv)) != 0
     return _result(found, mask_mod, state)
+
+
+def _captured_names(function: Any) -> dict[int, str]:
+    """The variables that hold the tensors which a function captures, with the functions in it, by the ids of the tensors."""
+    names: dict[int, str] = {}
+    pending, seen = [function], set()
+    while pending:
+        inner = pending.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, partial):
+            variables: dict[str, Any] = inner.keywords
+            pending.append(inner.func)
+        elif inspect.isfunction(inner):
+            found = inspect.getclosurevars(inner)
+            variables = {**found.globals, **found.nonlocals}
+        else:
+            continue
+        for name, value in variables.items():
+            if isinstance(value, Tensor):
+                names.setdefault(id(value), name)
+            pending.extend(value if isinstance(value, list | tuple) else [value])
+    return names
 
 
 def _check_function(mask_mod: object) -> None:

@@ -208,7 +208,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a mask_mod": (lambda n: lambda b, h, q, kv: kv < n[b], "the mask of a mask_mod cannot be made in code that torch.compile"),
     "a plan": (lambda n: fm.plan("causal", LENGTH)(), "a plan cannot be made in code that torch.compile traces"),
     "a lowering": (lambda n: fm.causal().block_mask(LENGTH), "where only flexmask's attention and modules take it"),
-    "an index": (lambda n: kv < n, "an index expression is compared with|wanted an index expression or an integer, got Tensor"),
+    "an index": (lambda n: kv < n, "an index expression is compared with|wanted an index expression or an integer, got Tensor"),  # type: ignore[operator]
     "parentheses": (lambda n: kv <= q & kv < 3, "comparisons bind less tightly than &"),
     "a division": (lambda n: kv / 2 < q, "/ does not give an integer"),
     "a truth value": (lambda n: fm.full() if kv else fm.causal(), "is an index expression, not a truth value"),

@@ -31,28 +31,31 @@ RECOGNIZED: dict[str, list[tuple[str, str]]] = {
     ],
     "sink_window(n, left=m)": [("(q >= kv) & ((q - kv <= 3) | (kv < 2))", "sink_window(sinks=2, left=3)")],
     "global_window(data, left=n, right=m)": [
-        ("((q - kv).abs() <= 1) | is_global[q] | is_global[kv]", "global_window(is_global=<bool[12]>, left=1, right=1)")
+        (
+            "((q - kv).abs() <= 1) | is_global[q] | is_global[kv]",
+            "global_window(is_global=<is_global: bool[12]>, left=1, right=1)",
+        )
     ],
     "prefix_lm(n)": [
         ("(kv < 4) | (q >= kv)", "prefix_lm(prefix_lengths=4)"),
-        ("(q >= kv) | (kv < lengths[b])", "prefix_lm(prefix_lengths=<int64[2]>)"),
+        ("(q >= kv) | (kv < lengths[b])", "prefix_lm(prefix_lengths=<lengths: int64[2]>)"),
     ],
-    "document(data)": [("(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)", "document(ids=<int64[2, 12]>)")],
+    "document(data)": [("(ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)", "document(ids=<ids: int64[2, 12]>)")],
     "document(data, more)": [
-        ("(ids[b, q] == others[b, kv]) & (ids[b, q] >= 0)", "document(ids=<int64[2, 12]>, kv_ids=<int64[2, 12]>)"),
+        ("(ids[b, q] == others[b, kv]) & (ids[b, q] >= 0)", "document(ids=<ids: int64[2, 12]>, kv_ids=<others: int64[2, 12]>)"),
     ],
     "bidirectional_spans(data)": [
-        ("(q >= kv) | ((ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0))", "bidirectional_spans(ids=<int64[2, 12]>)"),
+        ("(q >= kv) | ((ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0))", "bidirectional_spans(ids=<ids: int64[2, 12]>)"),
     ],
     "chunked(n)": [("q // 4 == kv // 4", "chunked(size=4)"), ("(q >> 2) == (kv >> 2)", "chunked(size=4)")],
     "block_causal(n)": [("q // 3 >= kv // 3", "block_causal(size=3)")],
     "chunk_window(n, left=m)": [("(q // 2 - kv // 2 <= 1) & (q // 2 >= kv // 2)", "chunk_window(size=2, left=1)")],
-    "key_padding(lengths=data)": [("kv < lengths[b]", "key_padding(lengths=<int64[2]>)")],
-    "key_padding(start=data)": [("kv >= lengths[b]", "key_padding(start=<int64[2]>)")],
-    "key_padding(keep=data)": [("keep[b, kv]", "key_padding(keep=<bool[2, 12]>)")],
-    "query_padding(lengths=data)": [("q < lengths[b]", "query_padding(lengths=<int64[2]>)")],
-    "query_padding(start=data)": [("q >= lengths[b]", "query_padding(start=<int64[2]>)")],
-    "query_padding(keep=data)": [("keep[b, q]", "query_padding(keep=<bool[2, 12]>)")],
+    "key_padding(lengths=data)": [("kv < lengths[b]", "key_padding(lengths=<lengths: int64[2]>)")],
+    "key_padding(start=data)": [("kv >= lengths[b]", "key_padding(start=<lengths: int64[2]>)")],
+    "key_padding(keep=data)": [("keep[b, kv]", "key_padding(keep=<keep: bool[2, 12]>)")],
+    "query_padding(lengths=data)": [("q < lengths[b]", "query_padding(lengths=<lengths: int64[2]>)")],
+    "query_padding(start=data)": [("q >= lengths[b]", "query_padding(start=<lengths: int64[2]>)")],
+    "query_padding(keep=data)": [("keep[b, q]", "query_padding(keep=<keep: bool[2, 12]>)")],
 }
 
 ROWS = [(body, text) for rows in RECOGNIZED.values() for body, text in rows]
@@ -118,7 +121,7 @@ def test_body_is_what_was_written(body: str, text: str) -> None:
 
 def test_parts_of_a_whole() -> None:
     mask = fm.from_mask_mod(of_text("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)"))
-    assert str(mask) == "causal & document(ids=<int64[2, 12]>) & (kv % 3 != 1)"
+    assert str(mask) == "causal & document(ids=<ids: int64[2, 12]>) & (kv % 3 != 1)"
     check("(q >= kv) & (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0) & (kv % 3 != 1)", mask)
     assert str(fm.from_mask_mod(of_text("~((q // 4 == kv // 4) ^ (q >= kv))"))).count("chunked(size=4)") == 1
 
