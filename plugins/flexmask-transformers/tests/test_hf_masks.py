@@ -128,7 +128,7 @@ class TestUseMask:
         with flexmask_transformers.use_mask(ours, own, ids=self.IDS):
             recorded = flexmask_transformers.masks_of(ours, input_ids=tokens())
         assert str(recorded["model.layers.0.self_attn"]) == "sliding_window(left=3, right=0)"
-        assert str(recorded[LAST]) == "causal & document(ids=<int64[2, 12]>)"
+        assert str(recorded[LAST]) == "causal & document(ids=<ids: int64[2, 12]>)"
 
     def test_while_generating(self) -> None:
         """Sinks and a window, which is what an eager model generates with a mask for each step."""
