@@ -21,7 +21,7 @@ from flexmask.expr.tables import Table, looked_up, param
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KINDS", "DeferredIndex", "DeferredMask", "DeferredTable", "deferred", "in_graph"]
+__all__ = ["DeferredIndex", "DeferredMask", "DeferredTable", "KINDS", "deferred", "in_graph"]
 
 #: The name of a call whose arguments are the structure of a mask and its tensors.
 GIVEN = "given"

@@ -320,7 +320,7 @@ def test_distances_are_data() -> None:
     for w, s, message in ((-1, 3, "left must be at least 0"), (1, 0, "size must be at least 1")):
         with pytest.raises(LoweringError, match=message):
             plan(w=w, s=s)
-    with pytest.raises(OperandError, match="left must be a number of tokens or None, got <int64"):
+    with pytest.raises(OperandError, match="left must be a number of tokens or None, got <w: int64"):
         plan(w=[1, 2], s=1)
 
 
