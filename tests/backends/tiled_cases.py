@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support import oracle
@@ -17,13 +18,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def intervals(mask: Tensor) -> Tensor:
     """Dense mask [B', H', Q', KV] -> bounds [B', H', Q', K, 2]."""
     kv_len = mask.size(3)
-    rows = []
-    for row in mask.flatten(0, 2).tolist():
-        edges = [i for i in range(kv_len + 1) if (i > 0 and row[i - 1]) != (i < kv_len and row[i])]
-        rows.append(edges)
-    slots = max(map(len, rows), default=0) // 2 or 1
-    padded = [row + [kv_len] * (2 * slots - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int32).reshape(*mask.shape[:3], slots, 2)
+    hidden_around = F.pad(mask, (1, 1))
+    is_edge = hidden_around[..., 1:] != hidden_around[..., :-1]
+    slots = max([1, *(is_edge.sum(-1) // 2).flatten().tolist()])
+    edges = torch.where(is_edge, torch.arange(kv_len + 1), kv_len).sort(-1).values
+    found: Tensor = F.pad(edges, (0, 1), value=kv_len)[..., : 2 * slots].int().unflatten(-1, (slots, 2))
+    return found
 
 
 def inputs(dtype: torch.dtype = torch.float64, /, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
