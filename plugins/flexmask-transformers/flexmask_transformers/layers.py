@@ -142,6 +142,7 @@ def _code_of(module: torch.nn.Module) -> _Code:
             _CODES[kind] = _Code()
         else:
             arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            shifts, takes_state = not SHIFTS.isdisjoint(code.co_names), not STATE.isdisjoint(arguments)
+            at_positions = "gather" in code.co_names and "positions" in arguments  # tokens of places that the caller chooses
+            shifts, takes_state = at_positions or not SHIFTS.isdisjoint(code.co_names), not STATE.isdisjoint(arguments)
             _CODES[kind] = _Code("ALL_ATTENTION_FUNCTIONS" in code.co_names, shifts, takes_state)
     return _CODES[kind]

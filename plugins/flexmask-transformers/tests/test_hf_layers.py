@@ -95,6 +95,15 @@ class Llama(transformers.LlamaForCausalLM):  # type: ignore[misc] # transformers
         self.post_init()
 
 
+def test_a_head_that_reads_the_token_of_a_question() -> None:
+    """Splinter's answers for all tokens of a row depend on one of them."""
+    config = transformers.SplinterConfig(**{**ENCODER, "num_hidden_layers": 1, "question_token_id": 5})
+    eager, ours = make_pair(transformers.SplinterForQuestionAnswering, lambda: config)
+    assert_close(ours(tokens(1)).start_logits, eager(tokens(1)).start_logits, **CLOSE)
+    with pytest.raises(LoweringError, match=rf"{MESSAGE}QuestionAwareSpanSelectionHead \(splinter_qass\)"):
+        ours(tokens(1), position_ids=PACKED)
+
+
 def test_layers_of_a_new_family_are_found() -> None:
     model = Llama._from_config(transformers.LlamaConfig(**TEXT), attn_implementation="flexmask")
     with pytest.raises(LoweringError, match=rf"{MESSAGE}Mixer \(model\.layers\.1\.mlp\)"):
