@@ -21,7 +21,7 @@ import flexmask as fm
 from flexmask.backends.backend import Backend, Call, backend_names, get_backend
 from tests.kernels.interpreted import IS_NEWER, virtual_gpu
 from tests.support import oracle
-from tests.support.exhaustive import each_run
+from tests.support.exhaustive import each_run, exhaustive
 from tests.support.pages import blocks_of, run_page
 
 pytestmark = [
@@ -83,7 +83,8 @@ def test_gradients(backend: Any) -> None:
     assert attentions() >= 3 * len(made)  # backward takes two for each
 
 
-def test_changing_lengths(backend: Any) -> None:
+@pytest.mark.parametrize("tokens_of_steps", [(130, 257, 384)] if IS_NEWER else exhaustive([((130, 257, 384),)]), ids=str)
+def test_changing_lengths(backend: Any, tokens_of_steps: tuple[int, ...]) -> None:
     """The first graph is for its lengths alone, as of any model; one graph serves all others."""
 
     def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, cu: Tensor) -> list[Tensor]:
@@ -93,7 +94,7 @@ def test_changing_lengths(backend: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(step, backend=backend, fullgraph=True)
-    for tokens, batch, stops in ((130, 2, [60]), (257, 3, [50, 200]), (384, 2, [1, 128, 300])):
+    for tokens, batch, stops in zip(tokens_of_steps, (2, 3, 2), ([60], [50, 200], [1, 128, 300]), strict=True):
         query, key, value = (tensor.requires_grad_() for tensor in torch.randn(3, batch, 1, tokens, 16))
         ends, cu = torch.randint(1, tokens, (batch,)), torch.tensor([0, *stops, tokens]).expand(batch, -1).contiguous()
         b, q, kv = torch.meshgrid(torch.arange(batch), torch.arange(tokens), torch.arange(tokens), indexing="ij")

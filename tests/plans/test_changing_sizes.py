@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexmask as fm
 from flexmask import attention
 from tests.support import oracle
-from tests.support.exhaustive import each_run
+from tests.support.exhaustive import each_run, exhaustive
 
 HEADS = 2
 
@@ -131,8 +132,10 @@ def attend(text: str) -> Callable[..., Tensor]:
     return lambda x, **data: attention(x, x, x, fm.parse(text, **data))
 
 
-@pytest.mark.parametrize("order", each_run(["one by one"], "together"))
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    each_run(product(MASKS, ["one by one", "together"]), ("cu_seqlens", "one by one"), ("keys kept", "together")),
+)
 def test_graphs_of_20_sizes(name: str, order: str) -> None:
     """At most 4 with the defaults of torch.compile: one for the first sizes, one for each size that starts to change later."""
     torch._dynamo.reset()
@@ -144,7 +147,7 @@ def test_graphs_of_20_sizes(name: str, order: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["padded", "window", "cu_seqlens"])
+@pytest.mark.parametrize("name", ["cu_seqlens", *exhaustive(["padded", "window"])])
 def test_code_of_inductor_for_20_sizes(name: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
@@ -214,7 +217,7 @@ def test_sizes_that_contradict_each_other() -> None:
         compiled(torch.randn(2, 2, 60, 8), ids=torch.zeros(2, 61, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", ["padded", "window", "cu_seqlens", "heads"])
+@pytest.mark.parametrize("name", ["padded", "cu_seqlens", *exhaustive(["window", "heads"])])
 def test_export_with_a_dynamic_length(name: str) -> None:
     text, make, _ = MASKS[name]
 
