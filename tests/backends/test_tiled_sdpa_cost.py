@@ -53,7 +53,7 @@ class TestCost:
     def test_bounds_without_values_take_few_tiles_of_all_keys(self, q_len: int, sizes: list[int]) -> None:
         assert (tile_rows.BLOCK_ROWS, tiling.MAX_CAPTURED_TILES) == (128, 8)
         bounds, query = torch.empty(1, 1, q_len, 2, 2, dtype=torch.int32, device="meta"), torch.empty(2, 2, q_len, 1)
-        for slots, runs in ((2, ((0, q_len),)), (0, ())):
+        for slots, runs in ((2, ((0, q_len),)), (1, ((0, q_len),)), (0, ())):
             tiles = plan_tiles(bounds[..., :slots, :], query, query).tiles
             assert [len(tile.rows) for tile in tiles] == sizes
             assert [row for tile in tiles for row in tile.rows] == list(range(q_len))
