@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -45,24 +44,29 @@ def documents(*lengths: int) -> Tensor:
 
 TEXT = "causal & document(cu_seqlens=cu) & key_padding(lengths)"
 
-
-@cache
-def plan_of_text(compiled: bool) -> fm.Plan:
-    """The tests of its values share it, since it takes seconds to compile."""
-    return fm.plan(TEXT, LENGTH, batch=1, compile=compiled)
-
-
 DATA = [(documents(100, 120, 80), 300), (documents(1, 298, 1), 7), (documents(300, 0, 0), 0)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_other_data_than_it_was_captured_with(compiled: bool) -> None:
-    plan = plan_of_text(compiled)
+def check_other_data(plan: fm.Plan) -> None:
+    """For other data than it was captured with."""
     before = GRAPHS.captures
     for cu, length in DATA:
         lengths = torch.tensor([length])
         check_equal(plan(cu=cu, lengths=lengths), fm.parse(TEXT).bind(cu=cu, lengths=lengths), LENGTH)
     assert GRAPHS.captures <= before + 1
+
+
+def test_other_data_than_it_was_captured_with() -> None:
+    check_other_data(fm.plan(TEXT, LENGTH, batch=1))
+
+
+def test_a_compiled_plan_takes_other_data_and_checks_its_values() -> None:
+    """In one test, since it takes seconds to compile."""
+    plan = fm.plan(TEXT, LENGTH, batch=1, compile=True)
+    check_other_data(plan)
+    for cu, length, message in WRONG.values():
+        with pytest.raises(LoweringError, match=message):
+            plan(cu=cu, lengths=torch.tensor([length]))
 
 
 def test_the_method_of_a_mask() -> None:
@@ -133,13 +137,7 @@ WRONG = {
 def test_values_are_checked_on_the_cpu(name: str) -> None:
     cu, length, message = WRONG[name]
     with pytest.raises(LoweringError, match=message):
-        plan_of_text(compiled=False)(cu=cu, lengths=torch.tensor([length]))
-
-
-def test_values_are_checked_in_compiled_plans() -> None:
-    for cu, length, message in WRONG.values():
-        with pytest.raises(LoweringError, match=message):
-            plan_of_text(compiled=True)(cu=cu, lengths=torch.tensor([length]))
+        fm.plan(TEXT, LENGTH, batch=1)(cu=cu, lengths=torch.tensor([length]))
 
 
 def attend(length: int, **options: Any) -> Tensor:
