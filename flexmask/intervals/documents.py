@@ -90,6 +90,8 @@ def document_stops(rule: str, source: Tensor, positions: int, *, may_be_longer: 
 def document_numbers(stops: Tensor, position: Tensor) -> Tensor:
     """The document of each position, ``int64[B, n]`` of ``[B, n]``, by :func:`document_stops`; their number for the padding."""
     stops = stops.view(-1, stops.shape[-1])
+    if stops.shape[1] == 1:  # which Inductor of torch 2.11 does not search
+        return (position >= stops).long()
     (batch,) = torch.broadcast_shapes(stops.shape[:1], position.shape[:1])
     return torch.searchsorted(stops.expand(batch, -1).contiguous(), position.expand(batch, -1).contiguous(), right=True)
 
