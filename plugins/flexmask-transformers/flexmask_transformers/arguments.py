@@ -49,7 +49,7 @@ class GivenMask:
         self._refuse()
 
     __getitem__ = __len__ = __contains__ = __bool__ = __invert__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
     __hash__ = object.__hash__
 

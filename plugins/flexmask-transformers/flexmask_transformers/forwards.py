@@ -220,14 +220,14 @@ def _forward_of(
     Raises:
         OperandError: no layer of the model calls transformers' attention.
     """
-    is_part = outer is not None and outer.is_of(model.config)
+    around = outer if outer is not None and outer.is_of(model.config) else None
     positions = text_positions(position_ids)
     if is_whole_mask(mask):
         positions = None
-    elif positions is None and is_part:
-        positions = outer.position_ids
-    if not packing and is_part:
-        packing = outer.packing
+    elif positions is None and around is not None:
+        positions = around.position_ids
+    if not packing and around is not None:
+        packing = around.packing
     keep = None
     if positions is not None and isinstance(mask, Tensor) and mask.dim() == 2:
         keep = mask[:, -positions.shape[-1] :] != 0
