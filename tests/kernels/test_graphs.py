@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 import flexmask as fm
 from flexmask.backends.backend import Backend, Call, backend_names, get_backend
+from flexmask.expr.names import NAMES
 from tests.kernels.interpreted import IS_NEWER, virtual_gpu
 from tests.support import oracle
+from tests.support.examples import EXAMPLES
 from tests.support.exhaustive import each_run, exhaustive
 from tests.support.pages import blocks_of, run_page
 
@@ -110,6 +113,27 @@ def test_changing_lengths(backend: Any, tokens_of_steps: tuple[int, ...]) -> Non
         for one, other in zip(*sides, strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+#: How many masks share a graph.
+SHARE = 8
+
+
+@pytest.mark.parametrize("first", each_run(range(0, len(EXAMPLES), SHARE), 16))
+def test_named_masks(first: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has code for the GPU. It is not run: on the CPU other tests compare each mask, and here kernels of each kind."""
+    compiled: list[str] = []
+    monkeypatch.setattr(CachingAutotuner, "run", lambda kernel, *args, **options: compiled.append(kernel.fn.__name__))
+    examples = {name: EXAMPLES[name][0] for name in list(EXAMPLES)[first : first + SHARE]}
+
+    def made(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        masks = [NAMES[name](**arguments) for name, (arguments, _) in examples.items()]
+        return attend(query, key, value, masks)
+
+    with torch.no_grad():
+        out = torch.compile(made, backend=backend, fullgraph=True)(*inputs(4))
+    assert len(out) == len(examples)
+    assert sum(name.startswith("triton_tem_") for name in compiled) == len(examples)
 
 
 def test_steps_of_a_cache(backend: Any) -> None:

@@ -110,6 +110,23 @@ def _driver(gpu: SimpleNamespace) -> dict[Any, dict[str, Any]]:
     }
 
 
+def _as_inputs(graph: torch.fx.GraphModule) -> list[Tensor]:
+    """Makes the tensors that a graph holds its last inputs, and returns them: made on a GPU they would lie there."""
+    constants: list[Tensor] = []
+    for node in list(graph.graph.nodes):
+        held = getattr(graph, node.target) if node.op == "get_attr" else None
+        if isinstance(held, Tensor):
+            *_, last = graph.graph.find_nodes(op="placeholder") or [graph.graph._root]
+            with graph.graph.inserting_after(last):
+                given = graph.graph.placeholder(f"constant_{len(constants)}")
+            given.meta = {**node.meta, "val": torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=CUDA)}
+            node.replace_all_uses_with(given)
+            graph.graph.erase_node(node)
+            constants.append(held)
+    graph.recompile()
+    return constants
+
+
 def _compiler(gpu: SimpleNamespace) -> Callable[..., Any]:
     """A compiler of graphs for torch.compile."""
     driver = _driver(gpu)
@@ -131,8 +148,16 @@ def _compiler(gpu: SimpleNamespace) -> Callable[..., Any]:
                         node.args, node.kwargs = tree_map(on_cuda, node.args), tree_map(on_cuda, node.kwargs)
                         if "val" in node.meta:
                             node.meta["val"] = tree_map(on_cuda, node.meta["val"])
-                inputs = [on_cuda(value) for value in inputs]
-            return compile_fx_inner(graph, inputs, **options)
+                constants = _as_inputs(graph)
+                inputs = [on_cuda(value) for value in (*inputs, *constants)]
+            found = compile_fx_inner(graph, inputs, **options)
+
+        def run(values: list[Any]) -> Any:
+            values.extend(constants)  # which the code that Inductor writes takes from its list
+            return found(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=compile_for_cuda)
 
