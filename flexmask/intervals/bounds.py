@@ -29,7 +29,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
-from flexmask.intervals.operations import greater, lesser
+from flexmask.intervals.operations import clamped, greater, lesser
 from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, true_hull
@@ -385,7 +385,7 @@ def _innermost(join: Callable[[Any, Any], Any], ends: list[Any], of_rows: list[T
 
 def _clamped(end: Any, kv_len: int) -> Any:
     """An end of spans as a 32-bit position, or as a number where all have the same."""
-    kept = lesser(greater(end, 0), kv_len)
+    kept = clamped(end, 0, kv_len)
     return kept.to(torch.int32) if isinstance(kept, Tensor) else kept
 
 

@@ -28,7 +28,7 @@ from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
 from flexmask.intervals.documents import document_numbers, first_positions, is_at_positions
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
-from flexmask.intervals.operations import greater, lesser, operation
+from flexmask.intervals.operations import clamped, operation
 
 __all__ = ["Evaluation", "hoisted_closure", "sides"]
 
@@ -161,7 +161,7 @@ class Evaluation:
         if abs(factor) * max(map(abs, inside)) + size_of_rest > INT64[1]:
             return None
         if inside != of_term[greatest]:
-            values = _kept(values, *inside)
+            values = clamped(values, *inside)
         return _added([(values if abs(factor) == 1 else values * abs(factor), factor), *self._parts(rest)], rest.constant)
 
     def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: Read) -> Any:
@@ -173,7 +173,7 @@ class Evaluation:
         limbs = [(self._limbs(index, abs(factor)), factor) for index, factor in form.terms.values()]
         upper = _added([(pair[0], factor) for pair, factor in limbs], form.constant >> laws.LIMB)
         lower = _added([(pair[1], factor) for pair, factor in limbs], form.constant & (2**laws.LIMB - 1))
-        return laws.joined_limbs(upper, lower, _kept)
+        return laws.joined_limbs(upper, lower, clamped)
 
     def _limbs(self, index: Index, factor: int) -> tuple[Any, Any]:
         key = ("limbs", index.key, factor)
@@ -261,10 +261,6 @@ def _added(parts: list[tuple[Any, int]], constant: int) -> Any:
         else:
             total = values if total is None else total + values if sign > 0 else total - values
     return constant if total is None else total + constant if constant else total
-
-
-def _kept(values: Any, low: int, high: int) -> Any:
-    return lesser(greater(values, low), high)
 
 
 def _ends(values: Any) -> Extent:

@@ -23,7 +23,7 @@ from flexmask.expr.opaque import CapturedTensor, Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
 
-__all__ = ["ARITHMETIC", "JOINED", "Operation", "greater", "lesser", "operation", "table_lookup"]
+__all__ = ["ARITHMETIC", "JOINED", "Operation", "clamped", "greater", "lesser", "operation", "table_lookup"]
 
 #: A function, and the expressions whose values it takes.
 Operation: TypeAlias = tuple[Callable[..., Any], list["Index | Mask"]]
@@ -41,6 +41,11 @@ def greater(x: Any, y: Any) -> Any:
     if not isinstance(y, Tensor):
         return x.clamp(min=y) if isinstance(x, Tensor) else max(x, y) if are_ints(x, y) else torch.sym_max(x, y)
     return torch.maximum(x, y) if isinstance(x, Tensor) else y.clamp(min=x)
+
+
+def clamped(values: Any, low: int, high: int) -> Any:
+    """The nearest number in ``low .. high`` to each."""
+    return values.clamp(low, high) if isinstance(values, Tensor) else lesser(greater(values, low), high)
 
 
 #: As :data:`flexmask.expr.index.FOLD`, for tensors and integers alike.

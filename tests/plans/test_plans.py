@@ -128,8 +128,8 @@ WRONG = {
         300,
         r"start with 0 and not decrease, got \[\[0, 200, 100, 300\]\]",
     ),
-    "a length beyond the keys": (documents(300), 301, "at most kv_len = 300, got 301"),
-    "a length below 0": (documents(300), -1, "at least 0, got -1"),
+    "a length beyond the keys": (documents(100, 200), 301, "at most kv_len = 300, got 301"),
+    "a length below 0": (documents(100, 200), -1, "at least 0, got -1"),
 }
 
 
