@@ -68,7 +68,7 @@ def test_arguments_are_listed_by_help() -> None:
         for name, value in found.items()
         if inspect.isroutine(value) and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
     }
-    assert by_any_name == {"parse", "Mask.bind", "Mask.substitute"}
+    assert by_any_name == {"attention", "parse", "Mask.bind", "Mask.substitute"}
     for name, value in found.items():
         if inspect.isroutine(value):
             first = (inspect.getdoc(value) or "").partition("\n")[0]

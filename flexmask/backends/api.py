@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._checks import check_function, checked_number, names_explained, not_plain_reason
+from flexmask._checks import check_function, checked_number, names_explained, nearest, not_plain_reason
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
@@ -49,9 +51,6 @@ EQUIVALENTS = {
     **PADDING_MASKS,
     "attn_mask": "give it as mask=, a boolean one of scaled_dot_product_attention as flexmask.from_dense(attn_mask)",
     "block_mask": "give it as mask=",
-    **dict.fromkeys(
-        ("cu_seqlens", "ids", "keep", "lengths", "start"), "data goes with its mask, as in mask=flexmask.parse(text, name=data)"
-    ),
     "is_causal": "write mask='causal'",
     "kernel_options": "the backend 'flex' chooses them",
     "return_lse": "flexmask.attention gives the output alone",
@@ -72,6 +71,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     backend: str = "auto",
+    **parameters: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.T, where the mask is True) @ value``; a fully masked row gives 0.
 
@@ -94,6 +94,7 @@ def attention(
             :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
             gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
             blocks of queries, each against the keys that it attends to, with gradients on every device.
+        parameters: the values of the mask's parameters, e.g. ``n=`` for ``"causal & key_padding(n)"``.
 
     Under ``torch.autocast`` query, key and value are cast to its dtype, as by ``scaled_dot_product_attention``. So theirs may
     differ there, as after rotary embeddings in float32. It is off for what a backend and ``score_mod`` compute.
@@ -131,7 +132,9 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    call = checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    call = checked_call(
+        query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, parameters, "attention"
+    )
     return attend(call, backend, names_axes=True)
 
 
@@ -207,6 +210,7 @@ def choose_backend(
     q_offset: int | Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    **parameters: Any,
 ) -> ChosenBackend:
     """The backend that ``backend="auto"`` takes for the same arguments of :func:`attention`: the first that supports the call.
 
@@ -222,7 +226,9 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    call = checked_call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    call = checked_call(
+        query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, parameters, "choose_backend"
+    )
     chosen = select(call)
     name = ChosenBackend(chosen.name)
     name.reasons = {
@@ -260,8 +266,13 @@ def checked_call(
     q_offset: int | Tensor,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+    caller: str = "",
 ) -> Call:
-    """The arguments of :func:`attention` as a call, where they fit each other. Under autocast the tensors are cast here."""
+    """The arguments of :func:`attention` as a call, where they fit each other. Under autocast the tensors are cast here.
+
+    The parameters are those of the mask, of which ``caller`` takes the values.
+    """
     _check(query, key, value, enable_gqa)
     query, key, value = (autocast(tensor) for tensor in (query, key, value))
     if not torch.compiler.is_compiling():
@@ -273,8 +284,33 @@ def checked_call(
         raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")
     elif mask is not None:
         mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
+    if parameters:
+        mask = _bound(mask, parameters, caller)
     check_dropout(dropout_p)
     return Call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+
+
+def _bound(mask: Mask | LoweredMask | BlockMask | None, parameters: Mapping[str, Any], caller: str) -> Mask:
+    """The mask with the values of its parameters.
+
+    Raises:
+        OperandError: it does not have one of that name, nor has ``caller`` such an argument.
+    """
+    known = mask.params if isinstance(mask, Mask) else ()
+    unknown = sorted(set(parameters) - set(known))
+    if not unknown and isinstance(mask, Mask):
+        return mask.bind(**parameters)
+    if isinstance(mask, Mask) and known:
+        has = f"the parameters of the mask {mask.brief()} are {', '.join(known)}"
+    else:
+        what = "no mask is given" if mask is None else f"{_kind(mask)} has no parameters"
+        has = f'{what}; data goes with its mask, as in mask="key_padding(n)", n=n'
+    hint = "" if torch.compiler.is_compiling() else nearest(unknown[0], (*known, *OPTIONS))
+    raise OperandError(f"{caller} has no argument {', '.join(unknown)}, and {has}.{hint}")
+
+
+def _kind(mask: Mask | LoweredMask | BlockMask) -> str:
+    return f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
@@ -309,6 +345,10 @@ def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enab
     if not enable_gqa:
         return f"query has {query[1]} heads, key {key[1]}; give enable_gqa=True to share key heads"
     return "" if key[1] and not query[1] % key[1] else f"the query's {query[1]} heads must be a multiple of the key's {key[1]}"
+
+
+#: The arguments of :func:`attention`.
+OPTIONS = tuple(name for name in inspect.signature(inspect.unwrap(attention)).parameters if name != "parameters")
 
 
 def _empty_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

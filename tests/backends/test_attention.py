@@ -426,6 +426,22 @@ META = torch.ones(2, 2, 5, 4, device="meta")
 X = torch.ones(2, 5, 8)
 
 
+def test_parameters_of_the_mask() -> None:
+    query, lengths = torch.randn(2, 2, 5, 4), torch.tensor([3, 5])
+    wanted = attention(query, query, query, fm.causal() & fm.key_padding(lengths))
+    text = "causal & key_padding(n)"
+    for data in (lengths, [3, 5]):
+        assert torch.equal(attention(query, query, query, text, n=data), wanted)
+    mask = fm.causal() & fm.key_padding(fm.param("n"))
+    assert torch.equal(attention(query, query, query, mask, n=lengths), wanted)
+    assert choose_backend(query, query, query, text, n=lengths) == "sdpa"
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda n: attention(query, query, query, text, n=n), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(lengths), wanted)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attention has no argument m, and the parameters of the mask"):
+        torch.compile(lambda n: attention(query, query, query, text, m=n), fullgraph=True, backend="eager")(lengths)
+
+
 def attend(mask: Any = None, query: Tensor = ONE, key: Tensor = ONE, value: Tensor = ONE, **options: Any) -> Callable[[], object]:
     return lambda: attention(query, key, value, mask, **options)
 
@@ -456,11 +472,18 @@ REFUSED: dict[str, Row] = {
         OperandError,
         r"no argument key_padding_mask: its True is for padding: mask=flexmask.key_padding\(hide=key_padding_mask\)",
     ),
-    "data": (
-        attend("key_padding(lengths)", lengths=[3]),
+    "data of no parameter": (
+        attend("causal", lengths=[3]),
         OperandError,
-        r"lengths: data goes .*flexmask.parse\(text, name=data\)",
+        r"no argument lengths, and the mask causal has no parameters; data goes with its mask, as in mask=\"key_padding\(n\)\"",
     ),
+    "data without a mask": (
+        attend(lengths=[3]),
+        OperandError,
+        "no argument lengths, and no mask is given; data goes with its mask",
+    ),
+    "another parameter": (attend("key_padding(n)", m=[3]), OperandError, r"the mask key_padding\(lengths=n\) are n"),
+    "an option": (attend("key_padding(n)", dropout=0.1), OperandError, r"no argument dropout, .* Did you mean dropout_p\?"),
     "is_causal": (attend(is_causal=True), OperandError, "is_causal: write mask='causal'"),
     "batch of the mask": (attend(fm.key_padding([1, 2, 3])), LoweringError, "batch.*2.*3"),
     "heads of the mask": (attend(fm.per_head([fm.causal()] * 3)), LoweringError, "heads.*2.*3"),
