@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -266,7 +265,7 @@ def checked_call(
     q_offset: int | Tensor,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
-    parameters: Mapping[str, Any] = MappingProxyType({}),
+    parameters: Mapping[str, Any] | None = None,
     caller: str = "",
 ) -> Call:
     """The arguments of :func:`attention` as a call, where they fit each other. Under autocast the tensors are cast here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from torch import Tensor
 
@@ -63,22 +63,31 @@ def _expression_mod(context: Context) -> MaskMod:
     return mask_closure(replace(context, tables=context.tables.cloned()))
 
 
-def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int]) -> MaskMod:
+def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int], *, own_axes: bool = False) -> MaskMod:
     """``OR over i of lo[i][b, h, q] <= kv < hi[i][b, h, q]``.
 
     Args:
         rows: the intervals.
         count: how many intervals of a row are tested, at least as many as there are.
         shape: ``(batch, heads, q_len)``.
+        own_axes: whether the tensors have only the axes that the intervals vary along. Torch then recognizes the function as
+            intervals and applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where
+            an index is multiplied by 0; and nothing is copied.
 
-    The tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
+    Else the tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
     mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that
     axis for dynamic once it changes, which its CPU kernels do not support.
     """
+    axes = [0, 1, 2]
+    if own_axes:
+        axes = [axis for axis in axes if rows.lo.shape[axis] != 1] or [2]
+        shape = cast(Any, tuple(size if axis in axes else 1 for axis, size in enumerate(shape)))
     ends = [end.expand(*shape, -1).unbind(-1) for end in (rows.lo, rows.hi)]
     pairs: list[tuple[Tensor, Tensor]] = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(*ends, strict=True)]
     while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
         pairs.append((rows.lo.new_full(shape, rows.kv_len), rows.lo.new_full(shape, rows.kv_len)))
+    if own_axes:
+        return _own_axes_mod(pairs, axes)
     (lo, hi), *more = pairs
     # An axis of size 1 is broadcast: it is read at 0.
     b_step, h_step = int(shape[0] > 1), int(shape[1] > 1)
@@ -88,6 +97,21 @@ def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int]) -> MaskMod
         visible = (kv_idx >= lo[b, h, q_idx]) & (kv_idx < hi[b, h, q_idx])
         for next_lo, next_hi in more:
             visible = visible | ((kv_idx >= next_lo[b, h, q_idx]) & (kv_idx < next_hi[b, h, q_idx]))
+        return visible
+
+    return visible_key
+
+
+def _own_axes_mod(pairs: list[tuple[Tensor, Tensor]], axes: list[int]) -> MaskMod:
+    """As :func:`interval_mod`, by tensors that vary along some axes alone."""
+    others = [axis for axis in range(3) if axis not in axes]
+    (lo, hi), *more = [(lo.squeeze(others), hi.squeeze(others)) for lo, hi in pairs]
+
+    def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        at = tuple([(b, h, q_idx)[axis] for axis in axes])
+        visible = (kv_idx >= lo[at]) & (kv_idx < hi[at])
+        for next_lo, next_hi in more:
+            visible = visible | ((kv_idx >= next_lo[at]) & (kv_idx < next_hi[at]))
         return visible
 
     return visible_key

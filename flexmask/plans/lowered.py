@@ -81,7 +81,7 @@ class LoweredMask:
         # A graph is made for each number of intervals; elsewhere one kernel serves several numbers.
         compiling = torch.compiler.is_compiling()
         tested = rows.slots if compiling else next(count for count in ALL_INTERVALS if count >= rows.slots)
-        inside = interval_mod(rows, tested, (batch, heads, q_len))
+        inside = interval_mod(rows, tested, (batch, heads, q_len), own_axes=compiling)
         return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
 
     @property
