@@ -74,9 +74,9 @@ def interval_mod(rows: Rows, count: int, shape: tuple[int, int, int], *, own_axe
             intervals and applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where
             an index is multiplied by 0; and nothing is copied.
 
-    Else the tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever the
-    mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that
-    axis for dynamic once it changes, which its CPU kernels do not support.
+    Else the tensors are ``int32[B, H, q_len]`` with B of the whole batch, so that the code of the closure is the same whatever
+    the mask depends on. Each slot has two tensors, not a place on a fourth axis: torch would take the size of that axis for
+    dynamic once it changes, which its CPU kernels do not support.
     """
     axes = [0, 1, 2]
     if own_axes:
