@@ -32,9 +32,8 @@ class BlockGrid(BlockLayout):
     def touched_ends(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The first block that each interval touches and one more than the last, ``int32[B', H', q_len, K]``."""
         start, stop = floor_div(rows.lo, self.kv_size), ceil_div(rows.hi, self.kv_size)
-        if (
-            not are_ints(self.context.kv_len) or self.context.kv_len % self.kv_size
-        ):  # else unused slots, at the end of the keys, begin behind the last block
+        kv_len = self.context.kv_len
+        if not are_ints(kv_len) or kv_len % self.kv_size:  # else unused slots, behind the keys, begin behind the last block
             start = start.masked_fill(rows.lo >= rows.hi, self.kv_blocks)
         return start, stop
 
@@ -46,15 +45,14 @@ class BlockGrid(BlockLayout):
             block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
             return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
         if rows.slots == 1:  # the intersection of intervals is an interval
-            lo, hi = rows.lo, rows.hi
-            if not are_ints(complete):  # rows behind the last query hold no key
-                rest = (0, 0, 0, -self.context.q_len % self.q_size)
-                lo, hi, complete = padded(lo, rest, self.context.kv_len), F.pad(hi, rest), self.q_blocks
-            lo, hi = (end[:, :, : complete * self.q_size].unflatten(2, (complete, self.q_size)) for end in (lo, hi))
+            if are_ints(complete):
+                lo, hi = (end[:, :, : complete * self.q_size] for end in (rows.lo, rows.hi))
+            else:  # all block rows, in which rows behind the last query hold no key
+                complete, rest = self.q_blocks, (0, 0, 0, self.q_blocks * self.q_size - self.context.q_len)
+                lo, hi = padded(rows.lo, rest, self.context.kv_len), F.pad(rows.hi, rest)
+            lo, hi = (end.unflatten(2, (complete, self.q_size)) for end in (lo, hi))
             start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
-            if (
-                are_ints(complete) and complete < self.q_blocks
-            ):  # positions are padded: Inductor fails to compile padded truth values
+            if are_ints(complete) and complete < self.q_blocks:  # Inductor fails to compile padded truth values
                 rest = (0, 0, 0, self.q_blocks - complete)
                 start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
             return self._between(start, stop)
@@ -85,11 +83,12 @@ class BlockGrid(BlockLayout):
             cells: the cells. ``bool[B', H', 1, kv_len]`` where they are broadcast over the queries: then those in the intervals
                 are visible, which begin and end with visible cells, or there is one query.
         """
+        columns = self.kv_blocks * self.kv_size - cells.shape[3]
         if cells.shape[2] == 1:
-            inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size)).unflatten(3, (self.kv_blocks, self.kv_size))
+            inside = F.pad(cells, (0, columns)).unflatten(3, (self.kv_blocks, self.kv_size))
             touched, full = self.touched(rows) & inside.any(-1), self.covered(rows) & inside.all(-1)
             return touched & ~full, full
-        inside = F.pad(cells, (0, -cells.shape[3] % self.kv_size, 0, -cells.shape[2] % self.q_size))
+        inside = F.pad(cells, (0, columns, 0, self.q_blocks * self.q_size - cells.shape[2]))
         counts = inside.unflatten(3, (self.kv_blocks, self.kv_size)).unflatten(2, (self.q_blocks, self.q_size)).sum((3, 5))
         full = counts == self.q_size * self.kv_size
         return (counts > 0) & ~full, full
@@ -103,12 +102,12 @@ class BlockGrid(BlockLayout):
 
     def _count(self, start: Tensor, stop: Tensor) -> Tensor:
         """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block."""
-        batch, heads, q_len, _ = start.shape
+        q_len = start.shape[2]
         height, width = self.height, self.kv_blocks
         ends = torch.stack((start, stop))  # together, as each operation takes a kernel launch
         if not are_ints(q_len) or q_len % height:
-            ends = padded(ends, (0, 0, 0, -q_len % height), width)
-        index = ends.long().view(2, batch, heads, self.q_blocks, -1)
+            ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
+        index = ends.long().unflatten(3, (self.q_blocks, height)).flatten(4)
         edges = torch.zeros((*index.shape[:-1], width + 1), dtype=torch.int32, device=start.device)
         begin, end = edges.scatter_add_(-1, index, edges.new_ones(()).expand_as(index))[..., :width]
         return torch.cumsum(begin - end, -1)

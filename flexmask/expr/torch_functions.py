@@ -32,6 +32,13 @@ TAKE_MASKS = {
 }
 
 
+#: What to do about functions of torch that take no mask as an argument.
+WITHOUT_MASKS = {
+    "tag_activation_checkpoint": "In compiled code torch.utils.checkpoint takes no mask as an argument: give the layer text and "
+    'data, checkpoint(layer, x, "causal & key_padding(n)", n=n), or make the mask in the function that is checkpointed',
+}
+
+
 def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The message for a torch function that was called with expressions.
 
@@ -40,6 +47,8 @@ def torch_function_message(function: Callable[..., Any], args: tuple[Any, ...]) 
         args: its arguments by position.
     """
     name = getattr(function, "__name__", str(function)).strip("_")
+    if name in WITHOUT_MASKS:
+        return WITHOUT_MASKS[name]
     if name in TAKE_MASKS:
         return f"torch's function {name} takes a tensor, not a mask of flexmask. Write {TAKE_MASKS[name]}"
     if name in ("getitem", "setitem") and len(args) > 1:

@@ -24,7 +24,6 @@ from flexmask.expr.mask import Mask
 from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask, unplaced
 from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
-from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike
 
@@ -185,7 +184,8 @@ class MultiheadFlexAttention(nn.Module):
         if cache is not None or context is not None:
             refuse_in_parallel("a cache" if context is None else "cross-attention")
         is_traced = torch.compiler.is_compiling() and parallel is None
-        mask = bound_mask(self, mask, parameters, x.device, bind=not is_traced and (parallel is not None or 0 not in x.shape))
+        in_cache = is_traced and cache is not None  # which binds the parameters with its own
+        mask = bound_mask(self, mask, parameters, x.device, bind=not in_cache and (parallel is not None or 0 not in x.shape))
         is_lowered = isinstance(mask, LoweredMask | BlockMask)
         offset = 0 if cache is None else cache.length
         if positions is None and cache is not None and self.rope is not None:
@@ -197,8 +197,6 @@ class MultiheadFlexAttention(nn.Module):
         call_mask = mask
         if cache is None:
             key, value = new
-            if is_traced and isinstance(mask, Mask):
-                call_mask = lower_in_graph(mask, query, key, parameters=parameters)
         else:
             key, value = self._cached(cache, query, new, mask, is_context=context is not None)
             if isinstance(mask, LoweredMask | BlockMask):

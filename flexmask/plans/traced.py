@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
-from flexmask._transforms import captured, has_values
+from flexmask._transforms import are_ints, captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.deferred import KINDS, DeferredMask, DeferredNode
 from flexmask.expr.mask import Mask
@@ -73,7 +73,9 @@ def _lower(
 
 def _lowered(deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
     q_len, kv_len, batch, heads, q_offset, device, block_size = setting
-    known = Setting(q_len, kv_len, batch, heads, int(q_offset), device, (int(block_size[0]), int(block_size[1])))
+    if not are_ints(q_offset):  # one that changes is data
+        q_offset, values = -1, (*values, torch.full((1,), q_offset, dtype=torch.int64, device=device))
+    known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
     with captured():
         mask = _made(deferred, device)
         tensors = (*(tensor for tensor, *_ in mask.held), *values)

@@ -212,6 +212,48 @@ def test_layers() -> None:
     assert counter.frame_count <= 3
 
 
+def test_layers_of_sizes_that_are_marked_as_dynamic() -> None:
+    """Also where the number of blocks of a BlockMask changes, with 128 tokens."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = fm.MultiheadFlexAttention(16, 16, 2)
+    mask = fm.causal() & fm.sliding_window(left=9, right=0)
+    compiled = torch.compile(lambda x, n: layer(x, mask & fm.key_padding(n)), fullgraph=True, backend=counter)
+    for batch, tokens in ((2, 32), (3, 129), (4, 300), (3, 20)):
+        x, n = torch.randn(batch, tokens, 16), torch.randint(1, tokens, (batch,))
+        for tensor, axes in ((x, (0, 1)), (n, (0,))):
+            for axis in axes:
+                torch._dynamo.mark_dynamic(tensor, axis)
+        torch.testing.assert_close(compiled(x, n), layer(x, mask & fm.key_padding(n)), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_offsets_that_are_numbers() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    query, key = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 40, 8)
+    compiled = torch.compile(
+        lambda at: attention(query, key, key, fm.sliding_window(left=5, right=0), q_offset=at), fullgraph=True, backend=counter
+    )
+    q, kv = torch.arange(3)[:, None], torch.arange(40)
+    for at in (0, 9, 17, 37, 20):
+        distance = q + at - kv
+        wanted = oracle.attention(query, key, key, ((distance >= 0) & (distance <= 5))[None, None])
+        torch.testing.assert_close(compiled(at).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= 3
+
+
+def test_a_mask_as_an_argument_of_a_checkpoint() -> None:
+    layer, x, n = fm.MultiheadFlexAttention(16, 16, 2), torch.randn(2, 9, 16), torch.tensor([9, 4])
+    saved = torch.utils.checkpoint.checkpoint
+    compiled = torch.compile(
+        lambda x, *mask, **data: saved(layer, x, *mask, use_reentrant=False, **data), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(x, "causal & key_padding(n)", n=n), layer(x, fm.causal() & fm.key_padding(n)))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"checkpoint takes no mask as an argument: give the layer"):
+        compiled(x, fm.causal())
+
+
 def test_sizes_that_contradict_each_other() -> None:
     compiled = torch.compile(attend(MASKS["contiguous ids"][0]), fullgraph=True, backend="eager")
     for tokens in (40, 50, 60):
@@ -235,3 +277,14 @@ def test_export_with_a_dynamic_length(name: str) -> None:
     for number, tokens in ((3, 40), (2, 129), (5, 64)):
         x, data = torch.randn(number, 2, tokens, 8), make(number, tokens, 4)
         torch.testing.assert_close(program.module()(x, data), attend(text)(x, **data), rtol=1e-5, atol=1e-5)
+
+
+def test_export_of_a_layer_with_a_dynamic_length() -> None:
+    layer, length = (
+        fm.MultiheadFlexAttention(16, 16, 2, mask="causal & sliding_window(size=7)"),
+        torch.export.Dim("length", min=2, max=4096),
+    )
+    program = torch.export.export(layer, (torch.randn(2, 40, 16),), dynamic_shapes=({1: length},), strict=False)
+    for tokens in (2, 129, 64):
+        x = torch.randn(2, tokens, 16)
+        torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-5)
