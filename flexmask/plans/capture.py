@@ -253,7 +253,7 @@ def _remedy(mask: Mask) -> str:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """The sizes as numbers: ``torch.compile`` then compiles again for others."""
+    """The sizes as numbers."""
     return tuple(map(int, tensor.shape))
 
 
@@ -312,7 +312,7 @@ def lower_in_graph(
     parameters: dict[str, Any] | None = None,
     block_size: tuple[int, int] = (128, 128),
 ) -> LoweredMask:
-    """A mask lowered in code that ``torch.compile`` traces: its captured graph becomes a part of the whole graph.
+    """A mask lowered in code that ``torch.compile`` traces: the lowering becomes a part of the whole graph.
 
     Args:
         mask: the mask.
