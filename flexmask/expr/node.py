@@ -87,7 +87,8 @@ def _renumbered(part: Any, kind: str, numbers: dict[int, int], known: dict[int, 
     if isinstance(part, Key):
         return part.renumbered(numbers, known)
     if isinstance(part, tuple | frozenset):
-        return type(part)(_renumbered(item, "", numbers, known) for item in part)
+        # A list first: Python 3.12 allows few generators inside each other that are read by its own code.
+        return type(part)([_renumbered(item, "", numbers, known) for item in part])
     return part
 
 
