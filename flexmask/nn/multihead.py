@@ -41,8 +41,8 @@ class MultiheadFlexAttention(nn.Module):
 
     Under ``torch.compile(fullgraph=True)`` the module's mask, and every mask of :meth:`forward`, becomes a part of the graph
     (with a cache see :class:`flexmask.KVCache`). Its tensors are inputs: other values run without compiling again, and one graph
-    serves all lengths, batch sizes and numbers of documents. Other numbers and lists compile again, as in
-    ``layer(x, n=[6, 4])``; give ``torch.tensor([6, 4])``. A LoweredMask of :func:`flexmask.plan` serves all layers of a model.
+    serves all lengths, batch sizes and numbers of documents. Lists are data, too; another number compiles again, as in
+    ``layer(x, w=6)``: give ``torch.tensor(6)``. A LoweredMask of :func:`flexmask.plan` serves all layers of a model.
     ``torch.export`` needs ``strict=False``.
 
     Args:

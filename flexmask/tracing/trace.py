@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache, partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -84,14 +85,17 @@ def _captured_names(function: Any) -> dict[int, str]:
             variables: dict[str, Any] = inner.keywords
             pending.append(inner.func)
         elif inspect.isfunction(inner):
-            found = inspect.getclosurevars(inner)
-            variables = {**found.globals, **found.nonlocals}
+            cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+            variables = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # not those without a value yet
         else:
             continue
+        for value in variables.values():
+            pending.extend(value if isinstance(value, list | tuple) else [value])
+        if inspect.isfunction(inner):
+            variables |= {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
         for name, value in variables.items():
             if isinstance(value, Tensor):
                 names.setdefault(id(value), name)
-            pending.extend(value if isinstance(value, list | tuple) else [value])
     return names
 
 
