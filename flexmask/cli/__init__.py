@@ -9,7 +9,7 @@ from flexmask.cli.diff import diff
 from flexmask.cli.explain import explain
 from flexmask.cli.gallery import gallery
 from flexmask.cli.group import main
-from flexmask.cli.list import list_masks
+from flexmask.cli.list import find_masks, list_masks
 from flexmask.cli.render import render
 from flexmask.cli.shard import shard
 from flexmask.cli.stats import stats
@@ -19,6 +19,7 @@ __all__ = ["main"]
 main.add_command(check)
 main.add_command(diff)
 main.add_command(explain)
+main.add_command(find_masks)
 main.add_command(gallery)
 main.add_command(list_masks)
 main.add_command(render)

@@ -34,14 +34,13 @@ __all__ = ["gallery"]
     metavar="NAME",
     help="Only entries with this tag, family, title, model or method. Repeatable.",
 )
-@click.option("--list", "only_list", is_flag=True, help="List the titles, expressions and sources instead of drawing.")
 @click.option(
     "--source",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="A TOML file of your own entries. [default: flexmask's gallery]",
 )
-def gallery(output: Path, only: tuple[str, ...], only_list: bool, source: Path | None) -> None:
+def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
     """Draw the gallery of masks: pictures, README.md and index.html, a page that needs no other file.
 
     With --only, README.md and index.html have the selected entries only. FILE has a [[mask]] for each entry, with title,
@@ -51,7 +50,6 @@ def gallery(output: Path, only: tuple[str, ...], only_list: bool, source: Path |
 
     \b
     Examples:
-      flexmask gallery --list --only MoBA
       flexmask gallery -o masks
       flexmask gallery --only video --only padding -o masks
       flexmask gallery --source masks.toml -o masks
@@ -60,10 +58,6 @@ def gallery(output: Path, only: tuple[str, ...], only_list: bool, source: Path |
     from flexmask.gallery.source import own_source, read_entries, select_entries
 
     entries = select_entries(read_entries(own_source() if source is None else source), only)
-    if only_list:
-        for entry in entries:
-            echo(f"{entry.title}: {entry.caption}\n  {entry.text}\n  {entry.source}")
-        return
     try:
         with _bar(len(entries)) as done:
             build(entries, output, done)

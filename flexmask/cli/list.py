@@ -1,10 +1,11 @@
-"""``flexmask list``: all named masks, or the documentation of one."""
+"""``flexmask list`` and ``flexmask find``: named masks, the documentation of one, and masks by the names of models."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,10 +19,12 @@ from flexmask.cli.messages import UserError
 from flexmask.cli.output import Cell, Row, echo, heading, print_json, print_table, to_stderr
 from flexmask.expr.names import NAMES
 
-__all__ = ["list_masks"]
+__all__ = ["find_masks", "list_masks"]
 
 #: A reference as documentation has it, such as :func:`flexmask.causal`.
 ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
+#: What is found that is printed.
+MOST = 12
 
 
 @click.command("list")
@@ -49,11 +52,18 @@ def list_masks(name: str | None, as_json: bool) -> None:
             print_table(_rows(names), heading("mask", "q attends to kv where"))
         return
     if define is None:
-        raise UserError(f"there is no named mask {name}.{nearest(name, registry.names())} `flexmask list` shows all")
+        raise UserError(f"there is no named mask {name}.{_instead(name)}")
     if as_json:
         print_json(_entry(name) | {"description": _document(define)})
     else:
         echo(_description(name, define))
+
+
+def _instead(name: str) -> str:
+    """What to write for a name that no mask has: the nearest one, or what is found by it."""
+    hint = nearest(name, registry.names())
+    found = [] if hint else _found(name)
+    return f" `flexmask find {name}` finds {found[0].title}: {found[0].text}" if found else f"{hint} `flexmask list` shows all"
 
 
 def _entry(name: str) -> dict[str, str | None]:
@@ -99,3 +109,74 @@ def _description(name: str, define: Callable[..., Any]) -> str:
     origin = registry.origin(name)
     version = f" {origin.version}" if origin.version else ""
     return f"{name}{signature_of(define)}\n\n{_document(define)}\n\nFamily {origin.family}, package {origin.package}{version}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A mask with what is said of it.
+
+    Attributes:
+        title: its name.
+        text: its expression, of a named mask with the parameters.
+        caption: the keys that a query attends to.
+        source: its origin.
+        aliases: other names.
+        tags: further search words.
+    """
+
+    title: str
+    text: str
+    caption: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
+@click.command("find")
+@click.argument("words", nargs=-1, required=True)
+@json_option("a list of objects with title, text, caption, source, aliases and tags")
+def find_masks(words: tuple[str, ...], as_json: bool) -> None:
+    """Find masks by the names of models, papers and methods.
+
+    Searches the named masks, including those of plugins, and the gallery, and prints each that has all WORDS with its
+    expression. A word may be a part of another, joined or apart, or misspelled. `flexmask list NAME` describes a named mask,
+    and `flexmask render` draws an expression.
+
+    \b
+    Examples:
+      flexmask find longformer
+      flexmask find streaming llm
+      flexmask find video tile
+    """
+    found = _found(" ".join(words))
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    if not found:
+        raise UserError(f"no mask is found by {' '.join(words)}; `flexmask list` shows all named masks")
+    for one in found[:MOST]:
+        title = Cell(one.title, bold=True)
+        echo(f"{title.styled(title.text)}: {one.caption}\n  {one.text}")
+    if len(found) > MOST:
+        echo(f"{len(found) - MOST} more; another word leaves fewer")
+
+
+def _found(words: str) -> list[Found]:
+    """The named masks and the entries of the gallery that have all words, those that fit best first."""
+    from flexmask.gallery.find import Card, find
+    from flexmask.gallery.source import own_source, read_entries
+
+    with to_stderr():  # plugins may print while they are imported
+        names = registry.names()
+    masks = [
+        Found(name, f"{name}{signature_of(NAMES[name])}", _predicate(NAMES[name]), origin.package, tags=(origin.family,))
+        for name in names
+        for origin in [registry.origin(name)]
+    ]
+    entries = [
+        Found(entry.title, entry.text, entry.caption, entry.source, entry.aliases, (entry.family, *entry.tags))
+        for entry in read_entries(own_source())
+    ]
+    return find(
+        words, masks + entries, lambda one: Card((one.title, *one.aliases, *one.tags), (one.text, one.caption, one.source))
+    )

@@ -23,7 +23,7 @@ masked out. Where they have other colors, these show which term of the mask mask
 block-sparse kernel: it skips empty blocks, and computes and discards the darker gray cells of partial blocks.
 
 [`index.html`](index.html) is a searchable page in one file, with pictures that explain each hidden cell. `flexmask render` draws
-a mask in the terminal, and `flexmask gallery --list --only NAME` finds masks by the names of models and methods:
+a mask in the terminal, and `flexmask find WORDS` finds masks by the names of models and methods:
 
 ```bash
 flexmask render "{text}" --seq-len {q_len}

@@ -274,14 +274,6 @@ def test_only_some_are_written(tmp_path: Path) -> None:
     assert [one["title"] for one in data_of(page)] == [entry.title for entry in wanted]
 
 
-def test_entries_are_listed_by_the_names_of_models(tmp_path: Path) -> None:
-    result = run("--list", "--only", "moba", "-o", str(tmp_path / "new"))
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("MoBA: Each query attends to its own block")
-    assert "https://arxiv.org/abs/2502.13189" in result.stdout
-    assert not (tmp_path / "new").exists()
-
-
 def test_families_can_be_chosen() -> None:
     assert {entry.family for entry in select_entries(ENTRIES, ["trees"])} == {"trees"}
     assert select_entries(ENTRIES, []) == ENTRIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from flexmask.gallery.snippets import command, python
 from flexmask.gallery.source import read_entries
 from tests.support import browser
 from tests.support.browser import Opened, screenshot
+from tests.support.cli import run
 from tests.support.exhaustive import exhaustive
 
 if TYPE_CHECKING:
@@ -106,6 +108,26 @@ def test_search_finds_what_has_all_words(chromium: Browser, file: Path) -> None:
         assert shown(page) == [entry.title for entry in ENTRIES]
         assert page.page.locator("#count").inner_text() == f"{len(ENTRIES)} masks"
         assert focused(page) == "query"
+
+
+def test_search_finds_what_the_command_finds(chromium: Browser, file: Path) -> None:
+    titles = {entry.title for entry in ENTRIES}
+    with opened(chromium, file) as page:
+        for words in (
+            "llama4",
+            "streaming llm",
+            "bigbird",
+            "Swin",
+            "longfromer",
+            "widnow vdieo",
+            "swin zzzzz",
+            "gema",
+            "block-sparse",
+        ):
+            answer = json.loads(run("find", *words.split(), "--json").stdout)
+            found = {one["title"] for one in answer} & titles
+            assert set(search(page, words)) == found, words
+            assert bool(found) == ("zzzzz" not in words)
 
 
 def test_tags_narrow_what_is_found(chromium: Browser, file: Path) -> None:

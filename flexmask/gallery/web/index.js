@@ -12,13 +12,45 @@ const title = document.title;
 
 // What is found.
 
-const haystacks = entries.map(({ title, family, caption, text, tags, aliases, source }) =>
-  [title, family, caption, text, ...tags, ...aliases, source.map(([words]) => words).join("")].join("\n").toLowerCase());
+const joined = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "");
+const cardsOf = entries.map(({ title, family, caption, text, tags, aliases, source }) => {
+  const names = [title, ...aliases, family, ...tags];
+  return { names, all: [...names, text, caption, source.map(([words]) => words).join("")].join("\n").toLowerCase(), joined: names.map(joined) };
+});
+/** The words of the names, and each name as one word, in their order. */
+const known = [...new Set(cardsOf.flatMap(({ names, joined }) => [...names.join("\n").toLowerCase().match(/[a-z0-9]+/g), ...joined]))].sort();
 /** The entries that are shown, in their order. */
 let found = entries;
 
+/** Whether an entry has a word: as it stands, or without signs in one of its names. As in `find.py`. */
+function has(card, word) {
+  return card.all.includes(word) || (joined(word) !== "" && card.joined.some((name) => name.includes(joined(word))));
+}
+
+/** How many signs two words share: those of the longest common part, and of what is before and behind it. */
+function shared(a, b) {
+  let [most, i, j] = [0, 0, 0];
+  for (let k = 0; k < a.length; k++) {
+    for (let m = 0; m < b.length; m++) {
+      let length = 0;
+      while (k + length < a.length && m + length < b.length && a[k + length] === b[m + length]) length++;
+      if (length > most) [most, i, j] = [length, k, m];
+    }
+  }
+  return most && most + shared(a.slice(0, i), b.slice(0, j)) + shared(a.slice(i + most), b.slice(j + most));
+}
+
+/** The known word nearest to one that no entry has, if one is near: what Python's difflib finds. */
+function nearest(word) {
+  if (cardsOf.some((card) => has(card, word))) return word;
+  const ratios = known.map((other) => (2 * shared(other, word)) / (other.length + word.length));
+  const best = Math.max(...ratios);
+  return best >= 0.6 ? known[ratios.lastIndexOf(best)] : word;
+}
+
 function matching(words, tags) {
-  return entries.filter((entry, place) => words.every((word) => haystacks[place].includes(word)) && tags.every((tag) => entry.tags.includes(tag)));
+  const wanted = words.map(nearest);
+  return entries.filter((entry, place) => wanted.every((word) => has(cardsOf[place], word)) && tags.every((tag) => entry.tags.includes(tag)));
 }
 
 /** Shows what has all words and all tags, and how many would be left with each further tag. */

@@ -1,0 +1,63 @@
+"""``flexmask find``: what is found by the names of models and methods, in which order, and what is not."""
+
+import json
+
+import pytest
+
+from tests.support.cli import run
+
+#: Words, and the expression that is found first.
+FIRST = [
+    ("longformer", "global_window(is_global, left=4, right=4)"),
+    ("llama4", "causal & chunked(size=16) & document(lengths=[21, 10, 17])"),
+    ("Llama 4", "causal & chunked(size=16) & document(lengths=[21, 10, 17])"),
+    ("gemma", "sliding_window(size=8) | document(images)"),
+    ("sliding window", "sliding_window(*, left=..., right=..., size=None)"),
+    ("streaming llm", "sink_window(sinks=4, size=10)"),
+    ("streamingllm", "sink_window(sinks=4, size=10)"),
+    ("bigbird", "coarse((q < 1) | (kv < 1) | sliding_window(left=1, right=1) | random_cells(p=0.12, seed=31), size=4)"),
+    ("big-bird", "coarse((q < 1) | (kv < 1) | sliding_window(left=1, right=1) | random_cells(p=0.12, seed=31), size=4)"),
+    ("swin shifted", "((q // 8 + 2) // 4 == (kv // 8 + 2) // 4) & ((q % 8 + 2) // 4 == (kv % 8 + 2) // 4)"),
+    ("alibi", "causal"),
+    ("longfromer", "global_window(is_global, left=4, right=4)"),
+    ("2309.17453", "sink_window(sinks=4, size=10)"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), FIRST, ids=[words for words, _ in FIRST])
+def test_what_is_found_first(words: str, text: str) -> None:
+    result = run("find", *words.split())
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1] == f"  {text}"
+    answer = json.loads(run("find", words, "--json").stdout)
+    assert answer[0]["text"] == text
+
+
+def test_each_word_must_be_had() -> None:
+    titles = [one["title"] for one in json.loads(run("find", "video", "tile", "--json").stdout)]
+    assert "Sliding tiles of a video" in titles
+    assert "Neighborhood of a video" not in titles
+    assert len(titles) == len(set(titles))
+
+
+def test_a_long_list_is_cut_and_says_so() -> None:
+    count = len(json.loads(run("find", "attention", "--json").stdout))
+    lines = run("find", "attention").stdout.splitlines()
+    assert (len(lines), lines[-1]) == (25, f"{count - 12} more; another word leaves fewer")
+
+
+def test_nothing_is_found() -> None:
+    result = run("find", "zzzzz", "window")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "Error: no mask is found by zzzzz window; `flexmask list` shows all named masks\n"
+
+
+def test_list_finds_what_has_another_name() -> None:
+    result = run("list", "longformer")
+    assert result.exit_code == 2
+    wanted = "`flexmask find longformer` finds Global tokens and a window: global_window(is_global, left=4, right=4)"
+    assert result.stderr == f"Error: there is no named mask longformer. {wanted}\n"
+    assert run("list", "zzzzz").stderr == "Error: there is no named mask zzzzz. `flexmask list` shows all\n"
+    assert (
+        run("list", "casual").stderr == "Error: there is no named mask casual. Did you mean causal? `flexmask list` shows all\n"
+    )
