@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,6 @@ from flexmask.intervals.bind import bind
 from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
-
-__all__ = ["ChosenBackend", "PADDING_MASKS", "attend", "attention", "check_options", "checked_call", "choose_backend"]
 
 #: The remedy for tensors with the axes in another order.
 SWAPPED_AXES_HINT = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"
@@ -299,16 +297,33 @@ def _bound(mask: Mask | LoweredMask | BlockMask | None, parameters: Mapping[str,
     unknown = sorted(set(parameters) - set(known))
     if not unknown and isinstance(mask, Mask):
         return mask.bind(**parameters)
-    if isinstance(mask, Mask) and known:
-        has = f"the parameters of the mask {mask.brief()} are {', '.join(known)}"
+    raise OperandError(unknown_names(caller, unknown, mask, OPTIONS, 'mask="key_padding(n)", n=n'))
+
+
+def unknown_names(
+    caller: str, unknown: Sequence[str], mask: Mask | LoweredMask | BlockMask | None, options: Iterable[str], example: str
+) -> str:
+    """The message for arguments by name that neither a function nor the mask of its call has.
+
+    Args:
+        caller: the function.
+        unknown: these names.
+        mask: the mask of the call.
+        options: the arguments of the function.
+        example: how the data of a mask is given to it.
+    """
+    known = mask.params if isinstance(mask, Mask) else ()
+    if known:
+        has = f"the parameters of {described(mask)} are {', '.join(sorted(known))}"
     else:
-        what = "no mask is given" if mask is None else f"{_kind(mask)} has no parameters"
-        has = f'{what}; data goes with its mask, as in mask="key_padding(n)", n=n'
-    hint = "" if torch.compiler.is_compiling() else nearest(unknown[0], (*known, *OPTIONS))
-    raise OperandError(f"{caller} has no argument {', '.join(unknown)}, and {has}.{hint}")
+        what = "no mask is given" if mask is None else f"{described(mask)} has no parameters"
+        has = f"{what}; data goes with its mask, as in {example}"
+    hint = "" if torch.compiler.is_compiling() else nearest(unknown[0], (*known, *options))
+    return f"{caller} has no argument {', '.join(unknown)}, and {has}.{hint}"
 
 
-def _kind(mask: Mask | LoweredMask | BlockMask) -> str:
+def described(mask: object) -> str:
+    """A mask, or what it was lowered to, as a part of a sentence."""
     return f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
 
 

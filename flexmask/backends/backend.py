@@ -18,18 +18,6 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.plans.lowered import LoweredMask
 
-__all__ = [
-    "Backend",
-    "Call",
-    "backend_names",
-    "check_backend",
-    "check_sizes",
-    "get_backend",
-    "ordered_backends",
-    "register_backend",
-    "select",
-]
-
 
 class Call(NamedTuple):
     """The arguments of one call of :func:`flexmask.attention`, after its checks: shapes, dtypes and devices fit each other.

@@ -18,8 +18,6 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MaskCache", "shared"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
-__all__ = ["Hashes", "check_dropout", "dropout_cells", "hashes_of", "keep_weights", "key_hashes", "row_hashes", "seed_tensor"]
-
 BITS = 0xFFFFFFFF
 #: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
 STEP = 0x9E3779B1

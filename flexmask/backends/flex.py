@@ -24,8 +24,6 @@ from flexmask.expr.mask import Mask
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 
-__all__ = ["FLEX"]
-
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: The least channels of a head that the CUDA kernels take.
 MIN_HEAD = 16

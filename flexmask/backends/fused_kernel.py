@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["fused_backward", "fused_forward", "has_fused_kernel"]
-
 # torch has no public function that returns the logsumexp on the CPU.
 _FORWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["autocast", "autocast_dtype", "without_autocast"]
-
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype to which autocast casts an input of ``scaled_dot_product_attention``: its own without autocast, and float64."""

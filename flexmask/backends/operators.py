@@ -1,11 +1,12 @@
 """Attention in tiles as operators for `torch.compile`, and as autograd functions for eager code and `torch.func`.
 
 The operators have their gradient registered. The functions have a rule for each transform, which operators cannot have; they call
-the operators only where calls are recorded, as under FakeTensorMode.
+the operators only where calls are recorded, as under FakeTensorMode. All take a `Problem` as its values, one by one.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,36 +15,31 @@ from torch.autograd.function import Function
 
 from flexmask._sync import needs_sync
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
-from flexmask.backends.fused_kernel import has_fused_kernel
-from flexmask.backends.tile import Cells
+from flexmask.backends.problem import Problem
 from flexmask.backends.tile_derivatives import hessian_product, tangent
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
-from flexmask.backends.tile_weights import DropoutState, has_nonfinite
+from flexmask.backends.tile_weights import has_nonfinite
 from flexmask.backends.unchanged import Unchanged
+from flexmask.lowering.mask_mod import MaskMod
 
-__all__ = ["attend_tiles", "fused_with_tiles"]
+#: The values of a Problem as arguments of an operator.
+TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?"
+SCHEMA = ", ".join(f"{kind} {name}" for kind, name in zip(TYPES, Problem._fields, strict=True))
+#: How many values a Problem has, and of these the number that have no gradient.
+SIZE = len(Problem._fields)
+CONSTANTS = SIZE - 3
 
 
-def attend_tiles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    cells: Cells,
-    scale: float,
-    dropout_p: float,
-    rows: Tensor | None,
-    keys: Tensor | None,
-) -> Tensor:
-    """The output, [B, H, Q, Dv]. Arguments as for `block_sdpa`; ``rows`` and ``keys`` are the hashes of `DropoutState`."""
-    arguments = query, key, value, bounds, cells, scale, dropout_p, rows, keys
-    if torch.compiler.is_compiling() and (cells is None or isinstance(cells, Tensor)):
-        out, _ = _block_sdpa(*arguments)
-    elif _is_differentiated(query, key, value):
-        own = cells if cells is None or isinstance(cells, Tensor) else Unchanged(cells)
-        out, _ = _Attention.apply(query, key, value, bounds, own, *arguments[5:])  # type: ignore[no-untyped-call]
+def attend_tiles(problem: Problem) -> Tensor:
+    """The output, [B, H, Q, Dv]."""
+    if torch.compiler.is_compiling() and not callable(problem.cells):
+        out, _ = _block_sdpa(*problem)
+    elif _is_differentiated(*problem.tensors):
+        if callable(problem.cells):
+            problem = problem._replace(cells=Unchanged(problem.cells))
+        out, _ = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
     else:
-        out, _ = _Attention.forward(*arguments)
+        out, _ = _Attention.forward(*problem)
     return cast(Tensor, out)
 
 
@@ -77,67 +73,61 @@ def _is_differentiated(*tensors: Tensor) -> bool:
     return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
 
 
+def _save(ctx: Any, tensors: tuple[Tensor, ...], problem: Problem) -> None:
+    """Saves tensors, those of a problem and its other values for derivatives."""
+    ctx.plain = [None if isinstance(value, Tensor) else value for value in problem]
+    kept = *tensors, *(value if isinstance(value, Tensor) else None for value in problem)
+    ctx.save_for_backward(*kept)
+    ctx.save_for_forward(*kept)
+
+
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Problem]:
+    saved = ctx.saved_tensors  # checkpoints give them once
+    tensors, kept = saved[:-SIZE], saved[-SIZE:]
+    return tensors, Problem(*(plain if tensor is None else tensor for tensor, plain in zip(kept, ctx.plain, strict=True)))
+
+
 # ---------------------------------------------------------------- operators
 
 
-@torch.library.custom_op("flexmask::block_sdpa", mutates_args=())
-def _block_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    cells: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    rows: Tensor | None,
-    keys: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return forward(query, key, value, _own(bounds), cells, scale, DropoutState.make(dropout_p, rows, keys))
+@torch.library.custom_op("flexmask::block_sdpa", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+def _block_sdpa(*values: Any) -> tuple[Tensor, Tensor]:
+    return forward(_with_own_bounds(Problem(*values)))
 
 
-@torch.library.custom_op("flexmask::block_sdpa_backward", mutates_args=())
-def _block_sdpa_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    bounds: Tensor,
-    cells: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    rows: Tensor | None,
-    keys: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    drop = DropoutState.make(dropout_p, rows, keys)
-    return backward(grad, query, key, value, out, logsumexp, _own(bounds), cells, scale, drop)
+@torch.library.custom_op(
+    "flexmask::block_sdpa_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor logsumexp, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def _block_sdpa_backward(grad: Tensor, out: Tensor, logsumexp: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(grad, out, logsumexp, _with_own_bounds(Problem(*values)))
 
 
-def _own(bounds: Tensor) -> Tensor:
-    """The bounds in memory to which a graph writes nothing else later, where `shared_tiling` compares no values."""
-    return bounds.clone() if needs_sync(bounds) else bounds
+def _with_own_bounds(problem: Problem) -> Problem:
+    """With bounds in memory to which a graph writes nothing else later, where `shared_tiling` compares no values."""
+    return problem._replace(bounds=problem.bounds.clone()) if needs_sync(problem.bounds) else problem
 
 
 @_block_sdpa.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    is_fused = rest[-1] is None and has_fused_kernel(query, key, value)
-    return empty_output(query, value), empty_logsumexp(query, is_fused=is_fused)
+def _(*values: Any) -> tuple[Tensor, Tensor]:
+    problem = Problem(*values)
+    return empty_output(problem.query, problem.value), empty_logsumexp(problem.query, is_fused=problem.is_fused)
 
 
 @_block_sdpa_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, out: Tensor, logsumexp: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = Problem(*values).tensors
     return empty_output(query, query), empty_output(key, key), empty_output(value, value)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bounds, cells, ctx.scale, ctx.dropout_p, rows, keys = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, cells, rows, keys)
+    _save(ctx, output, Problem(*inputs))
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, rows, keys = ctx.saved_tensors
-    return (*_block_sdpa_backward(grad, *tensors, ctx.scale, ctx.dropout_p, rows, keys), *[None] * 6)
+    outputs, problem = _saved(ctx)
+    return (*_block_sdpa_backward(grad, *outputs, *problem), *[None] * CONSTANTS)
 
 
 _block_sdpa.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -146,63 +136,36 @@ _block_sdpa.register_autograd(_differentiate, setup_context=_save_inputs)
 # ---------------------------------------------------------------- functions
 
 
-class _Saved:
-    """What both functions save for their derivatives: tensors in torch's way, and the other arguments."""
-
-    @staticmethod
-    def save(ctx: Any, tensors: tuple[Tensor, ...], bounds: Tensor, cells: Cells, scale: float, p: float, *hashes: Any) -> None:
-        ctx.scale, ctx.p = scale, p
-        ctx.cells_function = None if cells is None or isinstance(cells, Tensor) else cells
-        kept = *tensors, bounds, (cells if ctx.cells_function is None else None), *hashes
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
-
-    @staticmethod
-    def restore(ctx: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """The tensors, and the arguments from ``bounds`` on."""
-        *tensors, bounds, cells, rows, keys = ctx.saved_tensors
-        return tensors, (bounds, cells if ctx.cells_function is None else ctx.cells_function, ctx.scale, ctx.p, rows, keys)
-
-
-def _derivative_arguments(
-    bounds: Tensor, cells: Cells, scale: float, p: float, rows: Tensor | None, keys: Tensor | None
-) -> tuple[Any, ...]:
-    """The last arguments of `tangent` and `hessian_product`."""
-    return bounds, cells, scale, DropoutState.make(p, rows, keys)
-
-
 class _Attention(Function):
     """Attention in tiles: the output, and the logsumexp for the gradient."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, bounds, cells, scale, p, rows, keys = arguments
-        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
-            return cast("tuple[Tensor, Tensor]", _block_sdpa(*arguments))
-        return forward(query, key, value, bounds, cells, scale, DropoutState.make(p, rows, keys))
+    def forward(*values: Any) -> tuple[Tensor, Tensor]:
+        problem = Problem(*values)
+        if not callable(problem.cells) and is_observed(problem.query):
+            return cast("tuple[Tensor, Tensor]", _block_sdpa(*values))
+        return forward(problem)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, *rest = inputs
         ctx.mark_non_differentiable(output[1])
-        _Saved.save(ctx, (query, key, value, *output), *rest)
+        _save_inputs(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, rest = _Saved.restore(ctx)
-        compute = _Gradient.apply if _is_differentiated(grad, *tensors) else _Gradient.forward
-        return (*compute(grad, *tensors, *rest), *[None] * 6)
+        outputs, problem = _saved(ctx)
+        compute = _Gradient.apply if _is_differentiated(grad, *problem.tensors, *outputs) else _Gradient.forward
+        return (*compute(grad, *outputs, *problem), *[None] * CONSTANTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
-        (*tensors, _, _), rest = _Saved.restore(ctx)
+        _, problem = _saved(ctx)
         with outer_tangents():
-            tensors = [without_tangent(tensor) for tensor in tensors]
-            return tangent(tensors, tangents[:3], *_derivative_arguments(*rest)), None
+            return tangent(_without_tangents(problem), tangents[:3]), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        outputs = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 3))  # type: ignore[no-untyped-call]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        outputs = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, values))  # type: ignore[no-untyped-call]
         return tuple(_unfold_mapped(output, info.batch_size) for output in outputs), (0, 0)
 
 
@@ -210,43 +173,43 @@ class _Gradient(Function):
     """The gradient of attention in tiles by query, key and value, as a function of the output's gradient and of these."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out, logsumexp, bounds, cells, scale, p, rows, keys = arguments
-        if (cells is None or isinstance(cells, Tensor)) and is_observed(query):
-            return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*arguments))
-        return backward(grad, query, key, value, out, logsumexp, bounds, cells, scale, DropoutState.make(p, rows, keys))
+    def forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grad, out, logsumexp, *rest = values
+        problem = Problem(*rest)
+        if not callable(problem.cells) and is_observed(problem.query):
+            return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*values))
+        return backward(grad, out, logsumexp, problem)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad, query, key, value, _, _, *rest = inputs
-        _Saved.save(ctx, (grad, query, key, value), *rest)
+        _save(ctx, inputs[:1], Problem(*inputs[3:]))
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, *tensors), rest = _Saved.restore(ctx)
-        arguments = _derivative_arguments(*rest)
+        (grad,), problem = _saved(ctx)
         # The output is a function of the others, so it has no gradient of its own.
-        return (
-            tangent(tensors, tangents, *arguments),
-            *hessian_product(grad, tensors, tangents, *arguments),
-            *[None] * 8,
-        )
+        constants = [None] * CONSTANTS
+        return tangent(problem, tangents), None, None, *hessian_product(grad, problem, tangents), *constants
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        (grad, *tensors), rest = _Saved.restore(ctx)
-        to_grad, *of_tensors = tangents[:4]
+        (grad,), problem = _saved(ctx)
         with outer_tangents():
-            grad, *tensors = (without_tangent(tensor) for tensor in (grad, *tensors))
-            outputs = _Attention.apply(*tensors, *rest)  # type: ignore[no-untyped-call]
-            linear = _Gradient.apply(to_grad, *tensors, *outputs, *rest)  # type: ignore[no-untyped-call]
-            curved = hessian_product(grad, tensors, of_tensors, *_derivative_arguments(*rest))
+            grad, problem = without_tangent(grad), _without_tangents(problem)
+            outputs = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
+            linear = _Gradient.apply(tangents[0], *outputs, *problem)  # type: ignore[no-untyped-call]
+            curved = hessian_product(grad, problem, tangents[3:6])
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, arguments, 6))  # type: ignore[no-untyped-call]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, values))  # type: ignore[no-untyped-call]
         return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0, 0, 0)
+
+
+def _without_tangents(problem: Problem) -> Problem:
+    query, key, value = map(without_tangent, problem.tensors)
+    return problem._replace(query=query, key=key, value=value)
 
 
 class _Fused(Function):
@@ -267,8 +230,8 @@ class _Fused(Function):
             return grad, *[None] * 6
         query, key, value, out, bounds = ctx.saved_tensors
         bounds = _plain_bounds(query, key, ctx.is_causal) if bounds is None else bounds
-        rest = empty_logsumexp(query, is_fused=False), bounds, None, ctx.scale, 0.0, None, None
-        grads = _Gradient.apply(grad, query, key, value, out, *rest)  # type: ignore[no-untyped-call]
+        problem = Problem(query, key, value, bounds, None, ctx.scale)
+        grads = _Gradient.apply(grad, out, empty_logsumexp(query, is_fused=False), *problem)  # type: ignore[no-untyped-call]
         return None, *grads, None, None, None
 
 
@@ -283,27 +246,26 @@ def _plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
 # ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch
 
 
-def _fold_mapped(size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with the mapped axis and the batch as one axis, the mapped axis outermost.
 
     Args:
         size: of the mapped axis.
         in_dims: the mapped axis of each argument; None where it has none.
-        arguments: `count` tensors of the batch, then ``bounds, cells, scale, dropout_p, rows, keys``.
-        count: how many tensors of the batch there are.
+        values: tensors of the batch, then those of a problem.
     """
-    mapped = [_mapped_first(tensor, dim, size) for tensor, dim in zip(arguments[:count], in_dims, strict=False)]
-    batch = mapped[0].size(1)
-    bounds, cells, scale, p, rows, keys = arguments[count:]
-    bounds_dim, cells_dim, _, _, rows_dim, keys_dim = in_dims[count:]
+    tensors = [_mapped_first(tensor, dim, size) for tensor, dim in zip(values[:-CONSTANTS], in_dims, strict=False)]
+    batch = tensors[0].size(1)
+    problem, dims = Problem(*values[-SIZE:]), Problem(*in_dims[-SIZE:])
+    bounds, cells, rows, keys = _broadcast(problem.bounds, dims.bounds, size, batch), problem.cells, problem.rows, problem.keys
     if isinstance(cells, Tensor):
-        cells = _broadcast(cells, cells_dim, size, batch)
+        cells = _broadcast(cells, dims.cells, size, batch)
     elif cells is not None:
-        cells = _RepeatedCells(cells, batch)
-    if rows is not None:
-        rows, keys = _mapped_first(rows, rows_dim, size).flatten(0, 1), _broadcast(keys, keys_dim, size, batch)
-    tensors = (*(tensor.flatten(0, 1) for tensor in mapped), _broadcast(bounds, bounds_dim, size, batch))
-    return *tensors, cells, scale, p, rows, keys
+        cells = partial(_repeated, cells, batch)
+    if rows is not None and keys is not None:
+        rows, keys = _mapped_first(rows, dims.rows, size).flatten(0, 1), _broadcast(keys, dims.keys, size, batch)
+    constants = problem._replace(bounds=bounds, cells=cells, rows=rows, keys=keys)[-CONSTANTS:]
+    return *(tensor.flatten(0, 1) for tensor in tensors), *constants
 
 
 def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:
@@ -311,12 +273,12 @@ def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:
     return tensor.reshape(size, tensor.size(0) // max(size, 1), *tensor.shape[1:])
 
 
-def _mapped_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+def _mapped_first(tensor: Tensor, dim: Any, size: int) -> Tensor:
     """A tensor with the mapped axis first."""
     return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
 
 
-def _broadcast(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+def _broadcast(tensor: Tensor, dim: Any, size: int, batch: int) -> Tensor:
     """[B', ...] with B' 1 or B -> [1 or size * B, ...]."""
     if dim is None and tensor.size(0) == 1:
         return tensor
@@ -324,11 +286,6 @@ def _broadcast(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor
     return whole.expand(size, batch, *whole.shape[2:]).flatten(0, 1)
 
 
-class _RepeatedCells:
+def _repeated(cells: MaskMod, batch: int, b: Tensor, *others: Tensor) -> Tensor:
     """Cells over a batch of `size * B`, from those over B."""
-
-    def __init__(self, cells: Any, batch: int) -> None:
-        self.cells, self.batch = cells, batch
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return cast(Tensor, self.cells(b % self.batch, h, q_idx, kv_idx))
+    return cells(b % batch, *others)

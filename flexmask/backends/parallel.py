@@ -11,16 +11,6 @@ from flexmask.backends import repeats
 from flexmask.backends.backend import Call
 from flexmask.errors import LoweringError
 
-__all__ = [
-    "Parallel",
-    "Run",
-    "check_repeated",
-    "enter_parallel",
-    "entered_parallel",
-    "leave_parallel",
-    "refuse_in_parallel",
-]
-
 #: Computes a call in this process.
 Run: TypeAlias = Callable[[Call], Tensor]
 

@@ -19,8 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["entered", "left"]
-
 MODULE = "torch.utils.checkpoint"
 
 

@@ -14,8 +14,6 @@ from flexmask._vmap import reason_of
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import FlexmaskError, OperandError
 
-__all__ = ["check_scores", "over_indices"]
-
 #: The functions that `check_scores` has called.
 _CHECKED: WeakSet[ScoreMod] = WeakSet()
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flexmask.lowering.mask_mod import MaskMod
 
-__all__ = ["Cells", "Runs", "Tile", "as_bias", "is_within"]
-
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
 
@@ -72,10 +70,6 @@ class Tile:
         if self.group == 1:
             return part
         return part.reshape(len(self.elements), len(self.key_heads), self.folded_rows, part.size(3))
-
-    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The folded queries of the tile, its keys and its values."""
-        return self.fold(query), self.gather_keys(key), self.gather_keys(value)
 
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""

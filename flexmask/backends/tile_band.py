@@ -11,8 +11,6 @@ from torch import Tensor
 
 from flexmask.backends.tile import Cells, Tile, as_bias, is_within
 
-__all__ = ["Band", "join_bands"]
-
 # The most scores of a band.
 MAX_BAND_SCORES = 2**22
 

@@ -13,8 +13,6 @@ from flexmask.backends.tile import Runs
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
-__all__ = ["Blocks", "check_within", "key_count", "union"]
-
 # Kernels are up to a fifth faster where a tile's keys are whole vectors.
 ALIGNMENT = 16
 # Attending to this many masked-out keys costs about as much as gathering the keys on both sides of them.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["block_starts", "document_starts", "score_cost"]
-
 BLOCK_ROWS = 128
 # In bands blocks are halved down to this where that leaves out a fifth of the scores.
 MIN_BLOCK_ROWS = 32

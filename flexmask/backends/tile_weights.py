@@ -4,100 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from flexmask._transforms import has_values, is_captured
-from flexmask.backends.dropout import keep_weights
+from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Tile
-
-__all__ = [
-    "DropoutState",
-    "ScoreMod",
-    "attend",
-    "compute_weights",
-    "drop_weights",
-    "has_nonfinite",
-    "precise_dtype",
-]
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class DropoutState:
-    """The decisions of dropout.
+def attend(problem: Problem, tile: Tile, score_mod: ScoreMod | None = None, *, isolate_nonfinite: bool = False) -> Tensor:
+    """The folded output of a tile, in float32 at least.
 
     Args:
-        p: the probability that a weight is dropped.
-        rows: the two hashes of each row (see `dropout`), int32[B, H, Q, 2].
-        keys: the hash of each key, int32[1 or B, 1, 1, KV].
-    """
-
-    p: float
-    rows: Tensor
-    keys: Tensor
-
-    @classmethod
-    def make(cls, p: float, rows: Tensor | None, keys: Tensor | None) -> DropoutState | None:
-        """The state of some hashes; None without."""
-        return None if rows is None or keys is None else cls(p, rows, keys)
-
-    @property
-    def scale(self) -> float:
-        """The factor of the kept weights."""
-        return 1 / (1 - self.p) if self.p < 1 else 0.0
-
-    def keep(self, tile: Tile) -> Tensor:
-        """Which weights of a tile are kept: int32 [b, n, g * m, t] of 0 and 1."""
-        first, second = self.rows[tile.slices].unsqueeze(3).unbind(-1)
-        keep = keep_weights(first, second, tile.gather_cells(self.keys), self.p)
-        return keep.reshape(len(tile.elements), len(tile.key_heads), tile.folded_rows, keep.size(3))
-
-    def factors(self, tile: Tile, like: Tensor) -> Tensor:
-        """The factors of the folded weights of a tile: 0 where dropped, else `scale`."""
-        return self.keep(tile).to(like.dtype).mul_(self.scale)
-
-
-def drop_weights(weights: Tensor, keep: Tensor) -> Tensor:
-    """Sets weights, or gradients by them, to 0 in place where ``keep`` is 0."""
-    if weights.dtype != torch.float32:
-        return weights.mul_(keep)
-    weights.view(torch.int32).mul_(keep)  # on bits: to convert `keep` takes longer than to multiply by it
-    return weights
-
-
-def attend(
-    tile: Tile,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    score_mod: ScoreMod | None,
-    drop: DropoutState | None,
-    *,
-    isolate_nonfinite: bool = False,
-) -> Tensor:
-    """The folded output of a tile.
-
-    Args:
+        problem: what is computed.
         tile: the tile.
-        q: its queries, folded, times the scale.
-        k: its keys.
-        v: its values.
-        visible: as of `Tile.visible`.
-        score_mod: as of `block_sdpa`, over index tensors that broadcast.
-        drop: dropout, or None.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, over index tensors that broadcast.
         isolate_nonfinite: whether NaN and inf in keys and values reach only the rows that attend to them.
     """
-    if not isolate_nonfinite or visible is None:
-        weights = compute_weights(tile, q, k, visible, score_mod)
-        return (weights if drop is None else weights * drop.factors(tile, weights)) @ v
-    weights = compute_weights(tile, q, k, visible, score_mod, nonfinite_keys=~k.isfinite().all(-1))
-    used = weights if drop is None else weights * drop.factors(tile, weights)
+    q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
+    q, visible = q * problem.scale, problem.visible(tile)
+    nonfinite_keys = ~k.isfinite().all(-1) if isolate_nonfinite and visible is not None else None
+    weights = compute_weights(tile, q, k, visible, score_mod, nonfinite_keys)
+    used = weights if problem.rows is None else weights * problem.factors(tile)
+    if nonfinite_keys is None:
+        return used @ v
     # A weight of 0 times NaN is NaN, so such values are left out of the product and added where their weight is positive.
     out = used @ v.masked_fill(~v.isfinite(), 0)
     attended = (used.detach() > 0).to(v.dtype)
@@ -122,7 +56,7 @@ def compute_weights(
         q: its queries, folded, times the scale.
         k: its keys.
         visible: as of `Tile.visible`.
-        score_mod: as of `block_sdpa`, over index tensors that broadcast.
+        score_mod: as of `attend`.
         nonfinite_keys: bool [b, n, t], keys with NaN or inf, whose scores are 0 where they are not visible.
     """
     if nonfinite_keys is None:
@@ -143,9 +77,14 @@ def compute_weights(
     return weights.reshape(*q.shape[:3], k.size(2))
 
 
-def precise_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which scores and their derivatives are computed: float32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+def drop_weights(weights: Tensor, keep: Tensor | None) -> Tensor:
+    """Sets weights, or gradients by them, to 0 in place where ``keep`` is 0."""
+    if keep is None:
+        return weights
+    if weights.dtype != torch.float32:
+        return weights.mul_(keep)
+    weights.view(torch.int32).mul_(keep)  # on bits: to convert `keep` takes longer than to multiply by it
+    return weights
 
 
 def has_nonfinite(tensor: Tensor) -> bool:

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
 
-from flexmask._transforms import has_values, is_captured
+from flexmask import _sync
+from flexmask._transforms import has_values, is_captured, is_observed, outside_transforms
 from flexmask.backends import tile_rows
 from flexmask.backends.tile import Cells, Runs, Tile
 from flexmask.backends.tile_band import join_bands
 from flexmask.backends.tile_blocks import Blocks, check_within, key_count, union
 from flexmask.backends.tile_rows import block_starts, score_cost
-
-__all__ = ["Tiling", "may_be_dense", "plan_tiles"]
 
 # Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
@@ -34,6 +34,13 @@ MAX_DENSE_SCORES = 2**23
 MAX_CAPTURED_TILES = 8
 # The most elements of the biases that are kept with a tiling.
 MAX_KEPT_BIASES = 2**20
+# The most tilings that are kept, as each call compares its bounds with theirs, and the most elements of them all. The last used
+# one is kept whatever its size.
+MAX_TILINGS = 8
+MAX_KEPT = 2**23
+#: The last used first. On the CPU stamps have copies: the layers in a graph have several tensors of the same bounds, and a graph
+#: writes other bounds to their memory where torch's version counter does not see it.
+_KEPT: tuple[_sync.Stamped[Tiling], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +124,29 @@ def may_be_dense(query: Tensor, key: Tensor, most_scores: int | None) -> bool:
     """Whether one tile of all rows and all keys, of at most so many scores, may be cheaper than several."""
     scores = query.size(0) * query.size(1) * query.size(2) * key.size(2)
     return most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
+
+
+def shared_tiling(
+    bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False
+) -> Tiling:
+    """The tiles of `plan_tiles`, made once for equal bounds; where comparing values forces a host sync, once for their memory."""
+    global _KEPT
+    if is_observed(bounds) or not _sync.has_stamp(bounds):
+        return plan_tiles(bounds, query, key, most_scores=most_scores, in_bands=in_bands)
+    shapes = *query.shape[:3], *key.shape[1:3], *bounds.shape
+    setting = *shapes, bounds.device, most_scores, in_bands, torch.is_inference_mode_enabled()
+    with outside_transforms():
+        for found in _KEPT:
+            if found.stamp.holds([bounds], setting):
+                break
+        else:
+            stamp = _sync.Stamp([bounds], setting)
+            found = _sync.Stamped(stamp, plan_tiles(stamp.kept[0], query, key, most_scores=most_scores, in_bands=in_bands))
+    if not _KEPT or found is not _KEPT[0]:
+        others = [other for other in _KEPT if other is not found][: MAX_TILINGS - 1]
+        ends = accumulate(other.result.size for other in (found, *others))
+        _KEPT = found, *compress(others, [end <= MAX_KEPT for end in ends][1:])
+    return found.result
 
 
 def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int | None = None, in_bands: bool = False) -> Tiling:

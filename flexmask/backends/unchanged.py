@@ -14,8 +14,6 @@ from flexmask._checks import kind_of
 from flexmask._transforms import has_values, is_wrapped
 from flexmask.errors import LoweringError
 
-__all__ = ["Unchanged"]
-
 
 class Unchanged:
     """A function whose later calls raise where a tensor that the first call read was written since.

@@ -14,8 +14,6 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["attention_weights"]
-
 #: The most bytes of the weights. A few tensors of this size exist at a time.
 MAX_BYTES = 4 * 2**30
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._checks import kind_of, nearest
+from flexmask._checks import kind_of
+from flexmask.backends.api import described, unknown_names
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS
@@ -27,6 +28,7 @@ AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
 
 #: The arguments of forward, which no parameter of a mask may be named like.
 RESERVED = {"self", "x", "mask", "context", "cache", "positions", "return_qk"}
+EXAMPLE = 'module(x, "key_padding(n)", n=n)'
 
 
 def bound_mask(
@@ -51,32 +53,11 @@ def bound_mask(
     missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
     if not missing and not unknown:
         return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
-    what = f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
     if unknown:
-        raise ExpressionError(_unknown_names(unknown, wanted, None if mask is None else what))
+        message = unknown_names("MultiheadFlexAttention.forward", unknown, mask, RESERVED - {"self"}, EXAMPLE)
+        raise ExpressionError(message + "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS))
     calls = ", ".join(f"{name}=..." for name in missing)
-    raise ExpressionError(f"{what} has parameters that are not given: call the module with {calls}")
-
-
-def _unknown_names(unknown: list[str], wanted: set[str], mask: str | None) -> str:
-    """The message for arguments by name that neither forward nor the mask has.
-
-    Args:
-        unknown: these names.
-        wanted: the parameters of the mask.
-        mask: the mask, as a part of a sentence; None where the call has none.
-    """
-    if mask is None:
-        has = 'no mask has a parameter of that name; data goes with its mask, as in module(x, "key_padding(n)", n=n)'
-    elif wanted:
-        has = f"the parameters of {mask} are {', '.join(sorted(wanted))}"
-    else:
-        has = f"{mask} has no parameters"
-    near = nearest(unknown[0], wanted | RESERVED - {"self"})
-    hints = "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS)
-    return f"MultiheadFlexAttention.forward has no argument {', '.join(unknown)}, and {has}" + (
-        hints or (f".{near}" if near else "")
-    )
+    raise ExpressionError(f"{described(mask)} has parameters that are not given: call the module with {calls}")
 
 
 def unplaced(others: tuple[Any, ...]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask.backends import flex, tile_blocks, tile_rows, tiling_cache
+from flexmask.backends import flex, tile_blocks, tile_rows
 from flexmask.backends import tiling as tile_plan
 from tests.support.exhaustive import exhaustive
 
@@ -14,7 +14,7 @@ from tests.support.exhaustive import exhaustive
 @pytest.fixture(autouse=True)
 def own_tilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test makes its own tilings, as some change how they are made."""
-    monkeypatch.setattr(tiling_cache, "_KEPT", ())
+    monkeypatch.setattr(tile_plan, "_KEPT", ())
 
 
 @pytest.fixture(autouse=True)

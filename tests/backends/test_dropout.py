@@ -14,6 +14,7 @@ import flexmask as fm
 from flexmask import Mask, attention, kv, q
 from flexmask.backends.dropout import dropout_cells, hashes_of, key_hashes, row_hashes
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from tests.backends.tiled_cases import block_sdpa
 from tests.support import oracle
 from tests.support.dropout import is_kept, kept_of
 
@@ -236,8 +237,6 @@ def test_one_graph_for_all_seeds() -> None:
 
     tensors = detached(inputs(torch.float32))
     bounds = fm.causal().rows(LENGTH).lower.bounds
-    from flexmask.backends.tiled_sdpa import block_sdpa
-
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(block_sdpa, fullgraph=True, backend="eager")

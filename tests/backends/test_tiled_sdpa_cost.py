@@ -4,13 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask.backends import tile_rows, tiling, tiling_cache
+from flexmask.backends import tile_rows, tiling
 from flexmask.backends.tile import Tile
 from flexmask.backends.tile_rows import document_starts
-from flexmask.backends.tiled_sdpa import block_sdpa
-from flexmask.backends.tiling import plan_tiles
-from flexmask.backends.tiling_cache import shared_tiling
-from tests.backends.tiled_cases import MASKS, causal, check_attention, documents, inputs, intervals, packed, unchanged, window
+from flexmask.backends.tiling import plan_tiles, shared_tiling
+from tests.backends.tiled_cases import (
+    MASKS,
+    block_sdpa,
+    causal,
+    check_attention,
+    documents,
+    inputs,
+    intervals,
+    packed,
+    unchanged,
+    window,
+)
 
 
 def tile_area(tiles: list[Tile]) -> int:
@@ -182,7 +191,7 @@ class TestCost:
 
     def test_latest_tilings_are_kept_up_to_a_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each of these has 600 elements."""
-        monkeypatch.setattr(tiling_cache, "MAX_KEPT", 1300)
+        monkeypatch.setattr(tiling, "MAX_KEPT", 1300)
         query = torch.empty(1, 2, 300, 1)
         first, second, third = (intervals(window(300, 300, left, 0)) for left in (1, 2, 3))
         kept = [shared_tiling(bounds, query, query) for bounds in (first, second)]
@@ -196,7 +205,7 @@ class TestCost:
         query, key = torch.empty(1, 2, 1, 1), torch.empty(1, 2, 40, 1)
         kept = [shared_tiling(torch.tensor([[[[[0, stop]]]]], dtype=torch.int32), query, key) for stop in range(40)]
         found = [shared_tiling(tiling.bounds, query, key) is tiling for tiling in reversed(kept)]
-        assert found == [True] * tiling_cache.MAX_TILINGS + [False] * (40 - tiling_cache.MAX_TILINGS)
+        assert found == [True] * tiling.MAX_TILINGS + [False] * (40 - tiling.MAX_TILINGS)
 
     def test_bounds_that_change_in_place(self) -> None:
         bounds = intervals(causal(50, 50))

@@ -24,6 +24,7 @@ import flexmask as fm
 from flexmask import Mask, attention, h, kv, q
 from flexmask.backends.dropout import dropout_cells
 from flexmask.errors import LoweringError, OperandError
+from tests.backends.tiled_cases import block_sdpa
 from tests.support import oracle
 from tests.support.exhaustive import each_run, exhaustive
 
@@ -587,7 +588,7 @@ class TestGraphs:
     def test_a_lowering_without_values_computes_nothing(self) -> None:
         """Were it captured in a graph, it would raise where the graph runs."""
         from flexmask.backends.backend import Call
-        from flexmask.backends.tiled_sdpa import _lower, block_sdpa
+        from flexmask.backends.tiled_sdpa import _lower
 
         x, mask = torch.randn(1, 1, 6, 8), fm.document(lengths=[2, 4])
         _, visible = _lower(mask, Call(x, x, x, mask), plain=True, shapes_only=True)

@@ -1,11 +1,15 @@
 """Masks and inputs for `block_sdpa`, and dense masked attention in float64."""
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask.backends.problem import Problem
+from flexmask.backends.tile import Cells
+from flexmask.backends.tiled_sdpa import attend
 from tests.support import oracle
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -24,6 +28,23 @@ def intervals(mask: Tensor) -> Tensor:
     edges = torch.where(is_edge, torch.arange(kv_len + 1), kv_len).sort(-1).values
     found: Tensor = F.pad(edges, (0, 1), value=kv_len)[..., : 2 * slots].int().unflatten(-1, (slots, 2))
     return found
+
+
+def block_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    *,
+    cells: Cells = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    hashes: tuple[Tensor, Tensor] | tuple[()] = (),
+) -> Tensor:
+    """Attention in tiles, of key intervals in place of a mask."""
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    return attend(Problem(query, key, value, bounds, cells, scale, dropout_p, *hashes), score_mod)
 
 
 def inputs(dtype: torch.dtype = torch.float64, /, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:

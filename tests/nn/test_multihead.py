@@ -340,16 +340,20 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ExpressionError,
         r"no argument lenghts, and the parameters of the mask .* are lengths\. Did you mean lengths\?$",
     ),
-    "unknown": (call("causal", ids=[0] * 5), ExpressionError, "no argument ids, and the mask causal has no parameters$"),
+    "unknown": (
+        call("causal", ids=[0] * 5),
+        ExpressionError,
+        "no argument ids, and the mask causal has no parameters; data goes",
+    ),
     "no mask": (
         call(lengths=[5, 3]),
         ExpressionError,
-        r'no argument lengths, and no mask has a parameter of that name; .* as in module\(x, "key_padding\(n\)", n=n\)$',
+        r'no argument lengths, and no mask is given; .* as in module\(x, "key_padding\(n\)", n=n\)\.$',
     ),
     "of the mask that is not used": (
         call(PADDED, "causal", lengths=[5, 3]),
         ExpressionError,
-        "no argument lengths, and the mask causal has no parameters$",
+        "no argument lengths, and the mask causal has no parameters; data goes",
     ),
     "misspelt argument": (call("causal", contex=X), ExpressionError, r"no argument contex, .*\. Did you mean context\?$"),
     "BlockMask with data": (call(None, fm.causal().block_mask(5), ids=[0]), ExpressionError, "ids.*BlockMask"),
