@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexmask import registry
 from flexmask.catalogue.arguments import check_mask, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import per_batch
@@ -12,15 +13,14 @@ from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.tables import Table
-from flexmask.registry import named
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["coarse", "from_dense", "paged", "per_head", "reorder", "shift", "transpose"]
+__all__ = ["coarse", "from_dense", "named", "paged", "per_head", "reorder", "shift", "transpose"]
 
 
-@named
+@registry.named
 def from_dense(table: Data) -> Mask:
     """A mask given cell by cell.
 
@@ -49,7 +49,7 @@ def from_dense(table: Data) -> Mask:
     return lookup(table, "from_dense: table", "[Q, KV], [B, Q, KV] or [B, H, Q, KV]", *places, truth="visible") != 0
 
 
-@named
+@registry.named
 def per_head(masks: Sequence[Mask]) -> Mask:
     """One mask per head.
 
@@ -77,7 +77,33 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     return PerHead(tuple(masks))
 
 
-@named
+@registry.named
+def named(mask: Mask, name: str) -> Mask:
+    """The same mask with words for it, which pictures, explanations and errors have in place of its expression.
+
+    :meth:`flexmask.Mask.named` makes it. It lowers and compares as the mask does.
+
+    Predicate: ``mask(b, h, q, kv)``
+
+    ``named(q - kv <= 1, name='near')`` at 3 x 3 and 3 x 4::
+
+        ■ ■ ■     ■ ■ ■ ■
+        ■ ■ ■     ■ ■ ■ ■
+        ⬚ ■ ■     ⬚ ■ ■ ■
+
+    Args:
+        mask: a mask, or a part of one.
+        name: the words.
+
+    Raises:
+        OperandError: a name that is no string, or has nothing to read or several lines.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not name.strip():
+        raise OperandError(f"named: name must be a line of text, such as 'same image', got {name!r}")
+    return check_mask(mask, "named")
+
+
+@registry.named
 def shift(mask: Mask, *, q: Index | Data = 0, kv: Index | Data = 0) -> Mask:
     """A mask moved down by ``q`` rows and right by ``kv`` columns.
 
@@ -105,7 +131,7 @@ def shift(mask: Mask, *, q: Index | Data = 0, kv: Index | Data = 0) -> Mask:
     return check_mask(mask, "shift").substitute(**moved)
 
 
-@named
+@registry.named
 def transpose(mask: Mask) -> Mask:
     """A mask with queries and keys exchanged.
 
@@ -124,7 +150,7 @@ def transpose(mask: Mask) -> Mask:
     return check_mask(mask, "transpose").substitute(q=kv, kv=q, q_len=kv_len, kv_len=q_len)
 
 
-@named
+@registry.named
 def coarse(mask: Mask, size: Index | int) -> Mask:
     """A mask on blocks of tokens: a cell is visible where its pair of blocks is.
 
@@ -151,7 +177,7 @@ def coarse(mask: Mask, size: Index | int) -> Mask:
     return check_mask(mask, "coarse").substitute(**blocks)
 
 
-@named
+@registry.named
 def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mask:
     """A mask for permuted tokens: the mask is given on the original positions.
 
@@ -193,7 +219,7 @@ def reorder(mask: Mask, *, q: Data | None = None, kv: Data | None = None) -> Mas
     return check_mask(mask, "reorder").substitute(**moved)
 
 
-@named
+@registry.named
 def paged(mask: Mask, pages: Data, *, page_size: Index | int) -> Mask:
     """A mask for keys in the pages of a cache.
 

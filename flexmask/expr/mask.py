@@ -117,6 +117,14 @@ class Mask(MaskMethods):
             self.memo["expanded"] = self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
         return cast(Mask, self.memo["expanded"])
 
+    def spoken(self) -> str:
+        """The text with the words of each part that has some, by :meth:`named`, in place of its expression."""
+        return str(self.replace(_by_label))
+
+    def brief(self) -> str:
+        """The text for a message: as :meth:`spoken`, and the middle is left out where it is long."""
+        return MaskMethods.brief(self.replace(_by_label))
+
     def substitute(self, **symbols: Index | int) -> Mask:
         """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""
         to = {name: as_index(value) for name, value in symbols.items()}
@@ -162,6 +170,35 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
 def _refuse(sign: str, other: object) -> NoReturn:
     hint = f"{parentheses_hint(sign)}. Here " if isinstance(other, Index | int) else ""
     raise OperandError(f"{hint}{sign} combines two masks, got {describe_non_mask(other)}")
+
+
+def _by_label(node: Node) -> Node | None:
+    """A part that has words for it as a named mask of that name; None to visit its children."""
+    label = node.label if isinstance(node, Named) else None
+    return Named(label, (), node.body, node.define) if isinstance(node, Named) and label else None
+
+
+def _plain(mask: Mask) -> Mask:
+    """A mask without the words for it, and for the operands of its boolean operators; itself where there are none."""
+    match mask:
+        case Named(body=body) if mask.label:
+            return _unlabeled(body)
+        case Not(operand):
+            bare = _unlabeled(operand)
+            return mask if bare is operand else Not.make(bare)
+        case _Nary(operands):
+            parts = tuple(map(_unlabeled, operands))
+            same = all(one is other for one, other in zip(parts, operands, strict=True))
+            return mask if same else cast(Mask, type(mask).make(parts))
+    return mask
+
+
+def _unlabeled(mask: Mask) -> Mask:
+    """As :func:`_plain`, worked out once."""
+    if "plain" not in mask.memo:
+        plain = _plain(mask)
+        mask.memo["plain"] = () if plain is mask else (plain,)  # itself would be a cycle
+    return cast(Mask, next(iter(mask.memo["plain"]), mask))
 
 
 def _bound(node: Node, values: dict[str, object]) -> Node | None:
@@ -236,6 +273,8 @@ class _Nary(Mask):
     operands: tuple[Mask, ...]
 
     def _make_key(self) -> Key:
+        if (plain := _plain(self)) is not self:
+            return plain.key
         return Key((type(self).__name__, frozenset(operand.key for operand in self.operands)))
 
     def write(self, bare: bool) -> tuple[str, int]:
@@ -355,6 +394,10 @@ class Not(Mask):
                 return Compare(NEGATED[sign], left, right)
         return cls(operand)
 
+    def _make_key(self) -> Key:
+        plain = _plain(self)
+        return Key(("Not", self.operand.key)) if plain is self else plain.key
+
     def write(self, bare: bool) -> tuple[str, int]:
         return f"~{wrap(self.operand, PRECEDENCE['~'], bare)}", PRECEDENCE["~"]
 
@@ -392,7 +435,14 @@ class Named(Mask):
     body: Mask
     define: Callable[..., Mask]
 
+    @property
+    def label(self) -> str | None:
+        """The words of ``mask.named(words)``; None for all other named masks."""
+        return dict(self.arguments)["name"] if self.name == "named" else None
+
     def _make_key(self) -> Key:
+        if self.label:
+            return self.body.key
         return Key(("Named", self.name, key_of(self.arguments)), (self.body.key,))  # a body may depend on values of its data
 
     def _make_symbols(self) -> frozenset[str]:

@@ -261,6 +261,19 @@ class MaskMethods(MaskPictures):
 
         return difference(cast("Mask", self), other, q_len, kv_len, batch, heads, q_offset, device)
 
+    def named(self, name: str) -> Mask:
+        """The same mask with a name, which pictures, explanations and errors have in place of its expression.
+
+        ``(images[b, q] == images[b, kv]).named("same image")`` names a condition of one's own, anywhere in a mask. It lowers as
+        before, and is equal to the mask without the name. In text it is ``named(images[b, q] == images[b, kv], 'same image')``.
+
+        Raises:
+            OperandError: a name that is no string, or has nothing to read or several lines.
+        """
+        from flexmask.catalogue.combinators import named
+
+        return named(cast("Mask", self), name)
+
     def _context(
         self,
         q_len: int,

@@ -67,7 +67,7 @@ def implied_lengths(*masks: Mask) -> dict[str, int]:
 
 def _named(mask: Mask) -> Iterator[Named]:
     """The named masks in a composition, without those in their definitions."""
-    if isinstance(mask, Named):
+    if isinstance(mask, Named) and not mask.label:
         yield mask
         return
     for child in mask.below:

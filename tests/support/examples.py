@@ -60,6 +60,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ({"start": 1}, oracle.key_start(1)),
     ],
     "multi_item": [({"prefix_length": 1, "positions": IDS}, oracle.multi_item(1, IDS))],
+    "named": [({"mask": PADDED, "name": "near"}, padded)],
     "neighborhood": [({"canvas": [2, 2], "kernel": [1, 1]}, oracle.neighborhood([2, 2], [1, 1]))],
     "paged": [({"mask": fm.causal(), "pages": [0, 1], "page_size": 2}, oracle.paged(oracle.causal(), [0, 1], 2))],
     "per_chunk": [({"mask": fm.causal(), "size": 2}, oracle.per_chunk(oracle.causal(), 2))],

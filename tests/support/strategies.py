@@ -378,7 +378,7 @@ SWAPPED: dict[tuple[str, ...], tuple[str, ...]] = {
 @st.composite
 def mask_cases(draw: st.DrawFn, shape: Shape, depth: int = 3) -> Case:
     """A whole mask of up to `depth` levels."""
-    kinds = ["leaf", *["boolean"] * 4, "not", "where", "per_head", "shift", "transpose", "per_document"]
+    kinds = ["leaf", *["boolean"] * 4, "not", "named", "where", "per_head", "shift", "transpose", "per_document"]
     kind = draw(st.sampled_from(kinds[: 1 if depth <= 0 else -1 if shape.anywhere else None]))
     below = partial(mask_cases, depth=depth - 1)
     if kind == "leaf":
@@ -400,6 +400,8 @@ def mask_cases(draw: st.DrawFn, shape: Shape, depth: int = 3) -> Case:
     first = draw(below(shape))
     if kind == "not":
         return Case(~first.mask, oracle.negated(first.allowed))
+    if kind == "named":
+        return Case(first.mask.named("a part"), first.allowed)
     second = draw(below(shape))
     if kind == "boolean":
         combine, meaning = draw(st.sampled_from(BOOLEANS))
