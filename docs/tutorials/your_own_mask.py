@@ -37,11 +37,13 @@ except TypeError as error:
 # Data
 # ----
 # ``table`` looks data up by index: lists, NumPy arrays or tensors of integers or truth values. Here each token belongs to a
-# speaker; a token attends to all earlier tokens of its own speaker and to the last 2 tokens of anyone.
+# speaker; a token attends to all earlier tokens of its own speaker and to the last 2 tokens of anyone. ``named`` gives a part
+# of the mask words, which pictures, explanations and errors use. A tensor has its name from ``table(tensor, name="speaker")``.
 
 speaker = table([0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0])
-dialog = (kv <= q) & ((speaker[q] == speaker[kv]) | (q - kv <= 2))
+dialog = (kv <= q) & ((speaker[q] == speaker[kv]).named("same speaker") | (q - kv <= 2).named("just said"))
 dialog.plot(12, why=True, tokens=[f"{'AB'[who]}{place}" for place, who in enumerate([0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0])])
+print(flexmask.explain(dialog, 12, cell=(7, 2)))  # the last lines say why query 7 does not attend to key 2
 
 # %%
 # With a batch the data has the batch as its first axis, ``[B, length]``, and is looked up with ``b``. Sizes that follow from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
@@ -118,8 +119,8 @@ class Mask(MaskMethods):
         return cast(Mask, self.memo["expanded"])
 
     def spoken(self) -> str:
-        """The text with the words of each part that has some, by :meth:`named`, in place of its expression."""
-        return str(self.replace(_by_label))
+        """The text for people: parts with words, by :meth:`named`, are written so, and data with a name by that alone."""
+        return re.sub(r"<([^<>:]+): [^<>]*>", r"\1", str(self.replace(_by_label)))
 
     def brief(self) -> str:
         """The text for a message: as :meth:`spoken`, and the middle is left out where it is long."""

@@ -63,7 +63,7 @@ class MaskPictures(Node):
             block_size: also draws blocks of this many queries and keys: those that a kernel skips, and the cells that it computes
                 and discards.
             why: colors each hidden cell by the term of the mask that hides it; of several terms by the first. The terms of
-                ``a & b`` are those of ``a`` and ``b``, and those of ``(a & b) | c`` are ``a | c`` and ``b | c``.
+                ``a & b`` are those of ``a`` and ``b``, and any other mask is one, by the name that :meth:`named` gave it.
             against: another mask (B): colors the cells that are visible in both masks, only in this one (A), or only in B.
             shards: a plan of context parallelism, from :func:`flexmask.distributed.shard_sequence`: colors the visible cells by
                 the rank that holds the query.

@@ -72,7 +72,7 @@ def _panel(title: str, shown: Picture) -> str:
         said.append(f"{', '.join(counts)} blocks")
     hidden = zip(shown.categories, shown.pairs, strict=True)
     said += [
-        f"{count_text(pairs)} cells {category.words}" for category, pairs in hidden if category.hides is not None and pairs[1]
+        f"{count_text(pairs)} cells {category.label}" for category, pairs in hidden if category.hides is not None and pairs[1]
     ]
     text = "; ".join(said)
     return f"{title}: {text}." if title else f"{text[0].upper()}{text[1:]}."

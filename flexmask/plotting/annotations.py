@@ -17,7 +17,7 @@ from flexmask.expr.index import Index
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
-from flexmask.expr.tables import Lookup
+from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 
@@ -40,7 +40,7 @@ class Band:
 
     Attributes:
         axis: along the queries or the keys.
-        label: the kind of values, ``"document"`` or the name of their mask.
+        label: what the values are: the name of their data, else the words of their part of the mask, else its name.
         starts: the first position of each stretch, counted from 0; the first is 0, each ends where the next begins.
         values: the value of each stretch: an id, ``"padding"``, or ``""`` for nothing.
     """
@@ -73,7 +73,7 @@ def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band
     length = context.q_len if axis == "q" else context.kv_len
     evaluation, padded = Evaluation(context, axis), torch.zeros(length, dtype=torch.bool, device="cpu")
     ids: dict[Any, tuple[str, Tensor]] = {}
-    for label, node in _sources(context.named, axis, head, "ids", padding=True):
+    for label, node in _sources(context.named, axis, head, "ids", "", padding=True):
         values = evaluation.tensor(_ids(node, context))
         line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
         if isinstance(node, Mask):
@@ -89,20 +89,25 @@ def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band
             yield Band(axis, label, tuple(starts), tuple(_value(int(marked[start]), label) for start in starts))
 
 
-def _sources(mask: Mask, axis: Axis, head: int, name: str, *, padding: bool) -> Iterator[_Source]:
-    """The sources in a mask named ``name``; ``padding`` is False where the whole mask may show what this part masks out."""
+def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, padding: bool) -> Iterator[_Source]:
+    """The sources in a mask named ``name``, for which the user has ``words``.
+
+    ``padding`` is False where the whole mask may show what this part masks out.
+    """
     match mask:
+        case Named() if mask.label:
+            yield from _sources(mask.body, axis, head, name, mask.label, padding=padding)
         case Named():
-            yield from _sources(mask.body, axis, head, mask.name, padding=padding)
+            yield from _sources(mask.body, axis, head, mask.name, words, padding=padding)
         case And(operands) | Or(operands):
             for operand in operands:
-                yield from _sources(operand, axis, head, name, padding=padding and isinstance(mask, And))
+                yield from _sources(operand, axis, head, name, words, padding=padding and isinstance(mask, And))
         case PerHead(masks):
-            yield from _sources(masks[head], axis, head, name, padding=padding)
+            yield from _sources(masks[head], axis, head, name, words, padding=padding)
         case Compare("==", Lookup() as left, Lookup() as right) if left.table == right.table:
             sides = {_axis(left): left, _axis(right): right}
             if sides.keys() == {"q", "kv"}:
-                yield _Source(name, sides[axis])
+                yield _Source(_name(sides[axis].table) or words or name, sides[axis])
                 if padding and name == "document":
                     yield _Source(PADDING, sides[axis] >= 0)
         case Compare() if padding and name in PADDED and _axis(mask) == axis:
@@ -115,6 +120,16 @@ def _ids(node: Index | Mask, context: Context) -> Index | Mask:
         case Lookup(DocumentTable("starts", source), indices) if source.key in {*context.tables, *context.tables.derived}:
             return Lookup(source, indices)
     return node
+
+
+def _name(table: Table | Param) -> str:
+    """The name of the data that ids are, which those that are counted from lengths have not."""
+    match table:
+        case TensorTable(name=name):
+            return name
+        case Ranged(source) | DocumentTable("starts", source):
+            return _name(source)
+    return ""
 
 
 def _axis(node: Node) -> str | None:

@@ -14,7 +14,7 @@ from flexmask.expr.data import table
 from flexmask.expr.index import q
 from flexmask.expr.mask import Mask, Truth
 from flexmask.plotting.caption import shortened
-from flexmask.report.terms import terms
+from flexmask.report.terms import hidden_text, reason, terms
 
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding
@@ -50,7 +50,7 @@ class Category:
 
     Attributes:
         role: the kind of category.
-        label: its name; for cells that a term masks out, the term.
+        label: what it is, in words; for cells that a term masks out, which one.
         cells: a mask that is True on its cells, or None for all cells of no other category.
         hides: a mask that is True on all cells that the term masks out, including those of other terms; None without a term.
     """
@@ -59,11 +59,6 @@ class Category:
     label: str
     cells: Mask | None = None
     hides: Mask | None = None
-
-    @property
-    def words(self) -> str:
-        """The text in a legend."""
-        return self.label if self.hides is None else f"hidden by {self.label}"
 
 
 def visibility(mask: Mask) -> tuple[Category, ...]:
@@ -74,10 +69,10 @@ def visibility(mask: Mask) -> tuple[Category, ...]:
 def reasons(mask: Mask, head: int | None) -> tuple[Category, ...]:
     """The visible cells, and the hidden cells by the first term in reading order that masks them out: see :func:`terms`."""
     found = terms(mask, head)
-    labeled = [(shortened(str(term), MAX_VALUES), ~term) for term in found]
+    labeled = [(hidden_text(shortened(reason(term), MAX_VALUES)), ~term) for term in found]
     if len(found) > MAX_TERMS:
         further = found[MAX_TERMS - 1 :]
-        labeled[MAX_TERMS - 1 :] = [(f"{len(further)} further terms", ~reduce(operator.and_, further))]
+        labeled[MAX_TERMS - 1 :] = [(f"hidden by {len(further)} further terms", ~reduce(operator.and_, further))]
     categories = [Category("visible", "visible", mask)]
     shown: Mask = Truth(True)  # by the terms before
     for label, hides in labeled[:-1]:

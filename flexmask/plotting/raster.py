@@ -185,7 +185,7 @@ def rasterize(
     offset = whole.context.q_offset
     first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
     return Picture(
-        text=shortened(str(mask)) if against is None else f"A: {shortened(str(mask))}\nB: {shortened(str(against))}",
+        text=shortened(mask.spoken()) if against is None else f"A: {shortened(mask.spoken())}\nB: {shortened(against.spoken())}",
         q_len=queries,
         kv_len=keys,
         q_offset=first,

@@ -98,7 +98,7 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         place = {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
         alone = cast(PictureOptions, {**options, **place, "q_offset": whole.q_offset, "why": False})
         parts.append(rasterize(term, whole.q_len, whole.kv_len, **alone))
-        titles.append(shortened(str(term), 4))
+        titles.append(shortened(term.spoken(), 4))
     return Sheet(
         whole.text, (*parts, whole), (*titles, ", ".join(["together", *selection_notes(whole)])), _columns(len(parts) + 1)
     )

@@ -25,7 +25,7 @@ from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.report.compare import Cell
 from flexmask.report.stats import Stats, stats
-from flexmask.report.terms import terms
+from flexmask.report.terms import alternatives, hidden_text, reason, terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["CellReason", "Explanation", "Leaf", "explain", "memory_text"]
@@ -52,8 +52,9 @@ class CellReason:
 
     Attributes:
         cell: its place.
-        shown_by: the terms of the mask that show the cell.
-        hidden_by: the terms that hide it; empty where it is visible. All terms together, joined by ``&``, are the mask.
+        shown_by: the terms of the mask that show the cell, of ``a | b`` those of ``a`` and ``b`` that do.
+        hidden_by: the terms that hide it, of ``a | b`` as ``"none of: a, b"``; empty where it is visible. All terms together,
+            joined by ``&``, are the mask.
     """
 
     cell: Cell
@@ -71,7 +72,7 @@ class Explanation:
     """The result of :func:`explain`; ``str()`` gives it as text.
 
     Attributes:
-        mask: the mask as it was written.
+        mask: the mask as it was written, with the words of its named parts.
         definition: the mask with every named mask replaced by its definition.
         leaves: the conditions in it, solved for the key where possible.
         exact: whether its rows are exact key intervals; otherwise cells are evaluated in some blocks.
@@ -171,8 +172,8 @@ def explain(
     open_blocks = classify(bounds, sets).open
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
     return Explanation(
-        mask=str(mask),
-        definition=str(mask.expand()),
+        mask=mask.spoken(),
+        definition=mask.expand().spoken(),
         leaves=tuple(_leaf(condition, context, bounds) for condition in _conditions(separate(context.mask))),
         exact=bounds.exact,
         intervals=int(counts.max()),
@@ -199,18 +200,24 @@ def _reason(context: Context, cell: Sequence[int], heads: int | None) -> CellRea
             hint = next(filter(None, hints), "") if axis in ("q", "kv") else ""
             raise LoweringError(f"cell: {axis} must be at most {size - 1}, got {position}{hint}")
     b, h = min(place.b, context.batch - 1), min(place.h, context.heads - 1)  # one stands for all that are the same
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for term in terms(mask, h):
+
+    def shows(term: Mask) -> bool:
         evaluate = cell_evaluator(replace(context, mask=term.expand()))
-        found[bool(evaluate(place.q, place.q + 1, place.kv, place.kv + 1)[b, h])].append(str(term))
-    return CellReason(place, tuple(found[True]), tuple(found[False]))
+        return bool(evaluate(place.q, place.q + 1, place.kv, place.kv + 1)[b, h])
+
+    shown_by, hidden_by = list[str](), list[str]()
+    for term in terms(mask, h):
+        showing = [part.spoken() for part in alternatives(term) if shows(part)]
+        shown_by += showing
+        hidden_by += [] if showing else [reason(term)]
+    return CellReason(place, tuple(shown_by), tuple(hidden_by))
 
 
-def _cell_lines(reason: CellReason) -> list[tuple[str, str]]:
+def _cell_lines(found: CellReason) -> list[tuple[str, str]]:
     return [
-        ("cell", f"{reason.cell} is {'visible' if reason.visible else 'hidden'}"),
-        *(("", f"hidden by {term}") for term in reason.hidden_by),
-        *(("", f"shown by {term}") for term in reason.shown_by),
+        ("cell", f"{found.cell} is {'visible' if found.visible else 'hidden'}"),
+        *(("", hidden_text(text)) for text in found.hidden_by),
+        *(("", f"shown by {text}") for text in found.shown_by),
     ]
 
 
@@ -234,18 +241,18 @@ def _leaf(mask: Mask, context: Context, bounds: RowBounds) -> Leaf:
 def _listed_leaf(mask: Mask) -> Leaf:
     match mask:
         case Span():
-            return Leaf(str(mask)[1:-1], "one key interval", True)
+            return Leaf(mask.spoken()[1:-1], "one key interval", True)
         case Compare("==" | "!=") if is_separable(mask):
-            return Leaf(str(mask), "runs of keys with the query's value", True)
+            return Leaf(mask.spoken(), "runs of keys with the query's value", True)
         case Compare() if is_separable(mask):
-            return Leaf(str(mask), "one key interval in each non-decreasing piece", True)
+            return Leaf(mask.spoken(), "one key interval in each non-decreasing piece", True)
         case Compare() if "kv" not in mask.symbols:
-            return Leaf(str(mask), "a test of the query", True)
+            return Leaf(mask.spoken(), "a test of the query", True)
         case Compare() if "q" not in mask.symbols:
-            return Leaf(str(mask), "runs of keys", True)
+            return Leaf(mask.spoken(), "runs of keys", True)
         case Compare():
-            return Leaf(str(mask), "not separable in q and kv: evaluated cell by cell", False)
-    return Leaf(str(mask), "every key" if mask == Truth(True) else "no key", True)
+            return Leaf(mask.spoken(), "not separable in q and kv: evaluated cell by cell", False)
+    return Leaf(mask.spoken(), "every key" if mask == Truth(True) else "no key", True)
 
 
 def _form_text(bounds: RowBounds) -> str:

@@ -1,65 +1,55 @@
 """The terms of a mask: masks whose conjunction is the mask, so each hidden cell is masked out by at least one.
 
-The terms of ``a & b`` are those of ``a`` and of ``b``. Those of ``(a & b) | c`` are ``a | c`` and ``b | c``; those of
-``where(c, a, b)`` are ``~c | a`` and ``c | b``. Any other mask is one term; a named mask is one by its name.
+They follow the brackets as written: the terms of ``a & b`` are those of ``a`` and of ``b``. Any other mask is one, by its name
+where it has one. A term ``a | b`` hides a cell where none of ``a`` and ``b`` shows it.
 """
 
 from __future__ import annotations
 
 import operator
 from functools import reduce
-from itertools import product
-from math import prod
 
-from flexmask.expr.mask import And, Mask, Named, Not, Or, PerHead
+from flexmask.expr.mask import And, Mask, Named, Or, PerHead
 
-__all__ = ["terms"]
+__all__ = ["alternatives", "hidden_text", "reason", "terms"]
 
-#: The most terms of a union; a union with more is one term.
-MAX_OF_UNION = 4
+#: What the reason of a union begins with.
+NONE_OF = "none of: "
 
 
 def terms(mask: Mask, head: int | None) -> list[Mask]:
     """The terms of a mask in reading order, each once; their conjunction is the mask.
 
     Args:
-        mask: the mask.
+        mask: the mask; words for it as a whole, of :meth:`flexmask.Mask.named`, do not count.
         head: the head whose mask replaces ``per_head``; None to keep that as one term.
     """
-    whole = reduce(operator.and_, _clauses(mask, head))  # without duplicates and implied terms
+    while isinstance(mask, Named) and mask.label:
+        mask = mask.body
+    whole = reduce(operator.and_, _operands(mask, head))  # without duplicates and implied terms
     return list(whole.operands) if isinstance(whole, And) else [whole]
 
 
-def _clauses(mask: Mask, head: int | None) -> list[Mask]:
+def _operands(mask: Mask, head: int | None) -> list[Mask]:
     match mask:
         case And(operands):
-            return [clause for operand in operands for clause in _clauses(operand, head)]
-        case Or(operands):
-            return _of_choice(operands, head) or _of_union(mask, operands, head)
+            return [term for operand in operands for term in _operands(operand, head)]
         case PerHead(masks) | Named(body=PerHead(masks)) if head is not None:
-            return _clauses(masks[head], head)
+            return _operands(masks[head], head)
     return [mask]
 
 
-def _of_union(mask: Mask, operands: tuple[Mask, ...], head: int | None) -> list[Mask]:
-    of_each = [_clauses(operand, head) for operand in operands]
-    if prod(map(len, of_each)) > MAX_OF_UNION:
-        return [mask]
-    return [reduce(operator.or_, chosen) for chosen in product(*of_each)]
+def alternatives(term: Mask) -> tuple[Mask, ...]:
+    """What a term shows cells by: each operand of ``a | b``, else itself."""
+    return term.operands if isinstance(term, Or) else (term,)
 
 
-def _of_choice(operands: tuple[Mask, ...], head: int | None) -> list[Mask]:
-    """The terms of ``(c & a) | (~c & b)``; none of other unions."""
-    match operands:
-        case (And(first), And(second)):
-            for condition in first:
-                if Not.make(condition) in second:
-                    a, b = (
-                        reduce(operator.and_, (part for part in parts if part != own))
-                        for parts, own in ((first, condition), (second, Not.make(condition)))
-                    )
-                    return [
-                        *(~condition | clause for clause in _clauses(a, head)),
-                        *(condition | clause for clause in _clauses(b, head)),
-                    ]
-    return []
+def reason(term: Mask) -> str:
+    """What hides a cell that a term does not show: the term in words, or that it is none of several."""
+    words = [part.spoken() for part in alternatives(term)]
+    return words[0] if len(words) == 1 else f"{NONE_OF}{', '.join(words)}"
+
+
+def hidden_text(text: str) -> str:
+    """A reason as a phrase on a cell."""
+    return text if text.startswith(NONE_OF) else f"hidden by {text}"

@@ -14,10 +14,11 @@ from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
+from flexmask.report.terms import terms
 from flexmask.testing.calls import missing_arguments
 from flexmask.testing.findings import picture_around
 from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
-from flexmask.testing.reach import dependence, terms, visible_pairs
+from flexmask.testing.reach import dependence, visible_pairs
 from flexmask.testing.settings import check_size
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -203,7 +204,7 @@ def _check(call: Call, rule: _Rule) -> None:
 
 def _hiding_terms(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
     """The terms of a mask that hide a pair, for a message."""
-    parts = terms(rule.masks[0]) if len(rule.masks) == 1 else ()
+    parts = terms(rule.masks[0], None) if len(rule.masks) == 1 else ()
     hiding = [part.brief() for part in parts if not rule.alone(part).allowed(call)[b, q, kv]]
     if hiding:
         return f", which is hidden by {' and by '.join(hiding)}"

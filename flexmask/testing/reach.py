@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexmask.expr.mask import And, Mask, Named
+from flexmask.expr.mask import Mask
 
-__all__ = ["dependence", "terms", "visible_pairs"]
+__all__ = ["dependence", "visible_pairs"]
 
 
 def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
@@ -34,10 +34,3 @@ def dependence(shown: Sequence[Tensor]) -> Iterator[Tensor]:
         for step in steps:
             found = (step @ found > 0).float()
         yield found > 0
-
-
-def terms(mask: Mask) -> tuple[Mask, ...]:
-    """The operands of ``a & b & ...``, also under a name; nothing for any other mask."""
-    while isinstance(mask, Named):
-        mask = mask.body
-    return mask.operands if isinstance(mask, And) else ()

@@ -36,7 +36,7 @@ class Case:
             return "visible"
         if len(self.terms) == 1:
             return "hidden"
-        return f"hidden by {names[0]}" + (f", also by {' and '.join(names[1:])}" if names[1:] else "")
+        return f"hidden by {names[0]}" + (f", also {' and '.join(f'by {name}' for name in names[1:])}" if names[1:] else "")
 
 
 def block_kind(cells: list[bool], area: int) -> int:
@@ -82,7 +82,9 @@ def case(
                 "bands": bands(b),
             }
         )
-    labels: list[CategoryData] = [{"role": "hidden", "label": name if len(names) > 1 else "hidden"} for name in names]
+    labels: list[CategoryData] = [
+        {"role": "hidden", "label": f"hidden by {name}" if len(names) > 1 else "hidden"} for name in names
+    ]
     view: ViewData = {
         "text": " & ".join(names),
         "q_len": q_len,

@@ -83,6 +83,29 @@ def test_ids_of_one_table_are_a_band() -> None:
     assert found == both(["", "7", "7"], "ids")
 
 
+def test_bands_have_the_name_of_their_data_or_the_words_of_their_part() -> None:
+    data, plain = fm.table(torch.tensor([0, 0, 1]), name="images"), fm.table([2, 3, 3])
+    named, unnamed = (ids[fm.q] == ids[fm.kv] for ids in (data, plain))
+    lengths = torch.tensor([1, 2])
+    for mask, label, values in (
+        (named, "images", "001"),
+        (named.named("same image"), "images", "001"),
+        (unnamed.named("same page"), "same page", "233"),
+        (unnamed, "ids", "233"),
+        (fm.document(data), "images", "001"),
+        (fm.document(plain).named("one text"), "one text", "233"),
+        (fm.parse("document(pages)", pages=torch.tensor([0, 1, 1])), "pages", "011"),
+        (fm.document(lengths=fm.table(lengths, name="sizes")), "document", "011"),
+    ):
+        assert positions(rasterize(fm.causal() & mask, 3)) == both(list(values), label), label
+
+
+def test_labels_of_bands_are_drawn() -> None:
+    data = fm.table(torch.tensor([0, 0, 1]), name="a_name_too_long_to_stand_there")
+    ax = (data[fm.q] == data[fm.kv]).plot(3)
+    assert [text.get_text() for text in ax.texts if len(text.get_text()) > 1] == ["a_name_to…", "a_name_too_long…"]
+
+
 def test_documents_of_long_masks_are_left_out_where_they_could_not_be_distinguished() -> None:
     few, many = (fm.document(lengths=[5] * count) for count in (MAX_STRETCHES, MAX_STRETCHES + 1))
     assert len(rasterize(few).bands) == 2

@@ -22,7 +22,7 @@ MASK = fm.causal() & fm.document(lengths=[9, 30, 25])
 def test_cells_have_the_color_of_the_rank_of_the_query() -> None:
     plan = shard_sequence(MASK, 64, 3, block_size=2)
     shown = rasterize(MASK, 64, shards=plan)
-    assert [category.words for category in shown.categories] == ["rank 0", "rank 1", "rank 2", "hidden"]
+    assert [category.label for category in shown.categories] == ["rank 0", "rank 1", "rank 2", "hidden"]
     assert [look.color for look in looks_of(shown.categories)[:3]] == [look.color for look in SHARDS[:3]]
     expected = np.full((64, 64), 3)
     for rank in range(3):
@@ -34,7 +34,7 @@ def test_cells_have_the_color_of_the_rank_of_the_query() -> None:
 def test_of_many_ranks_some_share_a_color() -> None:
     plan = shard_sequence("causal", 50, 26, block_size=1)
     shown = rasterize("causal", 50, shards=plan)
-    words = [category.words for category in shown.categories]
+    words = [category.label for category in shown.categories]
     assert words[:3] == ["ranks 0, 8, 16, ...", "ranks 1, 9, 17, ...", "ranks 2, 10, 18"]
     assert len(words) == 9
     for rank in (0, 9, 25):

@@ -44,7 +44,7 @@ def test_kinds_mean_the_same_in_every_panel() -> None:
         assert [pair[0] for pair in picture.pairs] == [int((picture.cells == kind).sum()) for kind in range(5)]
         padded = fm.key_padding(lengths=[5, 3, 4]).dense(5)[place // 2, 0].logical_not().expand(5, 5)
         assert picture.hidden_by is not None
-        number = labels.index("key_padding(lengths=[5, 3, 4])")
+        number = labels.index("hidden by key_padding(lengths=[5, 3, 4])")
         assert np.array_equal(picture.hidden_by >> number & 1, padded)
 
 
@@ -52,7 +52,7 @@ def test_heads_with_many_terms_have_different_colors() -> None:
     """Colors for each head's own terms would not do; so ``per_head`` is one term."""
     heads = [fm.causal() & (fm.kv > place) & (fm.q != place) for place in range(8)]
     shown = panel_sheet(fm.per_head(heads) & fm.key_padding(lengths=9), 10, why=True)
-    assert [kind.label for kind in shown.pictures[0].categories][2] == "key_padding(lengths=9)"
+    assert [kind.label for kind in shown.pictures[0].categories][2] == "hidden by key_padding(lengths=9)"
     for head, picture in enumerate(shown.pictures):
         assert picture.categories == shown.pictures[0].categories
         assert len(picture.categories) == 3

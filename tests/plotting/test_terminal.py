@@ -598,4 +598,4 @@ def test_sheets_fit_the_width(sheets: list[Sheet], width: int, on: str) -> None:
         legend = "".join(lines[max(number for number, line in enumerate(lines) if not line) + 1 :]).replace(" ", "")
         for kind in drawn.pictures[-1].categories:
             if kind.hides is not None:
-                assert legend.count(f"hiddenby{kind.label}".split("(")[0]) == 1
+                assert legend.count(kind.label.replace(" ", "").split("(")[0]) == 1

@@ -17,6 +17,7 @@ from flexmask import Mask
 from flexmask.errors import OperandError, RenderError
 from flexmask.plotting.categories import MAX_TERMS
 from flexmask.plotting.raster import rasterize
+from flexmask.plotting.sheet import term_sheet
 from flexmask.report.terms import terms
 from tests.support.exhaustive import half
 
@@ -113,14 +114,10 @@ A, B, C, D = fm.causal(), fm.kv < 5, fm.q > 6, fm.key_padding(8)
 TERMS: list[tuple[Mask, list[str]]] = [
     (A & B & D, ["causal", "kv < 5", "key_padding(lengths=8)"]),
     (A | B, ["causal | (kv < 5)"]),
-    ((A & B) | C, ["causal | (q > 6)", "(kv < 5) | (q > 6)"]),
-    ((A & B) | (A & C), ["causal", "(kv < 5) | (q > 6)"]),
-    (
-        (A & B) | (C & D),
-        ["causal | (q > 6)", "causal | key_padding(lengths=8)", "(kv < 5) | (q > 6)", "(kv < 5) | key_padding(lengths=8)"],
-    ),
-    ((A & B & C) | (D & (fm.kv != 3)), ["causal & (kv < 5) & (q > 6) | key_padding(lengths=8) & (kv != 3)"]),
-    (fm.where(fm.q < 8, A, B & D), ["(q >= 8) | causal", "(q < 8) | (kv < 5)", "(q < 8) | key_padding(lengths=8)"]),
+    ((A & B) | C, ["causal & (kv < 5) | (q > 6)"]),
+    (((A & B) | C) & D, ["causal & (kv < 5) | (q > 6)", "key_padding(lengths=8)"]),
+    ((A & B).named("both") & D, ["named(causal & (kv < 5), name='both')", "key_padding(lengths=8)"]),
+    ((A & B).named("the whole"), ["causal", "kv < 5"]),
     (~(A & B) & D, ["~(causal & (kv < 5))", "key_padding(lengths=8)"]),
     (A ^ B, ["causal ^ (kv < 5)"]),
     (fm.sliding_window(size=3), ["sliding_window(size=3)"]),
@@ -137,10 +134,26 @@ def test_terms_as_text(mask: Mask, expected: list[str]) -> None:
     assert [str(term) for term in terms(mask, None)] == expected
 
 
+def test_reasons_follow_the_brackets_and_have_the_names_of_parts() -> None:
+    """Of ``a | b`` each alternative is said to be false, in the words of the user."""
+    ids, images = fm.table(torch.zeros(1, 6, dtype=torch.int64), name="ids"), fm.table([[0, 0, 1, 1, 2, 2]])
+    same = ((images[fm.b, fm.q] == images[fm.b, fm.kv]) & (images[fm.b, fm.q] >= 0)).named("same image")
+    mask = (ids[fm.b, fm.q] == ids[fm.b, fm.kv]) & (fm.causal() | same | (C & B)) & fm.key_padding(5).named("real")
+    labels = ["hidden by ids[b, q] == ids[b, kv]", "none of: causal, same image, (q > 6) & (kv < 5)", "hidden by real"]
+    shown = rasterize(mask, 6, why=True)
+    assert [kind.label for kind in shown.categories] == ["visible", *labels]
+    assert shown.text == "(ids[b, q] == ids[b, kv]) & (causal | same image | (q > 6) & (kv < 5)) & real"
+    titles = ("ids[b, q] == ids[b, kv]", "causal | same image | (q > 6) & (kv < 5)", "real", "together")
+    assert term_sheet(mask, 6).titles == titles
+
+
 def test_heads_have_terms_of_their_own() -> None:
     mask = fm.per_head([fm.causal() & (fm.kv > 1), fm.kv < 3]) & fm.key_padding(5)
     labels = [[kind.label for kind in rasterize(mask, 6, head=head, why=True).categories] for head in (0, 1)]
-    assert labels == [["visible", "causal", "kv > 1", "key_padding(lengths=5)"], ["visible", "kv < 3", "key_padding(lengths=5)"]]
+    assert labels == [
+        ["visible", "hidden by causal", "hidden by kv > 1", "hidden by key_padding(lengths=5)"],
+        ["visible", "hidden by kv < 3", "hidden by key_padding(lengths=5)"],
+    ]
 
 
 def test_many_terms_are_put_together() -> None:
@@ -148,7 +161,7 @@ def test_many_terms_are_put_together() -> None:
     for place in range(10):
         mask = mask & (fm.kv != place)
     shown = rasterize(mask, 4, 12, why=True)
-    assert [kind.label for kind in shown.categories][-2:] == ["kv != 4", "5 further terms"]
+    assert [kind.label for kind in shown.categories][-2:] == ["hidden by kv != 4", "hidden by 5 further terms"]
     assert shown.cells[0].tolist() == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 0, 0]
     assert shown.hidden_by is not None
     assert shown.hidden_by[0].tolist() == [2, 4, 8, 16, 32, 64, 64, 64, 64, 64, 0, 0]
@@ -157,7 +170,7 @@ def test_many_terms_are_put_together() -> None:
 def test_what_hides_everything_or_nothing() -> None:
     for mask, pairs in ((fm.full(), ((9, 9), (0, 0))), (fm.empty(), ((0, 0), (9, 9)))):
         shown = rasterize(mask, 3, why=True)
-        assert [kind.label for kind in shown.categories] == ["visible", str(mask)]
+        assert [kind.label for kind in shown.categories] == ["visible", f"hidden by {mask}"]
         assert shown.pairs == pairs
 
 

@@ -1,5 +1,6 @@
 """Explanations of masks, against counts of their cells; and the command that prints them."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,10 @@ def test_a_cell_is_hidden_by_the_terms_that_hide_it(mask: fm.Mask, exact: bool) 
                 reason = fm.explain(mask, LENGTH, cell=(one, head, *cell)).cell
                 assert reason is not None
                 assert reason.visible == bool(cells[(one, head, *cell)])
-                for texts, shows in ((reason.shown_by, True), (reason.hidden_by, False)):
+                hiding = [
+                    part for text in reason.hidden_by for part in re.split(", (?![^(]*[)])", text.removeprefix("none of: "))
+                ]
+                for texts, shows in ((reason.shown_by, True), (hiding, False)):
                     for text in texts:
                         term = fm.parse(text).dense(LENGTH, batch=cells.shape[0], heads=cells.shape[1])
                         assert bool(term.expand_as(cells)[(one, head, *cell)]) is shows
@@ -223,6 +227,15 @@ cell        b=0, h=0, q=2, kv=9 is hidden
             hidden by sliding_window(left=4, right=4)
             hidden by document(lengths=[5, 15])"""
     assert text.endswith(wanted), text
+    early = (fm.kv < 2).named("early")
+    mask = fm.causal() & (fm.sliding_window(left=4, right=4) | early | fm.document(lengths=[5, 15]))
+    assert str(fm.explain(mask, LENGTH, cell=(12, 3))).endswith(
+        "kv=3 is hidden\n"
+        "            none of: sliding_window(left=4, right=4), early, document(lengths=[5, 15])\n"
+        "            shown by causal"
+    )
+    assert str(fm.explain(mask, LENGTH, cell=(12, 1))).endswith("shown by causal\n            shown by early")
+    assert fm.explain(mask, LENGTH).mask == "causal & (sliding_window(left=4, right=4) | early | document(lengths=[5, 15]))"
     shifted = fm.explain("causal", 1, 512, q_offset=300, cell=(0, 300))
     assert str(shifted).endswith("kv=300 is visible\n            shown by causal")
     assert (

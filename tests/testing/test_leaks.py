@@ -120,7 +120,7 @@ def test_a_model_keeps_to_what_its_layers_reach() -> None:
     assert_no_leak(lambda x: model.body(x, window), window, X, layers=2)
     check_fails(
         lambda: assert_no_leak(lambda x: model.body(x, window), window, X),
-        "the output of query 3 depends on key 0 of x, which is hidden by kv >= q - 2.\n"
+        "the output of query 3 depends on key 0 of x, which is hidden by sliding_window(left=2, right=0).\n"
         "All these pairs are within what 2 layers can pass on: if the model has 2, write layers=2; otherwise they are leaks\n",
         "by gradient",
         "by change",
@@ -353,6 +353,15 @@ LEAKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_a_leak_is_named(name: str) -> None:
     function, message = LEAKS[name]
     check_fails(lambda: assert_no_leak(function, PACKED, X), message, "! leaks")
+
+
+def test_a_leak_is_told_in_the_words_of_the_mask() -> None:
+    mask = PACKED.named("packed") & (fm.kv > 0).named("not the first")
+    message = "query 1 depends on key 0 of x, which is hidden by not the first\n"
+    check_fails(lambda: assert_no_leak(lambda x: LAYER(x, PACKED), mask, X), message)
+    union = (fm.causal() & (fm.q > 6).named("late")) | (fm.kv == fm.q).named("itself")
+    message = "query 1 depends on key 0 of x, which is hidden by causal & late | itself\n"
+    check_fails(lambda: assert_no_leak(lambda x: LAYER(x, PACKED), union, X), message)
 
 
 @pytest.mark.parametrize("x", [TOKENS, X], ids=["tokens", "floats"])

@@ -192,7 +192,6 @@ def _statistics(view: ViewData) -> list[str]:
     for panel in view["panels"]:
         counts = []
         for category, (least, most) in zip(view["categories"], panel["pairs"], strict=True):
-            by = "hidden by " if category["role"] == "hidden" and category["label"] != "hidden" else ""
-            counts.append(f"{by}{category['label']}: {count_text((least, most))} ({100 * least / cells:.1f} %)")
+            counts.append(f"{category['label']}: {count_text((least, most))} ({100 * least / cells:.1f} %)")
         lines.append(f"sequence {panel['batch']}, head {panel['head']}: {'; '.join(counts)}")
     return lines

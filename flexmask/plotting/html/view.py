@@ -50,14 +50,16 @@ def html(
 
 def notebook_html(mask: Mask) -> str:
     """A mask as a notebook shows it: the view, or the text alone where the mask cannot be lowered yet."""
-    text = f"<code>{escape(shortened(str(mask)))}</code>"
+    text = f"<code>{escape(shortened(mask.spoken()))}</code>"
     if mask.params:
         return f"{text} with the parameters {', '.join(mask.params)}"
     try:
         document = html(mask)
     except FlexmaskError as error:
         return f"{text}: {escape(str(error))}"
-    frame = f'<iframe title="{escape(shortened(str(mask)))}" srcdoc="{escape(document)}" sandbox="allow-scripts" loading="lazy"'
+    frame = (
+        f'<iframe title="{escape(shortened(mask.spoken()))}" srcdoc="{escape(document)}" sandbox="allow-scripts" loading="lazy"'
+    )
     return f'{frame} style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
 
 

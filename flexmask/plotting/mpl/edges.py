@@ -20,8 +20,8 @@ __all__ = ["BAND", "NUMBER_CHARACTER", "band_room", "draw_bands", "label_axes", 
 NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
 #: Numbers along an axis at most, where there is not one for every index.
 MAX_NUMBERS = 9
-#: Characters of a token at most.
-MAX_CHARACTERS = 16
+#: Characters of a token at most, and of the label of a band of queries, which is below the title.
+MAX_CHARACTERS, MAX_UPRIGHT = 16, 10
 
 
 def band_room(shown: Picture, axis: str) -> float:
@@ -82,6 +82,19 @@ def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
     box = ax.get_window_extent()
     thick = (BAND - GAP) * figure.dpi / (box.height if along_keys else box.width)
     transform: Transform = (ax.get_xaxis_transform() if along_keys else ax.get_yaxis_transform()) + shift
+    at, apart = ((0, -thick / 2), (-0.02, 0)) if along_keys else ((1 + thick / 2, 0), (0, 0.02))
+    ax.text(
+        at[0],
+        at[1],
+        "" if band.label == PADDING else _cut(band.label, MAX_CHARACTERS if along_keys else MAX_UPRIGHT),
+        transform=transform + ScaledTranslation(apart[0], apart[1], figure.dpi_scale_trans),
+        rotation=0 if along_keys else 90,
+        ha="right" if along_keys else "center",
+        va="center_baseline" if along_keys else "bottom",
+        fontsize=5.5,
+        color=FAINT,
+        parse_math=False,
+    )
     inches = (box.width if along_keys else box.height) / figure.dpi / length  # of a position
     for number, (start, stop) in enumerate(zip(band.starts, (*band.starts[1:], length), strict=True)):
         value = band.values[number]
@@ -112,5 +125,5 @@ def _labels(indices: range, tokens: tuple[str, ...] | None, offset: int) -> list
     return [f"{index + offset:,}" if tokens is None else _cut(tokens[index]) for index in indices]
 
 
-def _cut(token: str) -> str:
-    return token if len(token) <= MAX_CHARACTERS else token[: MAX_CHARACTERS - 1] + "…"
+def _cut(token: str, most: int = MAX_CHARACTERS) -> str:
+    return token if len(token) <= most else token[: most - 1] + "…"

@@ -93,7 +93,7 @@ def _of_categories(shown: Picture) -> Iterator[tuple[Look, str, str]]:
                 yield Look(VISIBLE), "visible, in full blocks", f"{in_full:,}"
             yield Look(IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
         elif category.hides is None or pairs[1]:
-            yield look if squares(shown) else replace(look, hatch=""), category.words, count_text(pairs)
+            yield look if squares(shown) else replace(look, hatch=""), category.label, count_text(pairs)
     if shown.blocks is not None and (shown.blocks == EMPTY).any():
         yield Look("#FFFFFF"), "paler: in empty blocks, skipped", ""
 

@@ -81,10 +81,10 @@ def signs_of(categories: Sequence[Category]) -> tuple[Sign, ...]:
     """The sign of each category of cells."""
     shapes, letters, digits = cycle(SHAPES), cycle(LETTERS), count()
     return tuple(
-        Sign(digit := str(next(digits)), digit, look.color, category.words)
+        Sign(digit := str(next(digits)), digit, look.color, category.label)
         if category.role == "shard"
         else ROLES[category.role]
         if category.hides is None
-        else Sign(next(shapes), next(letters), look.ink, category.words)
+        else Sign(next(shapes), next(letters), look.ink, category.label)
         for category, look in zip(categories, looks_of(categories), strict=True)
     )

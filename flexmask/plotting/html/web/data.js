@@ -69,7 +69,7 @@ function percent(share, digits = 1) {
 /** A label short enough for a line: of a call only the name, of anything else the beginning. */
 function brief(label) {
   if (label.length <= 60) return label;
-  const call = /^(~?[\w.]+)\(.*\)$/s.exec(label);
+  const call = /^((?:hidden by )?~?[\w.]+)\(.*\)$/s.exec(label);
   return call ? `${call[1]}(…)` : `${label.slice(0, 59)}…`;
 }
 
@@ -80,10 +80,8 @@ function readable(token) {
   return token.replace(/[\u0000-\u001f\u007f\u2028\u2029]/g, (c) => names[c] || `\\x${c.charCodeAt(0).toString(16).padStart(2, "0")}`);
 }
 
-function categoryWords(category) {
-  if (category.role === "hidden" && category.label !== "hidden") return `hidden by ${brief(category.label)}`;
-  return brief(category.label);
-}
+/** What is written next to a band; padding says so itself. */
+const bandLabel = (band) => (band.label === "padding" ? "" : readable(band.label));
 
 /** The stretches of a band that a range along its axis touches, as `[start, stop, value]`. */
 function stretches(data, band, [from, to]) {
@@ -120,8 +118,8 @@ function cellWords(data, panel, row, column) {
   const others = panel.hiddenBy
     ? data.categories.filter((other, bit) => bit !== category && other.role === "hidden" && (panel.hiddenBy[index] >>> bit) & 1)
     : [];
-  const also = others.length ? `, also by ${others.map((other) => brief(other.label)).join(" and ")}` : "";
-  return categoryWords(data.categories[category]) + also;
+  const also = others.length ? `, also ${others.map((other) => brief(other.label).replace(/^hidden /, "")).join(" and ")}` : "";
+  return brief(data.categories[category].label) + also;
 }
 
 function shareWords(data, panel, row, column) {
@@ -130,8 +128,8 @@ function shareWords(data, panel, row, column) {
   const range = pixelRange(data, row, column);
   const single = range.q[1] - range.q[0] === 1 && range.kv[1] - range.kv[0] === 1;
   const parts = data.categories.map((category, which) => [category, panel.shares[which * size + index]]).filter(([, share]) => share > 0);
-  if (parts.length === 1 && parts[0][1] === 255) return `${single ? "" : `${about}all `}${categoryWords(parts[0][0])}`;
-  return about + parts.map(([category, share]) => `${percent(share / 255, 0)} ${categoryWords(category)}`).join(", ");
+  if (parts.length === 1 && parts[0][1] === 255) return `${single ? "" : `${about}all `}${brief(parts[0][0].label)}`;
+  return about + parts.map(([category, share]) => `${percent(share / 255, 0)} ${brief(category.label)}`).join(", ");
 }
 
 function blockWords(data, panel, range) {

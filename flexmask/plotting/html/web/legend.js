@@ -8,7 +8,7 @@ function legendRows(data, panel, mode) {
   const categories = (indices) => indices.map((category) => ({ label: data.categories[category].label, cells: panel.pairs[category], category, block: null }));
   if (visible < 0) return categories(data.categories.map((_, category) => category));
   const sum = (indices) => [0, 1].map((end) => indices.reduce((total, category) => total + panel.pairs[category][end], 0));
-  const terms = categories(hidden).map((row) => ({ ...row, label: row.label === "hidden" ? "hidden" : `hidden by ${row.label}` }));
+  const terms = categories(hidden);
   const all = data.q_len * data.kv_len, [least, most] = panel.pairs[visible];
   const unseen = [all - most, all - least];
   if (!grid) {

@@ -31,8 +31,10 @@ class Stage {
     const longest = (texts) => Math.ceil(Math.max(...texts.map((text) => pen.measureText(text).width)));
     const most = Math.min(110, Math.min(this.width, this.height) * 0.24);
     const tokens = (list) => (list ? Math.min(most, longest(list.slice(0, 2000).map(readable))) : 0);
-    const levels = (axis) => panel.bands.filter((band) => band.axis === axis).length;
-    this.bands = { q: levels("q") * (BAND + 2), kv: levels("kv") * (BAND + 2) };
+    const bands = (axis) => panel.bands.filter((band) => band.axis === axis);
+    this.bands = { q: bands("q").length * (BAND + 2), kv: bands("kv").length * (BAND + 2) };
+    const labels = (axis) => Math.min(most, longest(["", ...bands(axis).map(bandLabel)])) + 8;
+    this.bandLabels = { q: labels("q"), kv: labels("kv") };
     this.numbers = { q: Math.max(14, longest([grouped(panel.q_offset + data.q_len - 1)])), kv: 11 };
     this.tokens = { q: tokens(data.q_tokens), kv: tokens(data.kv_tokens) };
     this.fit();
@@ -44,7 +46,8 @@ class Stage {
     this.named = { q: Boolean(data.q_tokens) && size.q >= LABEL_PITCH, kv: Boolean(data.kv_tokens) && size.kv >= LABEL_PITCH };
     const label = (axis) => Math.max(this.numbers[axis], this.named[axis] ? this.tokens[axis] : 0);
     this.labels = { q: label("q"), kv: label("kv") };
-    const left = 30 + this.labels.q + bands.q, top = 30 + this.labels.kv + bands.kv;
+    // The labels of bands are in the corner: those of keys to the left of the cells, those of queries above them.
+    const left = Math.max(30 + this.labels.q, this.bandLabels.kv) + bands.q, top = Math.max(30 + this.labels.kv, this.bandLabels.q) + bands.kv;
     this.plot = { left, top, right: Math.max(left + 40, this.width - 14), bottom: Math.max(top + 40, this.height - 14) };
   }
 
@@ -264,8 +267,15 @@ class Stage {
     const place = (down ? seen.left : seen.top) - (level + 1) * (BAND + 2) - 1;
     let tint = 0;
     pen.font = LABEL_FONT;
-    pen.textAlign = "center";
     pen.textBaseline = "middle";
+    pen.save();
+    pen.translate(down ? place + BAND / 2 : seen.left - this.bands.q - 4, down ? seen.top - this.bands.kv - 4 : place + BAND / 2 + 0.5);
+    if (down) pen.rotate(-Math.PI / 2);
+    pen.textAlign = down ? "left" : "right";
+    pen.fillStyle = css(palette.faint);
+    pen.fillText(this.shortened(bandLabel(band), this.bandLabels[band.axis] - 4), 0, 0);
+    pen.restore();
+    pen.textAlign = "center";
     for (const [start, stop, value] of stretches(data, band, [0, Infinity])) {
       if (value === "") continue;
       const padding = value === "padding", color = padding ? palette["band-padding"] : palette[tint ? "band-b" : "band-a"];
