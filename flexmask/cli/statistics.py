@@ -33,5 +33,6 @@ def statistics_rows(stats: Stats) -> list[tuple[str, str]]:
         ("block sparsity", f"{stats.block_sparsity:.2%}"),
         ("partial fill", f"{stats.partial_fill:.2%}"),
         ("BlockMask", memory_text(stats.block_mask_bytes)),
+        ("  torch's own", memory_text(stats.torch_block_mask_bytes)),
         ("cost against dense", f"{stats.cost:,.2%}"),
     ]

@@ -25,8 +25,8 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tu
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. The statistics are the visible cells, the fully masked rows, the
     blocks (full: computed without a test, partial: computed and masked, empty: skipped), the share of empty blocks, the
-    visible share of partial blocks, the memory of the BlockMask, and the work of attention in percent of dense
-    attention. All masks have the same lengths, and parameters apply to all.
+    visible share of partial blocks, the memory of the BlockMask and of the one that torch would make, and the work of
+    attention in percent of dense attention. All masks have the same lengths, and parameters apply to all.
 
     \b
     Examples:

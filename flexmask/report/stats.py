@@ -12,7 +12,7 @@ from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.block_mask import block_sizes
+from flexmask.lowering.block_mask import block_lists, block_sizes
 
 __all__ = ["Stats", "row_counts", "stats"]
 
@@ -33,7 +33,8 @@ class Stats:
         blocks: all blocks.
         partial_blocks: blocks that the kernel computes with ``mask_mod``.
         full_blocks: blocks that the kernel computes without it.
-        block_mask_bytes: memory of the BlockMask's tensors as torch stores them, in bytes.
+        block_mask_bytes: memory that the tensors of the BlockMask take, in bytes.
+        torch_block_mask_bytes: memory that those of torch's ``create_block_mask`` would take, which list all blocks.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Stats:
     partial_blocks: int
     full_blocks: int
     block_mask_bytes: int
+    torch_block_mask_bytes: int
 
     @property
     def visible_fraction(self) -> float:
@@ -112,8 +114,16 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         blocks=groups * q_blocks * kv_blocks,
         partial_blocks=sets.count(blocks.partial),
         full_blocks=sets.count(blocks.full),
-        block_mask_bytes=groups * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks)),
+        block_mask_bytes=_allocated(bounds, sets),
+        torch_block_mask_bytes=context.full_batch * context.heads * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks)),
     )
+
+
+def _allocated(bounds: RowBounds, sets: BlockSets) -> int:
+    """The bytes that the lists of the BlockMask take; several may be views of one storage."""
+    lists = block_lists(bounds, sets.context, (sets.q_size, sets.kv_size))
+    storages = [tensor.untyped_storage() for pair in lists for tensor in pair]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def row_counts(bounds: RowBounds, blocks: Blocks[Rows], sets: BlockSets) -> Tensor:

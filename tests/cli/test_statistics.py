@@ -85,6 +85,7 @@ def test_statistics(text: str, q_len: int, kv_len: int) -> None:
         "cost": (partial * 8 + in_full) / (q_len * kv_len),
     }
     assert found.pop("block_mask_bytes") > 0
+    assert found.pop("torch_block_mask_bytes") > 0
     assert found.pop("block_size") == [4, 2]
     assert found == pytest.approx(wanted)
 
@@ -108,6 +109,7 @@ def test_the_table_of_one_mask() -> None:
         "block sparsity": "25.00%",
         "partial fill": "41.33%",
         "BlockMask": "96 bytes",
+        "torch's own": "96 bytes",
         "cost against dense": "75.00%",
     }
 
