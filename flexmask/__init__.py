@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flexmask import tracing as tracing
     from flexmask.backends.api import attention
     from flexmask.backends.cache import MaskCache
+    from flexmask.backends.merge import merge_attention
     from flexmask.nn.kv_cache import KVCache
     from flexmask.nn.multihead import MultiheadFlexAttention
     from flexmask.plans.api import plan
@@ -77,6 +78,7 @@ __all__ = [
     "kv_len",
     "masks",
     "maximum",
+    "merge_attention",
     "minimum",
     "param",
     "parse",
@@ -101,6 +103,7 @@ _LAZY = {
     "create_block_mask": "flexmask.tracing.create_block_mask",
     "explain": "flexmask.report.explain",
     "from_mask_mod": "flexmask.tracing.trace",
+    "merge_attention": "flexmask.backends.merge",
     "plan": "flexmask.plans.api",
 }
 #: Packages with public names, which ``flexmask.NAME`` imports.

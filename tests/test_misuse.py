@@ -162,6 +162,7 @@ FUNCTIONS: dict[str, Function] = {
             "backend": "auto",
         },
     ),
+    "merge_attention": (f.merge_attention, {"outputs": [HEADS], "lses": [HEADS[..., 0]]}),
     "attention_weights": (
         f.backends.attention_weights,
         {"query": HEADS, "key": HEADS, "mask": fm.causal(), "scale": None, "score_mod": None, "q_offset": 0},

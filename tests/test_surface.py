@@ -20,7 +20,20 @@ from tests.support.imports import HEAVY, loaded_after
 SURFACE = [
     *("KVCache", "Mask", "MaskCache", "MultiheadFlexAttention", "attention", "b", "causal", "create_block_mask"),
     *("cross_length", "document", "empty", "errors", "explain", "from_dense", "from_mask_mod", "full", "h", "key_padding"),
-    *("kv", "kv_len", "masks", "maximum", "minimum", "param", "parse", "per_document", "per_head", "plan", "prefix_lm"),
+    *(
+        "kv",
+        "kv_len",
+        "masks",
+        "maximum",
+        "merge_attention",
+        "minimum",
+        "param",
+        "parse",
+        "per_document",
+        "per_head",
+        "plan",
+        "prefix_lm",
+    ),
     *("q", "q_len", "query_padding", "sliding_window", "table", "where"),
 ]
 ELSEWHERE = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
 from flexmask.backends.mixed_precision import autocast, autocast_dtype, without_autocast
 from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
+from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.errors import FlexmaskError, LoweringError, OperandError
@@ -50,8 +52,38 @@ EQUIVALENTS = {
     "block_mask": "give it as mask=",
     "is_causal": "write mask='causal'",
     "kernel_options": "the backend 'flex' chooses them",
-    "return_lse": "flexmask.attention gives the output alone",
 }
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskLike | LoweredMask | BlockMask | None = None,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+    **parameters: Any,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskLike | LoweredMask | BlockMask | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
 
 
 @names_explained(EQUIVALENTS)
@@ -68,8 +100,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     backend: str = "auto",
+    return_lse: bool = False,
     **parameters: Any,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * query @ key.T, where the mask is True) @ value``; a fully masked row gives 0.
 
     Args:
@@ -91,6 +124,8 @@ def attention(
             :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
             gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
             blocks of queries, each against the keys that it attends to, with gradients on every device.
+        return_lse: whether to return the logsumexp of each row's scores too, by which :func:`flexmask.merge_attention` joins
+            attention to several parts of the keys.
         parameters: the values of the mask's parameters, e.g. ``n=`` for ``"causal & key_padding(n)"``.
 
     Under ``torch.autocast`` query, key and value are cast to its dtype, as by ``scaled_dot_product_attention``. So theirs may
@@ -119,7 +154,9 @@ def attention(
 
     Returns:
         ``[B, H, q_len, D_v]``, of the query's dtype, or that of autocast. Where an axis has size 0 it is 0 or empty under any
-        mask.
+        mask. With ``return_lse`` a pair of it and ``log(sum(exp(scores)))`` over the keys that a row attends to,
+        ``float32[B, H, q_len]``, float64 for float64 queries: the natural logarithm, of scores after ``scale`` and
+        ``score_mod``, before dropout. It is -inf in a fully masked row, and has gradients where the output has.
 
     Raises:
         ExpressionError: no backend has the name ``backend``, or ``dropout_p`` is not between 0 and 1.
@@ -129,14 +166,14 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    call = checked_call(
-        query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, parameters, "attention"
-    )
-    return attend(call, backend, names_axes=True)
+    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, bool(return_lse)
+    call = checked_call(Call(query, key, value, None, *options), mask, parameters, "attention")
+    out, lse = attend(call, backend, names_axes=True)
+    return out if lse is None else (out, lse)
 
 
-def attend(call: Call, backend: str, *, names_axes: bool = False) -> Tensor:
-    """The output of a call on a backend, inside a ContextParallel that of its rank.
+def attend(call: Call, backend: str, *, names_axes: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The output of a call on a backend, and the logsumexp where it is asked for; inside a ContextParallel those of its rank.
 
     Args:
         call: the call.
@@ -149,17 +186,17 @@ def attend(call: Call, backend: str, *, names_axes: bool = False) -> Tensor:
     return run(call) if parallel is None else parallel.attend(call, run)
 
 
-def _run(call: Call, backend: str, *, names_axes: bool) -> Tensor:
-    """The output of a call on a backend, on one rank."""
+def _run(call: Call, backend: str, *, names_axes: bool) -> tuple[Tensor, Tensor | None]:
+    """As :func:`attend`, on one rank."""
     query, key, value = call.query, call.key, call.value
     if 0 in query.shape or 0 in value.shape:
-        return _empty_output(query, key, value)
+        return _empty_outputs(call)
     chosen = select(call, backend)
     with without_autocast(query):
         if torch.compiler.is_compiling():  # a graph cannot break within a try block on every version of torch
-            return chosen.run(call)
+            return chosen.outputs(call)
         try:
-            return chosen.run(call)
+            return chosen.outputs(call)
         except LoweringError as error:
             if names_axes and isinstance(call.mask, Mask) and _is_swapped(call.mask, query, key, call.q_offset):
                 raise LoweringError(f"{error}. The mask fits query {list(query.shape)} {SWAPPED_AXES_HINT}") from error
@@ -207,6 +244,7 @@ def choose_backend(
     q_offset: int | Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
     **parameters: Any,
 ) -> ChosenBackend:
     """The backend that ``backend="auto"`` takes for the same arguments of :func:`attention`: the first that supports the call.
@@ -223,9 +261,8 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    call = checked_call(
-        query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, parameters, "choose_backend"
-    )
+    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, bool(return_lse)
+    call = checked_call(Call(query, key, value, None, *options), mask, parameters, "choose_backend")
     chosen = select(call)
     name = ChosenBackend(chosen.name)
     name.reasons = {
@@ -252,39 +289,26 @@ def _check_tensors(**tensors: Any) -> None:
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
 
 
-def checked_call(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    score_mod: ScoreMod | None,
-    scale: float | None,
-    enable_gqa: bool,
-    q_offset: int | Tensor,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
-    parameters: Mapping[str, Any] | None = None,
-    caller: str = "",
-) -> Call:
-    """The arguments of :func:`attention` as a call, where they fit each other. Under autocast the tensors are cast here.
+def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = None, caller: str = "") -> Call:
+    """A call with a mask, where the arguments fit each other. Under autocast the tensors are cast here.
 
     The parameters are those of the mask, of which ``caller`` takes the values.
     """
-    _check(query, key, value, enable_gqa)
-    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    _check(call.query, call.key, call.value, call.enable_gqa)
+    query, key, value = (autocast(tensor) for tensor in (call.query, call.key, call.value))
     if not torch.compiler.is_compiling():
-        check_options(score_mod, scale)
+        check_options(call.score_mod, call.scale)
     if isinstance(mask, LoweredMask | BlockMask):
         refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
-        check_sizes(mask, query, key, q_offset)
+        check_sizes(mask, query, key, call.q_offset)
     elif isinstance(mask, Plan):
         raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")
     elif mask is not None:
         mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
     if parameters:
         mask = _bound(mask, parameters, caller)
-    check_dropout(dropout_p)
-    return Call(query, key, value, mask, score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed)
+    check_dropout(call.dropout_p)
+    return call._replace(query=query, key=key, value=value, mask=mask)
 
 
 def _bound(mask: Mask | LoweredMask | BlockMask | None, parameters: Mapping[str, Any], caller: str) -> Mask:
@@ -365,7 +389,13 @@ def _misfit(query: Sequence[int], key: Sequence[int], value: Sequence[int], enab
 OPTIONS = tuple(name for name in inspect.signature(inspect.unwrap(attention)).parameters if name != "parameters")
 
 
-def _empty_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output where an axis has size 0: zeros, with gradients of zeros."""
+def _empty_outputs(call: Call) -> tuple[Tensor, Tensor | None]:
+    """As of :func:`attend` where an axis has size 0: zeros and -inf, with gradients of zeros."""
+    query, key, value = call.query, call.key, call.value
     anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
-    return query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
+    out = query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
+    if not call.return_lse:
+        return out, None
+    if 0 in (query.shape[3], value.shape[3]):
+        raise LoweringError(f"return_lse=True needs heads with channels, got {_shapes(query, key, value)}")
+    return out, torch.full_like(out[..., 0], -math.inf, dtype=precise_dtype(out)) + anchor

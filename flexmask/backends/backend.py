@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.plans.lowered import LoweredMask
+
+#: The output of a call, or a pair of it and the logsumexp.
+Output: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class Call(NamedTuple):
@@ -35,6 +38,7 @@ class Call(NamedTuple):
         q_offset: position of the first query, an int or ``int[B]``.
         dropout_p: probability that a weight is dropped.
         dropout_seed: as the caller gives it; see :meth:`hashes`.
+        return_lse: whether the logsumexp is a result too.
         places: None, or where a call that is a part of another has its heads, queries and keys there: ``int64[H]``,
             ``int64[q_len]`` and ``int64[kv_len]``. The same weights are dropped as in the whole.
     """
@@ -50,6 +54,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
     places: tuple[Tensor, Tensor, Tensor] | None = None
+    return_lse: bool = False
 
     def hashes(self) -> Hashes | None:
         """The hashes of dropout on the query's device; None without dropout."""
@@ -73,14 +78,14 @@ class Backend:
         name: what ``backend=`` takes.
         supports: gives None for a call that ``run`` can compute, else the reason why it cannot, as a sentence that says what to
             change.
-        run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts. It runs
-            without autocast.
+        run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts; where its
+            ``return_lse`` is True, a pair of it and the logsumexp ``[B, H, q_len]``. It runs without autocast.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
     """
 
     name: str
     supports: Callable[[Call], str | None]
-    run: Callable[[Call], Tensor]
+    run: Callable[[Call], Output]
     preferred_on: tuple[str, ...] = ()
 
     def reason_against(self, call: Call) -> str | None:
@@ -96,6 +101,18 @@ class Backend:
                 f"cannot, as a string; it returned {kind_of(reason)}"
             )
         return reason
+
+    def outputs(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """The output of a call, and the logsumexp where it is asked for.
+
+        Raises:
+            OperandError: ``run`` returns another number of tensors.
+        """
+        found = self.run(call)
+        if isinstance(found, tuple) != call.return_lse:
+            wanted = "the output and the logsumexp, as return_lse=True" if call.return_lse else "the output alone"
+            raise OperandError(f"run of the backend {self.name!r} must return {wanted}, got {kind_of(found)}")
+        return found if isinstance(found, tuple) else (found, None)
 
 
 _BACKENDS: dict[str, Backend] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexmask._transforms import has_values, is_captured, is_transformed
-from flexmask.backends.backend import Backend, Call
+from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
 from flexmask.backends.score_mods import check_scores
@@ -59,7 +59,7 @@ def _supports(call: Call) -> str | None:
     return None
 
 
-def _run(call: Call) -> Tensor:
+def _run(call: Call) -> Output:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
     if call.score_mod is not None and not torch.compiler.is_compiling():
@@ -83,9 +83,13 @@ def _run(call: Call) -> Tensor:
     if _is_prefill(query, key, mask):
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     hashes = call.hashes()
-    if hashes is None:
+    if hashes is not None:
+        out, lse = _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, hashes, options)
+    elif call.return_lse:
+        out, lse = _call_with_lse(query, key, value, score_mod=call.score_mod, **options)
+    else:
         return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
-    return _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, hashes, options)
+    return (out, lse) if call.return_lse else out
 
 
 def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:
@@ -101,8 +105,8 @@ def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:
 
 def _call_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, p: float, hashes: Hashes, options: dict[str, Any]
-) -> Tensor:
-    """Attention with dropped scores at -inf, rescaled from the sum of the kept weights to the sum of all weights.
+) -> tuple[Tensor, Tensor]:
+    """Attention with dropped scores at -inf, rescaled from the sum of the kept weights to that of all, and the logsumexp of all.
 
     The hashes of rows and keys are computed before the kernel, which reads them: Inductor repeats an expression of a
     ``score_mod`` at each use, so that hashing there would take minutes to compile.
@@ -116,12 +120,17 @@ def _call_with_dropout(
         keep = keep_weights(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
         return torch.where(keep > 0, score, -math.inf)
 
+    out, remaining = _call_with_lse(query, key, value, score_mod=dropped, **options)
+    _, complete = _call_with_lse(query, key, value, score_mod=score_mod, **options)
+    seen = complete > -math.inf
+    share = torch.where(seen, remaining - torch.where(seen, complete, 0), -math.inf).exp()
+    return (out * (share / (1 - p if p < 1 else 1)).unsqueeze(-1)).to(out.dtype), complete
+
+
+def _call_with_lse(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     call = _uncompiled if _inference_only(query) else _call  # the compiled CPU kernels return no logsumexp
-    out, remaining = call(query, key, value, score_mod=dropped, return_aux=AuxRequest(lse=True), **options)
-    _, complete = call(query, key, value, score_mod=score_mod, return_aux=AuxRequest(lse=True), **options)
-    seen = complete.lse > -math.inf
-    share = torch.where(seen, remaining.lse - torch.where(seen, complete.lse, 0), -math.inf).exp()
-    return cast(Tensor, (out * (share / (1 - p if p < 1 else 1)).unsqueeze(-1)).to(out.dtype))
+    out, aux = call(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    return out, aux.lse
 
 
 def _inference_only(tensor: Tensor) -> bool:

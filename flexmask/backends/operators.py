@@ -23,24 +23,24 @@ from flexmask.backends.unchanged import Unchanged
 from flexmask.lowering.mask_mod import MaskMod
 
 #: The values of a Problem as arguments of an operator.
-TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?"
+TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool"
 SCHEMA = ", ".join(f"{kind} {name}" for kind, name in zip(TYPES, Problem._fields, strict=True))
 #: How many values a Problem has, and of these the number that have no gradient.
 SIZE = len(Problem._fields)
 CONSTANTS = SIZE - 3
 
 
-def attend_tiles(problem: Problem) -> Tensor:
-    """The output, [B, H, Q, Dv]."""
+def attend_tiles(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The output, [B, H, Q, Dv], and the logsumexp, [B, H, Q] where the problem asks for it."""
     if torch.compiler.is_compiling() and not callable(problem.cells):
-        out, _ = _block_sdpa(*problem)
+        found = _block_sdpa(*problem)
     elif _is_differentiated(*problem.tensors):
         if callable(problem.cells):
             problem = problem._replace(cells=Unchanged(problem.cells))
-        out, _ = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
+        found = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
     else:
-        out, _ = _Attention.forward(*problem)
-    return cast(Tensor, out)
+        found = _Attention.forward(*problem)
+    return cast("tuple[Tensor, Tensor]", found)
 
 
 def fused_with_tiles(
@@ -73,7 +73,7 @@ def _is_differentiated(*tensors: Tensor) -> bool:
     return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
 
 
-def _save(ctx: Any, tensors: tuple[Tensor, ...], problem: Problem) -> None:
+def _save(ctx: Any, tensors: tuple[Tensor | None, ...], problem: Problem) -> None:
     """Saves tensors, those of a problem and its other values for derivatives."""
     ctx.plain = [None if isinstance(value, Tensor) else value for value in problem]
     kept = *tensors, *(value if isinstance(value, Tensor) else None for value in problem)
@@ -81,7 +81,7 @@ def _save(ctx: Any, tensors: tuple[Tensor, ...], problem: Problem) -> None:
     ctx.save_for_forward(*kept)
 
 
-def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Problem]:
+def _saved(ctx: Any) -> tuple[tuple[Any, ...], Problem]:
     saved = ctx.saved_tensors  # checkpoints give them once
     tensors, kept = saved[:-SIZE], saved[-SIZE:]
     return tensors, Problem(*(plain if tensor is None else tensor for tensor, plain in zip(kept, ctx.plain, strict=True)))
@@ -98,10 +98,12 @@ def _block_sdpa(*values: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "flexmask::block_sdpa_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor logsumexp, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor logsumexp, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def _block_sdpa_backward(grad: Tensor, out: Tensor, logsumexp: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, out, logsumexp, _with_own_bounds(Problem(*values)))
+def _block_sdpa_backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, *values: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(grad, grad_lse, out, logsumexp, _with_own_bounds(Problem(*values)))
 
 
 def _with_own_bounds(problem: Problem) -> Problem:
@@ -112,22 +114,29 @@ def _with_own_bounds(problem: Problem) -> Problem:
 @_block_sdpa.register_fake
 def _(*values: Any) -> tuple[Tensor, Tensor]:
     problem = Problem(*values)
-    return empty_output(problem.query, problem.value), empty_logsumexp(problem.query, is_fused=problem.is_fused)
+    return empty_output(problem.query, problem.value), empty_logsumexp(problem.query, is_kept=problem.keeps_lse)
 
 
 @_block_sdpa_backward.register_fake
-def _(grad: Tensor, out: Tensor, logsumexp: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = Problem(*values).tensors
+def _(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = Problem(*values[-SIZE:]).tensors
     return empty_output(query, query), empty_output(key, key), empty_output(value, value)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     _save(ctx, output, Problem(*inputs))
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    outputs, problem = _saved(ctx)
-    return (*_block_sdpa_backward(grad, *outputs, *problem), *[None] * CONSTANTS)
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_block_sdpa_backward(*_backward_values(ctx, *grads)), *[None] * CONSTANTS)
+
+
+def _backward_values(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    """The arguments of the gradient, for those of the output and the logsumexp that there are."""
+    (out, logsumexp), problem = _saved(ctx)
+    grad = torch.zeros_like(out) if grad is None else grad
+    return grad, grad_lse if problem.with_lse else None, out, logsumexp, *problem
 
 
 _block_sdpa.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -148,20 +157,26 @@ class _Attention(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
+        if not Problem(*inputs).with_lse:
+            ctx.mark_non_differentiable(output[1])
         _save_inputs(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        outputs, problem = _saved(ctx)
-        compute = _Gradient.apply if _is_differentiated(grad, *problem.tensors, *outputs) else _Gradient.forward
-        return (*compute(grad, *outputs, *problem), *[None] * CONSTANTS)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        values = _backward_values(ctx, *grads)
+        tensors = [value for value in values[:-CONSTANTS] if value is not None]
+        compute = _Gradient.apply if _is_differentiated(*tensors) else _Gradient.forward
+        return (*compute(*values), *[None] * CONSTANTS)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
         _, problem = _saved(ctx)
+        tangents = tuple(
+            torch.zeros_like(tensor) if one is None else one for one, tensor in zip(tangents, problem.tensors, strict=False)
+        )
         with outer_tangents():
-            return tangent(_without_tangents(problem), tangents[:3]), None
+            of_out, of_lse = tangent(_without_tangents(problem), tangents)
+            return of_out, of_lse if problem.with_lse else None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
@@ -170,35 +185,37 @@ class _Attention(Function):
 
 
 class _Gradient(Function):
-    """The gradient of attention in tiles by query, key and value, as a function of the output's gradient and of these."""
+    """The gradient of attention in tiles by query, key and value, as a function of the outputs' gradients and of these."""
 
     @staticmethod
     def forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad, out, logsumexp, *rest = values
+        grad, grad_lse, out, logsumexp, *rest = values
         problem = Problem(*rest)
         if not callable(problem.cells) and is_observed(problem.query):
             return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*values))
-        return backward(grad, out, logsumexp, problem)
+        return backward(grad, grad_lse, out, logsumexp, problem)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _save(ctx, inputs[:1], Problem(*inputs[3:]))
+        _save(ctx, inputs[:2], Problem(*inputs[4:]))
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), problem = _saved(ctx)
-        # The output is a function of the others, so it has no gradient of its own.
-        constants = [None] * CONSTANTS
-        return tangent(problem, tangents), None, None, *hessian_product(grad, problem, tangents), *constants
+        (grad, grad_lse), problem = _saved(ctx)
+        of_out, of_lse = tangent(problem, tangents)
+        by_tensors = hessian_product(grad, grad_lse, problem, tangents)
+        # The outputs are functions of the others, so they have no gradient of their own.
+        return of_out, None if grad_lse is None else of_lse, None, None, *by_tensors, *[None] * CONSTANTS
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        (grad,), problem = _saved(ctx)
+        (grad, grad_lse), problem = _saved(ctx)
         with outer_tangents():
             grad, problem = without_tangent(grad), _without_tangents(problem)
+            grad_lse = None if grad_lse is None else without_tangent(grad_lse)
             outputs = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
-            linear = _Gradient.apply(tangents[0], *outputs, *problem)  # type: ignore[no-untyped-call]
-            curved = hessian_product(grad, problem, tangents[3:6])
+            linear = _Gradient.apply(*tangents[:2], *outputs, *problem)  # type: ignore[no-untyped-call]
+            curved = hessian_product(grad, grad_lse, problem, tangents[4:7])
         return tuple(one + other for one, other in zip(linear, curved, strict=True))
 
     @staticmethod
@@ -231,7 +248,8 @@ class _Fused(Function):
         query, key, value, out, bounds = ctx.saved_tensors
         bounds = _plain_bounds(query, key, ctx.is_causal) if bounds is None else bounds
         problem = Problem(query, key, value, bounds, None, ctx.scale)
-        grads = _Gradient.apply(grad, out, empty_logsumexp(query, is_fused=False), *problem)  # type: ignore[no-untyped-call]
+        logsumexp = empty_logsumexp(query, is_kept=False)
+        grads = _Gradient.apply(grad, None, out, logsumexp, *problem)  # type: ignore[no-untyped-call]
         return None, *grads, None, None, None
 
 
@@ -254,9 +272,12 @@ def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -
         in_dims: the mapped axis of each argument; None where it has none.
         values: tensors of the batch, then those of a problem.
     """
-    tensors = [_mapped_first(tensor, dim, size) for tensor, dim in zip(values[:-CONSTANTS], in_dims, strict=False)]
-    batch = tensors[0].size(1)
+    tensors = [
+        None if tensor is None else _mapped_first(tensor, dim, size)
+        for tensor, dim in zip(values[:-CONSTANTS], in_dims, strict=False)
+    ]
     problem, dims = Problem(*values[-SIZE:]), Problem(*in_dims[-SIZE:])
+    batch = _mapped_first(problem.query, dims.query, size).size(1)
     bounds, cells, rows, keys = _broadcast(problem.bounds, dims.bounds, size, batch), problem.cells, problem.rows, problem.keys
     if isinstance(cells, Tensor):
         cells = _broadcast(cells, dims.cells, size, batch)
@@ -265,7 +286,7 @@ def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -
     if rows is not None and keys is not None:
         rows, keys = _mapped_first(rows, dims.rows, size).flatten(0, 1), _broadcast(keys, dims.keys, size, batch)
     constants = problem._replace(bounds=bounds, cells=cells, rows=rows, keys=keys)[-CONSTANTS:]
-    return *(tensor.flatten(0, 1) for tensor in tensors), *constants
+    return *(None if tensor is None else tensor.flatten(0, 1) for tensor in tensors), *constants
 
 
 def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:

@@ -12,7 +12,7 @@ from flexmask.backends.backend import Call
 from flexmask.errors import LoweringError
 
 #: Computes a call in this process.
-Run: TypeAlias = Callable[[Call], Tensor]
+Run: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 
 class Parallel(Protocol):
@@ -30,8 +30,8 @@ class Parallel(Protocol):
         """The positions of the tokens of this process in the whole sequence, ``int64[n]``."""
         ...
 
-    def attend(self, call: Call, run: Run) -> Tensor:
-        """The output of a call whose query, key and value have the tokens of this process alone."""
+    def attend(self, call: Call, run: Run) -> tuple[Tensor, Tensor | None]:
+        """The output and the logsumexp of a call whose query, key and value have the tokens of this process alone."""
         ...
 
 

@@ -27,6 +27,7 @@ class Problem(NamedTuple):
         dropout_p: probability that a weight is dropped; the others grow by 1 / (1 - dropout_p).
         rows: the two hashes of each row for dropout (see `dropout`), int32[B, H, Q, 2]; None without dropout.
         keys: the hash of each key, int32[1 or B, 1, 1, KV].
+        with_lse: whether the logsumexp of the scores of each row is a result too, [B, H, Q]: -inf in fully masked rows.
     """
 
     query: Tensor
@@ -38,6 +39,7 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     rows: Tensor | None = None
     keys: Tensor | None = None
+    with_lse: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +50,11 @@ class Problem(NamedTuple):
     def is_fused(self) -> bool:
         """Whether a tile is one call of the fused kernel."""
         return self.rows is None and has_fused_kernel(*self.tensors)
+
+    @property
+    def keeps_lse(self) -> bool:
+        """Whether the forward pass keeps the logsumexp: the fused kernel gives it, and its gradient takes it."""
+        return self.with_lse or self.is_fused
 
     def precise(self) -> Problem:
         """With query, key and value in the dtype in which scores and derivatives are computed."""

@@ -54,30 +54,31 @@ def _tile_tangents(problem: Problem, tangents: Sequence[Tensor]) -> Iterator[tup
         q, k, v = problem.parts(tile)
         q, q_tangent = q * problem.scale, tile.fold(query_tangent) * problem.scale
         k_tangent, v_tangent = tile.gather_keys(key_tangent), tile.gather_keys(value_tangent)
-        weights = compute_weights(tile, q, k, problem.visible(tile))
+        weights, _ = compute_weights(tile, q, k, problem.visible(tile))
         scores_tangent = q_tangent @ k.mT + q @ k_tangent.mT
         mean = (weights * scores_tangent).sum(-1, keepdim=True)
         factors = problem.factors(tile)
         yield tile, _TileTangents(q, k, v, q_tangent, k_tangent, v_tangent, weights, scores_tangent - mean, mean, factors)
 
 
-def tangent(problem: Problem, tangents: Sequence[Tensor]) -> Tensor:
-    """The tangent of the output, [B, H, Q, Dv]: the Jacobian times the tangents of query, key and value."""
-    query, value = problem.query, problem.value
-    parts = []
+def tangent(problem: Problem, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The tangents of the output, [B, H, Q, Dv], and the logsumexp, [B, H, Q], along those of query, key and value."""
+    query = problem.query
+    parts, means = [], []
     with without_autocast(query):
         for tile, change in _tile_tangents(problem, tangents):
             weights_tangent = change.weights * change.scores_tangent * change.factors
             part = weights_tangent @ change.v + change.weights * change.factors @ change.v_tangent
             parts.append(tile.unfold(part))
-    return torch.cat(parts, 2).to(query.dtype) if parts else query.new_zeros(*query.shape[:3], value.size(3))
+            means.append(tile.unfold(change.mean).squeeze(-1))
+    return torch.cat(parts, 2).to(query.dtype), torch.cat(means, 2)
 
 
-def hessian_product(grad: Tensor, problem: Problem, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def hessian_product(grad: Tensor, grad_lse: Tensor | None, problem: Problem, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tangents of the gradients of query, key and value: the Hessian of ``(grad * out).sum()`` times the tangents.
 
     It is the gradient of ``(grad * tangent).sum() = sum(G * P * (S - sum(P * S)) + H * P)``, with P the weights, S the tangent of
-    the scores, ``G = grad @ v.mT`` and ``H = grad @ v_tangent.mT``.
+    the scores, ``G = grad @ v.mT`` and ``H = grad @ v_tangent.mT``; with the logsumexp, also of ``sum(grad_lse * P * S)``.
     """
     query, key, value = problem.tensors
     query_parts, key_parts, value_parts, places = [], [], [], []
@@ -89,13 +90,14 @@ def hessian_product(grad: Tensor, problem: Problem, tangents: Sequence[Tensor]) 
             mean = (weights * by_value).sum(-1, keepdim=True)
             first = weights * (by_value - mean)
             by_weights = by_value * change.scores_tangent - mean * (change.scores_tangent + change.mean) + by_change
+            if grad_lse is not None:
+                by_lse = tile.fold(grad_lse.unsqueeze(-1))
+                first, by_weights = first + weights * by_lse, by_weights + by_lse * change.scores_tangent
             second = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True))
             query_parts.append(tile.unfold(first @ change.k_tangent + second @ change.k) * problem.scale)
             key_parts.append(first.mT @ change.q_tangent + second.mT @ change.q)
             value_parts.append((weights * change.scores_tangent * change.factors).mT @ g)
             places.append(tile.indices(query.device)[3])
-    if not places:
-        return tuple(torch.zeros_like(tensor) for tensor in problem.tensors)
     at = torch.cat(places)
     sums = [
         torch.zeros_like(total, dtype=grad.dtype).index_add(2, at, torch.cat(parts, 2))
@@ -107,24 +109,23 @@ def hessian_product(grad: Tensor, problem: Problem, tangents: Sequence[Tensor]) 
 # ---------------------------------------------------------------- with a score_mod
 
 
-def attend_with_score_mod(problem: Problem, score_mod: ScoreMod) -> Tensor:
-    """The output with a score_mod, [B, H, Q, Dv], in operations that torch differentiates."""
+def attend_with_score_mod(problem: Problem, score_mod: ScoreMod) -> tuple[Tensor, Tensor | None]:
+    """The output with a score_mod, [B, H, Q, Dv], and the logsumexp, in operations that torch differentiates."""
     query, key, value = problem.tensors
     tiles = problem.tiling().tiles
-    if not tiles:
-        anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
-        return query.new_zeros(*query.shape[:3], value.size(3)) + anchor
     score_mod = over_indices(score_mod)
     transformed = is_transformed(query, key, value)
     isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
 
-    def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         given = problem._replace(query=query, key=key, value=value)
-        out = attend(given, tile, score_mod, isolate_nonfinite=isolate_nonfinite)
-        return tile.unfold(out).to(query.dtype)
+        out, logsumexp = attend(given, tile, score_mod, isolate_nonfinite=isolate_nonfinite)
+        return tile.unfold(out).to(query.dtype), None if logsumexp is None else tile.unfold(logsumexp).squeeze(-1)
 
     if transformed:  # transforms cannot differentiate checkpoints
-        return torch.cat([compute(tile, query, key, value) for tile in tiles], 2)
-    # Checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time.
-    repeated = compute if torch.compiler.is_compiling() else Unchanged(compute, problem.bounds)
-    return torch.cat([checkpoint(repeated, tile, query, key, value, use_reentrant=False) for tile in tiles], 2)
+        found = [compute(tile, query, key, value) for tile in tiles]
+    else:  # checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time
+        repeated = compute if torch.compiler.is_compiling() else Unchanged(compute, problem.bounds)
+        found = [checkpoint(repeated, tile, query, key, value, use_reentrant=False) for tile in tiles]
+    parts, logsumexps = zip(*found, strict=True)
+    return torch.cat(parts, 2), torch.cat(logsumexps, 2) if problem.with_lse else None

@@ -5,13 +5,14 @@ Shapes as in `tile`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask.backends.fused_kernel import fused_backward, fused_forward, has_fused_kernel
+from flexmask.backends.fused_kernel import fused_backward, fused_forward
 from flexmask.backends.mixed_precision import without_autocast
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Tile
@@ -21,6 +22,8 @@ from flexmask.backends.tile_weights import attend, compute_weights, drop_weights
 FUSED_SCORES = 2**26
 UNFUSED_SCORES = 2**25
 UNFUSED_SCORES_PER_THREAD = 2**19
+# The channels that are added for the gradient of the logsumexp: one is enough, and kernels are faster with whole vectors.
+CHANNELS = 16
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
@@ -31,50 +34,60 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty_strided((batch, heads, q_len, width), (q_len * heads * width, width, heads * width, 1))
 
 
-def empty_logsumexp(query: Tensor, *, is_fused: bool) -> Tensor:
-    """An empty [B, H, Q] in the layout of the fused kernel, or [0, H, Q] where that is not used."""
+def empty_logsumexp(query: Tensor, *, is_kept: bool) -> Tensor:
+    """An empty [B, H, Q] in the layout of the fused kernel, or [0, H, Q] where it is not kept."""
     batch, heads, q_len, _ = query.shape
-    batch = batch if is_fused else 0
+    batch = batch if is_kept else 0
     return query.new_empty_strided((batch, heads, q_len), (q_len * heads, 1, heads), dtype=precise_dtype(query))
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output, [B, H, Q, Dv], and the logsumexp of the scores for `backward`: see `empty_logsumexp`."""
+    """The output, [B, H, Q, Dv], and the logsumexp of the scores, which the fused kernel keeps for `backward` in any case."""
     query, is_fused = problem.query, problem.is_fused
-    most_scores = FUSED_SCORES if problem.rows is None else _unfused_scores(query)
+    has_kernel = is_fused or (problem.rows is None and not problem.with_lse)
+    most_scores = FUSED_SCORES if has_kernel else _unfused_scores(query)
     tiling = problem.tiling(most_scores, in_bands=is_fused and problem.cells is None)
-    out, logsumexp = empty_output(query, problem.value), empty_logsumexp(query, is_fused=is_fused)
+    out, logsumexp = empty_output(query, problem.value), empty_logsumexp(query, is_kept=problem.keeps_lse)
     for tile, bias, fully_masked_rows in tiling.with_biases(problem.cells, query.dtype):
         q, k, v = problem.parts(tile)
         if is_fused:
-            part, part_logsumexp = fused_forward(q, k, v, bias, problem.scale)
-            tile.write(logsumexp.unsqueeze(-1), part_logsumexp.unsqueeze(-1))
-        elif problem.rows is None:
-            part = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale)
+            part, lse = fused_forward(q, k, v, bias, problem.scale)
+        elif has_kernel:
+            part, lse = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale), None
         else:
-            part = _dropped_sdpa(problem, tile, bias)
+            part, lse = _unfused_forward(problem, tile, bias)
         if fully_masked_rows is not None:
             part = part.masked_fill_(fully_masked_rows, 0)  # out of place it would have another layout
+            lse = None if lse is None else lse.masked_fill(fully_masked_rows.squeeze(-1), -math.inf)
         tile.write(out, part)
+        if lse is not None:
+            tile.write(logsumexp.unsqueeze(-1), lse.unsqueeze(-1))
     if tiling.fully_masked is not None:
         out.masked_fill_(tiling.fully_masked, 0)
+        if problem.keeps_lse:
+            logsumexp.masked_fill_(tiling.fully_masked.squeeze(-1), -math.inf)
     if has_nonfinite(out):  # computed again, so that NaN and inf reach only the rows that attend to them
         for tile in problem.tiling(_unfused_scores(query)).tiles:
             if has_nonfinite(out[tile.slices]):
-                tile.write(out, attend(problem, tile, isolate_nonfinite=True).to(out.dtype))
+                part, lse = attend(problem, tile, isolate_nonfinite=True)
+                tile.write(out, part.to(out.dtype))
+                if lse is not None:
+                    tile.write(logsumexp.unsqueeze(-1), lse)
     return out, logsumexp
 
 
-def _dropped_sdpa(problem: Problem, tile: Tile, bias: Tensor | None) -> Tensor:
-    """As scaled_dot_product_attention, with dropout; computed in float32 at least."""
+def _unfused_forward(problem: Problem, tile: Tile, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """As `fused_forward`, with dropout; computed in float32 at least."""
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
-    used = drop_weights(_weights(q * problem.scale, k, bias), problem.keep(tile))
-    return (used @ v).mul_(problem.kept_scale).to(problem.query.dtype)
+    scores = _scores(q * problem.scale, k, bias)
+    lse = torch.logsumexp(scores, -1) if problem.with_lse else None
+    used = drop_weights(torch.softmax(scores, -1), problem.keep(tile))
+    return (used @ v).mul_(problem.kept_scale).to(problem.query.dtype), lse
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     scores = q @ k.mT
-    return torch.softmax(scores if bias is None else scores.add_(bias), -1)
+    return scores if bias is None else scores.add_(bias)
 
 
 def _unfused_scores(query: Tensor) -> int:
@@ -82,14 +95,20 @@ def _unfused_scores(query: Tensor) -> int:
     return UNFUSED_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else UNFUSED_SCORES
 
 
-def backward(grad: Tensor, out: Tensor, logsumexp: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, computed in float32 at least."""
-    query = problem.query
-    dtype, is_fused = query.dtype, len(logsumexp) > 0 and has_fused_kernel(*problem.tensors)
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value by those of the output and of the logsumexp, computed in float32 at least."""
+    tensors = query, *_ = problem.tensors
+    is_fused = len(logsumexp) > 0 and problem.is_fused
+    problem, grad, out = problem.precise(), grad.to(precise_dtype(grad)), out.to(precise_dtype(out))
+    if grad_lse is not None:
+        problem, grad, out = _with_channel(problem, grad, grad_lse, out)
     tiling = problem.tiling(FUSED_SCORES if is_fused else _unfused_scores(query), in_bands=is_fused and problem.cells is None)
     if tiling.fully_masked is not None:
         grad = grad.masked_fill(tiling.fully_masked, 0)
-    problem, grad, out = problem.precise(), grad.to(precise_dtype(grad)), out.to(precise_dtype(out))
+    if tiling.fully_masked is not None or problem.cells is not None:  # so that the kernel has weights of 0 in these rows
+        logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, math.inf)
 
     def of_tiles() -> Iterator[tuple[Tile, tuple[Tensor, Tensor, Tensor]]]:
         for tile, bias, fully_masked_rows in tiling.with_biases(problem.cells, problem.query.dtype):
@@ -106,9 +125,23 @@ def backward(grad: Tensor, out: Tensor, logsumexp: Tensor, problem: Problem) -> 
         grads = _sums(problem, of_tiles())
         if has_nonfinite(grads[0]):
             tiles = problem.tiling(_unfused_scores(query)).tiles
-            grads = _sums(problem, ((tile, _isolating_gradients(problem, tile, tile.fold(grad))) for tile in tiles))
-    grad_query, grad_key, grad_value = (total.to(dtype) for total in grads)
+            grads = _sums(problem, ((tile, _isolating_gradients(problem, tile, grad, grad_lse)) for tile in tiles))
+    if grad_lse is not None:
+        grads = [empty_output(one, one).copy_(total[..., : one.size(3)]) for one, total in zip(tensors, grads, strict=True)]
+    grad_query, grad_key, grad_value = (total.to(query.dtype) for total in grads)
     return grad_query, grad_key, grad_value
+
+
+def _with_channel(problem: Problem, grad: Tensor, grad_lse: Tensor, out: Tensor) -> tuple[Problem, Tensor, Tensor]:
+    """With more channels, by which gradients of the output have that of the logsumexp.
+
+    The gradient of the scores is ``weights * (grad @ v.mT - (grad * out).sum(-1) + grad_lse)``. A channel in which values are 0,
+    ``grad`` is 1 and ``out`` is ``-grad_lse`` makes the last term a part of the sum.
+    """
+    query, key, value, grad, out = (F.pad(tensor, (0, CHANNELS)) for tensor in (*problem.tensors, grad, out))
+    grad[..., -1] = 1
+    out[..., -1] = -grad_lse
+    return problem._replace(query=query, key=key, value=value), grad, out
 
 
 def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, Tensor, Tensor]]]) -> list[Tensor]:
@@ -127,7 +160,7 @@ def _unfused_gradients(
     """The gradients of the folded query, key and value of a tile."""
     q, k, v = problem.parts(tile)
     q = q * problem.scale
-    used = weights = _weights(q, k, bias)
+    used = weights = torch.softmax(_scores(q, k, bias), -1)
     mean = (grad * out).sum(-1, keepdim=True)
     keep = problem.keep(tile)
     if keep is not None:
@@ -137,15 +170,16 @@ def _unfused_gradients(
     return (grad_scores @ k).mul_(problem.scale), grad_scores.mT @ q, grad_value
 
 
-def _isolating_gradients(problem: Problem, tile: Tile, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _isolating_gradients(problem: Problem, tile: Tile, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """As `_unfused_gradients`, where NaN and inf of keys and values reach only the rows that attend to them."""
     q, k, v = problem.parts(tile)
-    q, visible = q * problem.scale, problem.visible(tile)
+    q, visible, grad = q * problem.scale, problem.visible(tile), tile.fold(grad)
     nonfinite_keys = ~k.isfinite().all(-1)
-    weights = compute_weights(tile, q, k, visible, nonfinite_keys=None if visible is None else nonfinite_keys)
+    weights, _ = compute_weights(tile, q, k, visible, nonfinite_keys=None if visible is None else nonfinite_keys)
     factors = problem.factors(tile)
     grad_weights = grad @ v.masked_fill(~v.isfinite(), 0).mT * factors
-    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+    mean = (weights * grad_weights).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - (mean if grad_lse is None else mean - tile.fold(grad_lse.unsqueeze(-1))))
     if visible is not None:  # in rows with NaN also where weights are 0
         grad_scores = tile.unfold(grad_scores).masked_fill(~visible, 0).reshape(weights.shape)
     grad_q = grad_scores @ k.masked_fill(nonfinite_keys.unsqueeze(-1), 0) * problem.scale

@@ -16,8 +16,10 @@ from flexmask.backends.tile import Tile
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attend(problem: Problem, tile: Tile, score_mod: ScoreMod | None = None, *, isolate_nonfinite: bool = False) -> Tensor:
-    """The folded output of a tile, in float32 at least.
+def attend(
+    problem: Problem, tile: Tile, score_mod: ScoreMod | None = None, *, isolate_nonfinite: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The folded output of a tile, in float32 at least, and the logsumexp of its scores where the problem asks for it.
 
     Args:
         problem: what is computed.
@@ -28,17 +30,17 @@ def attend(problem: Problem, tile: Tile, score_mod: ScoreMod | None = None, *, i
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
     q, visible = q * problem.scale, problem.visible(tile)
     nonfinite_keys = ~k.isfinite().all(-1) if isolate_nonfinite and visible is not None else None
-    weights = compute_weights(tile, q, k, visible, score_mod, nonfinite_keys)
+    weights, logsumexp = compute_weights(tile, q, k, visible, score_mod, nonfinite_keys, with_lse=problem.with_lse)
     used = weights if problem.rows is None else weights * problem.factors(tile)
     if nonfinite_keys is None:
-        return used @ v
+        return used @ v, logsumexp
     # A weight of 0 times NaN is NaN, so such values are left out of the product and added where their weight is positive.
     out = used @ v.masked_fill(~v.isfinite(), 0)
     attended = (used.detach() > 0).to(v.dtype)
     for number in (math.inf, -math.inf, math.nan):
         here = v.isnan() if math.isnan(number) else v == number
         out = out + torch.where(attended @ here.to(v.dtype) > 0, number, 0)
-    return out
+    return out, logsumexp
 
 
 def compute_weights(
@@ -48,8 +50,10 @@ def compute_weights(
     visible: Tensor | None,
     score_mod: ScoreMod | None = None,
     nonfinite_keys: Tensor | None = None,
-) -> Tensor:
-    """The folded weights of a tile before dropout: 0 in fully masked rows.
+    *,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The folded weights of a tile before dropout, and the logsumexp [b, n, g * m, 1]: 0 and -inf in fully masked rows.
 
     Args:
         tile: the tile.
@@ -58,6 +62,7 @@ def compute_weights(
         visible: as of `Tile.visible`.
         score_mod: as of `attend`.
         nonfinite_keys: bool [b, n, t], keys with NaN or inf, whose scores are 0 where they are not visible.
+        with_lse: whether to compute the logsumexp.
     """
     if nonfinite_keys is None:
         scores = tile.unfold(q @ k.mT)
@@ -71,10 +76,12 @@ def compute_weights(
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     fully_masked = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(fully_masked, 0), -1).masked_fill(fully_masked, 0)
+    scores = scores.masked_fill(fully_masked, 0)
+    weights = torch.softmax(scores, -1).masked_fill(fully_masked, 0)
+    logsumexp = torch.logsumexp(scores, -1, keepdim=True).masked_fill(fully_masked, -math.inf) if with_lse else None
     if nonfinite_keys is not None and visible is not None:  # all weights of a row with NaN are NaN
         weights = weights.masked_fill(~visible, 0)
-    return weights.reshape(*q.shape[:3], k.size(2))
+    return weights.reshape(*q.shape[:3], k.size(2)), None if logsumexp is None else logsumexp.reshape(*q.shape[:3], 1)
 
 
 def drop_weights(weights: Tensor, keep: Tensor | None) -> Tensor:

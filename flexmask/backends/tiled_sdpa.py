@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
-from flexmask.backends.backend import Backend, Call
+from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.problem import Problem, precise_dtype
@@ -37,8 +37,8 @@ from flexmask.plans.fused import Fused, fused_kind
 Visible: TypeAlias = tuple[Tensor, Cells]
 
 
-def attend(problem: Problem, score_mod: ScoreMod | None = None) -> Tensor:
-    """The output [B, H, Q, Dv] of a problem; a fully masked row gives 0, and gradient 0.
+def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor | None]:
+    """The output [B, H, Q, Dv] of a problem, and the logsumexp; a fully masked row gives 0 and -inf, and gradient 0.
 
     One graph of `torch.compile` serves all values of the bounds: without a callable it is one operator, with one it is the
     operations of a few tiles of all keys.
@@ -53,12 +53,12 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> Tensor:
     """
     if score_mod is not None:
         return attend_with_score_mod(problem, score_mod)
-    if problem.cells is None and problem.rows is None:
+    if problem.cells is None and problem.rows is None and not problem.with_lse:
         if (run := _one_interval(problem)) is not None:
             query, key, value = problem.tensors
-            return fused_sdpa(query, key[:, :, run], value[:, :, run], problem.scale, is_causal=False)
+            return fused_sdpa(query, key[:, :, run], value[:, :, run], problem.scale, is_causal=False), None
         if (out := _whole_sdpa(problem)) is not None:
-            return out
+            return out, None
     return attend_tiles(problem)
 
 
@@ -114,19 +114,22 @@ def _supports(call: Call) -> str | None:
     return None
 
 
-def _run(call: Call) -> Tensor:
+def _run(call: Call) -> Output:
     query, key, value, hashes = call.query, call.key, call.value, call.hashes()
     is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
     fusible = (is_real or is_graph) and not is_transformed(query, key, value)
     # torch's causal kernel multiplies the -inf of hidden cells by the scale: NaN unless that is positive.
     is_positive = call.scale is None or call.scale > 0
-    plain = call.score_mod is None and hashes is None and fusible and is_positive
+    plain = call.score_mod is None and hashes is None and fusible and is_positive and not call.return_lse
     fused, visible = _visible(call, plain=plain)
     scale = 1 / math.sqrt(query.size(-1)) if call.scale is None else call.scale
     if visible is None:
         return fused_sdpa(query, key, value, scale, is_causal=fused == "causal")
-    return attend(Problem(query, key, value, *visible, scale, call.dropout_p, *(hashes or ())), call.score_mod)
+    rows, keys = hashes or (None, None)
+    problem = Problem(query, key, value, *visible, scale, call.dropout_p, rows, keys, call.return_lse)
+    out, lse = attend(problem, call.score_mod)
+    return out if lse is None or not call.return_lse else (out, lse)
 
 
 def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:

@@ -164,8 +164,6 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         LoweringError: an interval outside 0..KV.
     """
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
-    if 0 in (batch, heads, q_len):
-        return Tiling([], bounds, kv_len, True)
     call = _Call(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     if is_captured() or not has_values(bounds):
         return Tiling(_any_keys(call), bounds, kv_len, not is_captured())

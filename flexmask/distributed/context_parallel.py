@@ -257,7 +257,7 @@ class ContextParallel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         leave_parallel(self)
 
-    def attend(self, call: Call, run: Run) -> Tensor:
+    def attend(self, call: Call, run: Run) -> tuple[Tensor, Tensor | None]:
         """The output of a call of :func:`flexmask.attention` inside ``with``, which has the tokens of this rank.
 
         Args:
@@ -270,7 +270,7 @@ class ContextParallel:
             return self._attend_to_keys(call, declared, declared.keys, run)
         return self._attend_by_heads(call, declared, run)
 
-    def _attend_to_keys(self, call: Call, declared: Declared, exchange: TokenExchange, run: Run) -> Tensor:
+    def _attend_to_keys(self, call: Call, declared: Declared, exchange: TokenExchange, run: Run) -> tuple[Tensor, Tensor | None]:
         tokens = torch.cat((call.key, call.value), -1).permute(2, 0, 1, 3)
         needed = exchange(tokens).permute(1, 2, 0, 3)
         key, value = needed.split((call.key.shape[3], call.value.shape[3]), -1)
@@ -278,12 +278,13 @@ class ContextParallel:
         places = heads, self.positions, exchange.needed
         return run(self._local(call, declared, call.query, key, value, places))
 
-    def _attend_by_heads(self, call: Call, declared: Declared, run: Run) -> Tensor:
+    def _attend_by_heads(self, call: Call, declared: Declared, run: Run) -> tuple[Tensor, Tensor | None]:
         query, key, value = self._heads.gather(call.query, call.key, call.value)
         heads = _part_of(call.query.shape[1], self.rank, self.world_size)
         whole = torch.arange(self.seq_len, device=self.device)
         places = torch.arange(heads.start, heads.stop, device=self.device), whole, whole
-        return self._heads.scatter(run(self._local(call, declared, query, key, value, places)))
+        out, lse = run(self._local(call, declared, query, key, value, places))
+        return self._heads.scatter(out), None if lse is None else self._heads.scatter(lse.unsqueeze(-1)).squeeze(-1)
 
     def _local(
         self, call: Call, declared: Declared, query: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor, Tensor]

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, names_explained, not_plain_reason
 from flexmask.backends.api import attend, check_options, checked_call
-from flexmask.backends.backend import check_backend
+from flexmask.backends.backend import Call, check_backend
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.mixed_precision import autocast_dtype
 from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
@@ -206,19 +206,17 @@ class MultiheadFlexAttention(nn.Module):
             start = cache.start
             if is_traced:  # dynamo drops writes to a new cache after FlexAttention
                 cache.advance(x.shape[1])
-        call = checked_call(
+        call = Call(
             query,
             key,
             value,
-            call_mask,
             score_mod=self.score_mod if cache is None else score_mod_over_cache(self.score_mod, offset, start, x),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if is_lowered or is_traced else offset,
             dropout_p=self.dropout if self.training else 0.0,
-            dropout_seed=None,
         )
-        heads = attend(call, self.backend)
+        heads, _ = attend(checked_call(call, call_mask), self.backend)
         if cache is not None and not is_traced:  # a call that fails must not change the cache
             cache.advance(x.shape[1])
         out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))

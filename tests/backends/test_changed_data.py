@@ -69,7 +69,8 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def attend(x: Tensor, mask: Any, **options: Any) -> Tensor:
-    return fm.attention(x, x, x, mask, backend="sdpa", **options)
+    out: Tensor = fm.attention(x, x, x, mask, backend="sdpa", **options)
+    return out
 
 
 def raise_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

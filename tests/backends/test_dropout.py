@@ -265,9 +265,9 @@ def test_one_graph_for_all_seeds() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments(options: dict[str, object], error: type[Exception], message: str) -> None:
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        attention(*inputs(), **options)  # type: ignore[arg-type]
+        attention(*inputs(), **options)
 
 
 @pytest.mark.gpu

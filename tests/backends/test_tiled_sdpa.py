@@ -13,7 +13,6 @@ from flexmask.errors import LoweringError
 from tests.backends.tiled_cases import (
     MASKS,
     TOLERANCE,
-    ScoreMod,
     block_sdpa,
     causal,
     check_attention,
@@ -128,17 +127,6 @@ class TestInputs:
     def test_scale(self, scale: float) -> None:
         mask = causal(50, 50)
         check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask), scale=scale), inputs(), mask, scale=scale)
-
-    @pytest.mark.parametrize(
-        "shape",
-        [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"heads": 0}, {"value_dim": 0}],
-        ids=lambda shape: next(iter(shape)),
-    )
-    @pytest.mark.parametrize("score_mod", [None, unchanged])
-    def test_empty_axis(self, shape: dict[str, int], score_mod: ScoreMod | None) -> None:
-        tensors = inputs(**shape)
-        mask = torch.ones(1, 1, 1, shape.get("kv_len", 50), dtype=torch.bool)
-        check_attention(lambda q, k, v: block_sdpa(q, k, v, intervals(mask), score_mod=score_mod), tensors, mask)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_slots_of_any_order_and_unused_ones_anywhere(self, dtype: torch.dtype) -> None:

@@ -84,7 +84,8 @@ class Case:
         return query, key, value
 
     def actual(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, self.mask, backend="sdpa", **self.options)
+        out: Tensor = attention(query, key, value, self.mask, backend="sdpa", **self.options)
+        return out
 
     def wanted(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group = HEADS // self.key_heads

@@ -44,7 +44,8 @@ def block_sdpa(
 ) -> Tensor:
     """Attention in tiles, of key intervals in place of a mask."""
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    return attend(Problem(query, key, value, bounds, cells, scale, dropout_p, *hashes), score_mod)
+    out, _ = attend(Problem(query, key, value, bounds, cells, scale, dropout_p, *hashes), score_mod)
+    return out
 
 
 def inputs(dtype: torch.dtype = torch.float64, /, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
