@@ -194,4 +194,5 @@ def attended(case: Case, tensors: tuple[Tensor, Tensor, Tensor], mask: BlockMask
             "dropout_seed": 11 if "dropout_p" in case.call else None,
         }
         query, key, value = tensors
-        return fm.attention(query, key, value, mask, **options, **case.call)
+        out: Tensor = fm.attention(query, key, value, mask, **options, **case.call)
+        return out

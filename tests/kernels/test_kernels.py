@@ -128,7 +128,8 @@ def test_mixed_precision(backend: Any, in_graph: bool) -> None:
 
     def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = "causal" if in_graph else block_mask(case)
-        return fm.attention(query, key, value, mask, enable_gqa=True, backend="flex", **case.call)
+        out: Tensor = fm.attention(query, key, value, mask, enable_gqa=True, backend="flex", **case.call)
+        return out
 
     call: Any = torch.compile(step, backend=backend, fullgraph=True) if in_graph else step
     with torch.autocast("cpu", torch.bfloat16):

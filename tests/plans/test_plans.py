@@ -142,7 +142,8 @@ def test_values_are_checked_on_the_cpu(name: str) -> None:
 
 def attend(length: int, **options: Any) -> Tensor:
     x = torch.zeros(1, 1, length, 4)
-    return attention(x, x, x, **{"mask": fm.plan("causal", 9)(), **options})
+    out: Tensor = attention(x, x, x, **{"mask": fm.plan("causal", 9)(), **options})
+    return out
 
 
 IDS: Any = fm.param("ids")

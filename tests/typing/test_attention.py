@@ -26,6 +26,7 @@ def test_attention() -> None:
     assert_type(fm.attention(QUERY, QUERY, QUERY, fm.causal(), backend="sdpa", dropout_p=0.1), torch.Tensor)
     assert_type(fm.attention(QUERY, QUERY, QUERY, "causal", scale=0.5), torch.Tensor)
     assert_type(fm.attention(QUERY, QUERY, QUERY, lambda b, h, q, kv: q >= kv), torch.Tensor)
+    assert_type(fm.attention(QUERY, QUERY, QUERY, "causal", return_lse=True), tuple[torch.Tensor, torch.Tensor])
 
 
 def test_modules() -> None:
@@ -39,9 +40,9 @@ def test_modules() -> None:
 
 def test_wrong_arguments() -> None:
     with pytest.raises(FlexmaskError):
-        fm.attention(QUERY, QUERY, QUERY, 3)  # type: ignore[arg-type]
+        fm.attention(QUERY, QUERY, QUERY, 3)  # type: ignore[call-overload]
     with pytest.raises(FlexmaskError):
-        fm.attention(QUERY, QUERY, QUERY, "causal", backend=3)  # type: ignore[arg-type]
+        fm.attention(QUERY, QUERY, QUERY, "causal", backend=3)  # type: ignore[call-overload]
     with pytest.raises(TypeError):
         fm.MultiheadFlexAttention(8, 8)  # type: ignore[call-arg]
     with pytest.raises(FlexmaskError):
