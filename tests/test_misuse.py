@@ -160,6 +160,7 @@ FUNCTIONS: dict[str, Function] = {
             "dropout_p": 0.0,
             "dropout_seed": None,
             "backend": "auto",
+            "kernel_options": None,
         },
     ),
     "merge_attention": (f.merge_attention, {"outputs": [HEADS], "lses": [HEADS[..., 0]]}),

@@ -10,9 +10,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
-from flexmask._checks import check_function, checked_number, names_explained, nearest, not_plain_reason
+from flexmask._checks import check_function, checked_number, kind_of, names_explained, nearest, not_plain_reason
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
@@ -21,7 +21,7 @@ from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
-from flexmask.errors import FlexmaskError, LoweringError, OperandError
+from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
 from flexmask.plans.api import Plan
@@ -37,6 +37,9 @@ FEWER_AXES_HINTS = {
     "tensor.transpose(0, 1).unsqueeze(0), of [H, length, D] tensor.unsqueeze(0)",
 }
 
+#: The names of the options of FlexAttention's kernels.
+KERNEL_OPTIONS = tuple(sorted(FlexKernelOptions.__annotations__))
+
 for _backend in (TILED_SDPA, FLEX):
     register_backend(_backend)
 
@@ -51,7 +54,6 @@ EQUIVALENTS = {
     "attn_mask": "give it as mask=, a boolean one of scaled_dot_product_attention as flexmask.from_dense(attn_mask)",
     "block_mask": "give it as mask=",
     "is_causal": "write mask='causal'",
-    "kernel_options": "the backend 'flex' chooses them",
 }
 
 
@@ -69,6 +71,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     backend: str = "auto",
+    kernel_options: Mapping[str, object] | None = None,
     return_lse: Literal[False] = False,
     **parameters: Any,
 ) -> Tensor: ...
@@ -100,6 +103,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     backend: str = "auto",
+    kernel_options: Mapping[str, object] | None = None,
     return_lse: bool = False,
     **parameters: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,6 +128,9 @@ def attention(
             :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
             gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
             blocks of queries, each against the keys that it attends to, with gradients on every device.
+        kernel_options: of ``"flex"``, which gives them to FlexAttention: see torch's ``FlexKernelOptions``. Where ``"auto"``
+            takes ``"sdpa"``, as on the CPU, they have no effect; ``"sdpa"`` by name refuses them. What they promise must hold:
+            ``ROWS_GUARANTEED_SAFE`` of a mask with fully masked rows gives NaN.
         return_lse: whether to return the logsumexp of each row's scores too, by which :func:`flexmask.merge_attention` joins
             attention to several parts of the keys.
         parameters: the values of the mask's parameters, e.g. ``n=`` for ``"causal & key_padding(n)"``.
@@ -159,14 +166,15 @@ def attention(
         ``score_mod``, before dropout. It is -inf in a fully masked row, and has gradients where the output has.
 
     Raises:
-        ExpressionError: no backend has the name ``backend``, or ``dropout_p`` is not between 0 and 1.
+        ExpressionError: no backend has the name ``backend``, this torch knows no kernel option of a name, or ``dropout_p`` is
+            not between 0 and 1.
         OperandError: arguments of a wrong type or dtype.
         LoweringError: shapes that do not fit, a mask that contradicts them, or a backend that cannot do this.
 
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, bool(return_lse)
+    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "attention")
     out, lse = attend(call, backend, names_axes=True)
     return out if lse is None else (out, lse)
@@ -244,6 +252,7 @@ def choose_backend(
     q_offset: int | Tensor = 0,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    kernel_options: Mapping[str, object] | None = None,
     return_lse: bool = False,
     **parameters: Any,
 ) -> ChosenBackend:
@@ -261,7 +270,7 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, bool(return_lse)
+    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "choose_backend")
     chosen = select(call)
     name = ChosenBackend(chosen.name)
@@ -281,6 +290,29 @@ def check_options(score_mod: object, scale: object) -> None:
         checked_number(scale, "scale")
 
 
+def check_kernel_options(options: object) -> None:
+    """Checks options of FlexAttention's kernels, where they are given.
+
+    Raises:
+        OperandError: they are no dictionary of numbers and texts.
+        ExpressionError: torch knows no option of a name.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise OperandError(f"kernel_options must be a dictionary, as {{'BLOCK_M': 64}}, got {kind_of(options)}")
+    for name, value in options.items():
+        known = str(name)
+        if (known[4:] if known[:4] in ("fwd_", "bwd_") else known) not in KERNEL_OPTIONS:
+            hint = "" if torch.compiler.is_compiling() else nearest(known, KERNEL_OPTIONS)
+            raise ExpressionError(
+                f"torch {torch.__version__} has no kernel option {name!r}.{hint} It has {', '.join(KERNEL_OPTIONS)}, also with "
+                "fwd_ or bwd_ before, for one pass"
+            )
+        if not isinstance(value, int | str):
+            raise OperandError(f"the kernel option {name} must be a number, a truth value or a text, got {kind_of(value)}")
+
+
 def _check_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -298,6 +330,7 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     query, key, value = (autocast(tensor) for tensor in (call.query, call.key, call.value))
     if not torch.compiler.is_compiling():
         check_options(call.score_mod, call.scale)
+    check_kernel_options(call.kernel_options)
     if isinstance(mask, LoweredMask | BlockMask):
         refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
         check_sizes(mask, query, key, call.q_offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -38,6 +38,8 @@ class Call(NamedTuple):
         q_offset: position of the first query, an int or ``int[B]``.
         dropout_p: probability that a weight is dropped.
         dropout_seed: as the caller gives it; see :meth:`hashes`.
+        kernel_options: those of FlexAttention's kernels, or None. A backend that does not take them refuses the call;
+            ``"auto"`` takes it nonetheless, for which they are advice.
         return_lse: whether the logsumexp is a result too.
         places: None, or where a call that is a part of another has its heads, queries and keys there: ``int64[H]``,
             ``int64[q_len]`` and ``int64[kv_len]``. The same weights are dropped as in the whole.
@@ -54,6 +56,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
     places: tuple[Tensor, Tensor, Tensor] | None = None
+    kernel_options: Mapping[str, object] | None = None
     return_lse: bool = False
 
     def hashes(self) -> Hashes | None:
@@ -172,6 +175,7 @@ def select(call: Call, name: str = "auto") -> Backend:
             raise LoweringError(reason)
         return chosen
     reasons = []
+    call = call._replace(kernel_options=None)
     for backend in ordered_backends(call):
         reason = backend.reason_against(call)
         if reason is None:

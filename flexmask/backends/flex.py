@@ -80,8 +80,11 @@ def _run(call: Call) -> Output:
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
-    if _is_prefill(query, key, mask):
-        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    chosen = dict(call.kernel_options or {})
+    if "BACKEND" not in chosen and _is_prefill(query, key, mask):
+        chosen = {"FORCE_USE_FLEX_ATTENTION": True, **chosen}
+    if chosen:
+        options["kernel_options"] = chosen
     hashes = call.hashes()
     if hashes is not None:
         out, lse = _call_with_dropout(query, key, value, call.score_mod, call.dropout_p, hashes, options)

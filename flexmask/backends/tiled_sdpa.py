@@ -109,6 +109,8 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_ca
 
 
 def _supports(call: Call) -> str | None:
+    if call.kernel_options:
+        return "kernel_options are those of FlexAttention; use backend='flex', or 'auto', for which they have no effect on 'sdpa'"
     if isinstance(call.mask, BlockMask) and not has_values(call.query) and not is_captured():
         return "a BlockMask has no lists without values; for tensors on meta or under FakeTensorMode give a Mask"
     return None

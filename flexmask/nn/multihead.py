@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeAlias, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import check_function, checked_int, kind_of, names_explained, not_plain_reason
-from flexmask.backends.api import attend, check_options, checked_call
+from flexmask.backends.api import attend, check_kernel_options, check_options, checked_call
 from flexmask.backends.backend import Call, check_backend
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.mixed_precision import autocast_dtype
@@ -62,7 +62,7 @@ class MultiheadFlexAttention(nn.Module):
         score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
-        backend: see :func:`flexmask.attention`.
+        backend, kernel_options: see :func:`flexmask.attention`.
         device, dtype: of the weights.
 
     Attributes:
@@ -96,6 +96,7 @@ class MultiheadFlexAttention(nn.Module):
         scale: float | None = None,
         rope: Rope | None = None,
         backend: str = "auto",
+        kernel_options: Mapping[str, object] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,6 +104,7 @@ class MultiheadFlexAttention(nn.Module):
         check_backend(backend)
         check_dropout(dropout, "dropout")
         check_options(score_mod, scale)
+        check_kernel_options(kernel_options)
         for name, flag in (("bias", bias), ("out_bias", out_bias)):
             if not isinstance(flag, bool | int):
                 raise OperandError(f"{name} must be True or False, got {kind_of(flag)}")
@@ -128,6 +130,7 @@ class MultiheadFlexAttention(nn.Module):
         self.d_head = d_out // n_heads if d_head is None else d_head
         self.d_context = d_in if d_context is None else d_context
         self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
+        self.kernel_options = kernel_options
         self.mask = module_mask(mask)
         self._identity = object()  # identifies the module in a KVCache
         inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
@@ -215,6 +218,7 @@ class MultiheadFlexAttention(nn.Module):
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if is_lowered or is_traced else offset,
             dropout_p=self.dropout if self.training else 0.0,
+            kernel_options=self.kernel_options,
         )
         heads, _ = attend(checked_call(call, call_mask), self.backend)
         if cache is not None and not is_traced:  # a call that fails must not change the cache

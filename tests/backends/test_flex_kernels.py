@@ -20,7 +20,8 @@ from torch._inductor.virtualized import V
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmask as fm
-from flexmask.backends import flex
+from flexmask.backends import choose_backend, flex
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 
 LENGTHS, GROUPS = range(1, 131), (1, 2, 4, 8, 32)
 
@@ -79,3 +80,68 @@ def test_blocks_of_other_sizes(block: int, options: dict[str, Any]) -> None:
 def test_score_mods(options: dict[str, Any]) -> None:
     for q_len in (4, 70):
         check(q_len, fm.causal(), 128, options, score_mod=lambda score, b, h, q, kv: score + q)
+
+
+class TestKernelOptions:
+    QUERY = torch.empty(1, 2, 200, 8)
+
+    def test_they_reach_the_kernels(self, options: dict[str, Any]) -> None:
+        """With the choice of the kernel for prompts, unless they choose one."""
+        given = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "PRESCALE_QK": True}
+        fm.attention(self.QUERY, self.QUERY, self.QUERY, fm.causal(), backend="flex", kernel_options=given)
+        assert options["kernel_options"] == {"FORCE_USE_FLEX_ATTENTION": True, **given}
+        for backend in ("TRITON", "FLASH"):
+            fm.attention(self.QUERY, self.QUERY, self.QUERY, backend="flex", kernel_options={"BACKEND": backend})
+            assert options["kernel_options"] == {"BACKEND": backend}
+        fm.attention(self.QUERY[:, :, :1], self.QUERY, self.QUERY, backend="flex")
+        assert "kernel_options" not in options
+
+    def test_of_a_module(self, options: dict[str, Any]) -> None:
+        module = fm.MultiheadFlexAttention(16, 16, 2, backend="flex", mask="causal", kernel_options={"num_stages": 2})
+        module(torch.zeros(1, 3, 16))
+        assert options["kernel_options"] == {"num_stages": 2}
+
+    @pytest.mark.slow
+    def test_a_kernel_with_them(self) -> None:
+        x = torch.randn(1, 2, 40, 32)
+        found = fm.attention(x, x, x, fm.causal(), backend="flex", kernel_options={"BLOCK_M": 64, "num_warps": 4})
+        torch.testing.assert_close(found, fm.attention(x, x, x, fm.causal(), backend="sdpa"))
+
+    def test_without_effect_where_sdpa_is_chosen(self) -> None:
+        x = torch.randn(1, 2, 8, 4)
+        wanted = fm.attention(x, x, x, fm.causal())
+        assert torch.equal(fm.attention(x, x, x, fm.causal(), kernel_options={"num_warps": 4}), wanted)
+        assert choose_backend(x, x, x, kernel_options={"num_warps": 4}) == "sdpa"
+        with pytest.raises(LoweringError, match="kernel_options are those of FlexAttention; use backend='flex', or 'auto'"):
+            fm.attention(x, x, x, fm.causal(), backend="sdpa", kernel_options={"num_warps": 4})
+        module = fm.MultiheadFlexAttention(4, 4, 2, kernel_options={"num_warps": 4})
+        assert module(torch.zeros(1, 3, 4)).shape == (1, 3, 4)
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            (
+                {"BLOCKM": 64},
+                ExpressionError,
+                r"has no kernel option 'BLOCKM'. Did you mean BLOCK_M\? It has BACKEND, BLOCKS_ARE",
+            ),
+            ({"fwd_fwd_BLOCK_M": 64}, ExpressionError, "has no kernel option 'fwd_fwd_BLOCK_M'"),
+            ({1: 64}, ExpressionError, "has no kernel option 1"),
+            ({"BLOCK_M": [64]}, OperandError, "the kernel option BLOCK_M must be a number, a truth value or a text, got list"),
+            (64, OperandError, "kernel_options must be a dictionary, as {'BLOCK_M': 64}, got int 64"),
+        ],
+    )
+    def test_others(self, given: Any, error: type[Exception], message: str) -> None:
+        for backend in ("auto", "flex"):
+            with pytest.raises(error, match=message):
+                fm.attention(self.QUERY, self.QUERY, self.QUERY, backend=backend, kernel_options=given)
+        with pytest.raises(error, match=message):
+            fm.MultiheadFlexAttention(8, 8, 2, kernel_options=given)
+
+    def test_others_in_compiled_code(self) -> None:
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x: fm.attention(x, x, x, kernel_options={"BLOCKM": 64}), fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="no kernel option 'BLOCKM'"):
+            compiled(torch.zeros(1, 1, 3, 4))
+        compiled = torch.compile(lambda x: fm.attention(x, x, x, kernel_options={"BLOCK_M": 64}), fullgraph=True, backend="eager")
+        assert compiled(torch.zeros(1, 1, 3, 4)).shape == (1, 1, 3, 4)
