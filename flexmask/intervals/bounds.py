@@ -19,7 +19,7 @@ from flexmask import _sync
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Constant, Index, Symbol, kv, q
-from flexmask.expr.linear import Quotient, Sum
+from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
@@ -34,6 +34,7 @@ from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, true_hull
 from flexmask.intervals.solve import Span, is_separable, separate
+from flexmask.intervals.subtrees import subtree_rows
 
 __all__ = ["MAX_SLOTS", "RowBounds", "analyze"]
 
@@ -168,12 +169,13 @@ class _Analysis:
     def conjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
         """The rows of ``a & b & ...``. Operands of one interval a row are intersected first."""
         operands, documents = self.own_documents(operands)
+        operands, nested = self.subtrees(operands)
         spans = {id(operand): ends for operand in operands if (ends := self.ends(operand)) is not None}
         piecewise = {id(operand): operand for operand in operands if self.is_piecewise(operand)}
         special = spans.keys() | piecewise.keys()
         parts = [self.rows(operand) for operand in operands if id(operand) not in special]
         single = documents + [part.lower for part in parts if part.exact and part.lower.slots == 1]
-        others = [part for part in parts if not (part.exact and part.lower.slots == 1)]
+        others = nested + [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
         return self.refined(reduce(lambda a, b: a & b, others), piecewise.values())
@@ -191,6 +193,29 @@ class _Analysis:
                         operands = tuple(part for part in operands if part is not condition and part is not same[0])
                         found.append(self.document_rows(table, of_padding=False))
         return operands, found
+
+    def subtrees(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[RowBounds]]:
+        """The rows of ``(kv <= q) & (q < end[kv])``, also with ``depth[kv] >= depth[q] - n``, and the remaining operands."""
+        is_causal = any(isinstance(part, Span) and _behind_query(part.stop) in {0, 1} for part in operands)
+        at_least = [
+            part for part in operands if isinstance(part, Compare) and part.sign in {">", ">="} and self.has_int64_sides(part)
+        ]
+        until = next((part for part in at_least if _behind_query(part.right) is not None), None)
+        if until is None or not is_causal or self.context.q_end is None or self.monotone_rows(until) is not None:
+            return operands, []
+        n, kv_len = greater(self.context.kv_len, self.context.q_end), self.context.kv_len
+        past = cast(int, _behind_query(until.right)) - (until.sign == ">=")
+        sides = {id(part): cast("tuple[Tensor, Tensor]", self.sides(part)) for part in at_least}
+        end = sides[id(until)][0].clamp(past, n + past) - past
+        others = [part for part in at_least if part is not until]
+        depths = [(*sides[id(part)], part.sign == ">") for part in others]
+        found = subtree_rows(end, depths, self.queries.tensor(q), kv_len, n, MAX_SLOTS)
+        if found is None:
+            return operands, []
+        lower, upper, are_depths = found
+        done = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
+        left = tuple(part for part in operands if not any(part is other for other in done))
+        return left, [RowBounds(lower, upper) if lower is not upper else RowBounds.of(lower)]
 
     def documents_of(self, column: Index) -> Table | Param | None:
         """The documents given by lengths that a column looks up at each position."""
@@ -369,6 +394,13 @@ class _Analysis:
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
+
+
+def _behind_query(index: Index | None) -> int | None:
+    """``n`` of ``q + n``, up to the greatest length; None for any other expression."""
+    form = None if index is None else Linear.of(index)
+    is_query = form is not None and [(key, factor) for key, (_, factor) in form.terms.items()] == [(q.key, 1)]
+    return form.constant if form is not None and is_query and abs(form.constant) <= MAX_LENGTH else None
 
 
 def _varying(values: Any) -> list[bool]:

@@ -1,0 +1,166 @@
+"""Rows of ``(kv <= q) & (q < end[kv])``: each key is seen until its end, as a token of a prefix tree until its subtree ends.
+
+Neighbours that end together are one segment, and a row is a chain of segments: the last one that ends behind the query, the last
+one before it that does, and so on. Where no segment of a chain ends before the next one, as in trees, the chain of a segment is
+the same for all queries that see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmask._transforms import is_captured
+from flexmask.intervals.rows import Rows, padded
+
+__all__ = ["subtree_rows"]
+
+#: Intervals of a row that are listed in a graph, which cannot count them; those before them are bounded.
+LISTED = 4
+#: Greater depths are compared cell by cell, so that their differences fit 64 bits.
+MOST = 2**61
+
+
+def subtree_rows(
+    end: Tensor, depths: Sequence[tuple[Tensor, Tensor, bool]], position: Tensor, kv_len: int, n: int, most: int
+) -> tuple[Rows, Rows, list[bool]] | None:
+    """The rows of ``(kv <= q) & (q < end[kv])`` from below and from above; the same where they are exact.
+
+    Args:
+        end: ``int64[B, H, kv_len]`` from 0 to n; as of the other tensors, axes may be 1.
+        depths: columns ``int64[B, H, kv_len]`` and values ``int64[B, H, q_len]`` of further conditions, and whether they are
+            ``column[kv] > value[q]`` rather than ``column[kv] >= value[q]``.
+        position: of the queries, ``int64[B, H, q_len]``.
+        kv_len: number of keys.
+        n: the first position behind all keys and queries.
+        most: intervals of a row at most; of more, those before are bounded.
+
+    Returns:
+        The rows, and which of the further conditions they meet: those on columns that rise by one along each branch. None where
+        the keys are no trees. In a graph, where this cannot be seen, nothing is known of a row then, and no condition is met.
+    """
+    shape = torch.broadcast_shapes(*(side.shape[:2] for side in (end, position, *(side for pair in depths for side in pair[:2]))))
+    position = position.expand(*shape, -1)
+    segments = Segments.of(padded(end.expand(*shape, kv_len), (0, n - kv_len), 0))
+    if is_captured():
+        lower, upper = segments.rows(position, [], kv_len, LISTED)
+        nested = segments.nested.unsqueeze(-1)
+        lower = Rows(torch.where(nested, lower.lo, kv_len), torch.where(nested, lower.hi, kv_len), kv_len)
+        every = torch.arange(upper.slots, device=end.device) > 0  # all keys in the first interval
+        upper = Rows(torch.where(nested, upper.lo, every * kv_len), torch.where(nested, upper.hi, kv_len), kv_len)
+        return lower, upper, [False] * len(depths)
+    if not bool(segments.nested.all()):
+        return None
+    columns = [padded(column.expand(*shape, kv_len), (0, n - kv_len), 0) for column, _, _ in depths]
+    are_depths = [segments.has_depths(column, kv_len) for column in columns]
+    least = [
+        (column, value.clamp(-MOST, MOST).expand(*shape, -1) + is_strict)
+        for column, (_, value, is_strict), is_depth in zip(columns, depths, are_depths, strict=True)
+        if is_depth
+    ]
+    return *segments.rows(position, least, kv_len, most), are_depths
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of keys and their chains, ``int64[B, H, m]``; -1 for no segment.
+
+    Attributes:
+        edges: where each begins, and n: ``int64[m + 1]``.
+        number: the segment of each position, ``int64[n]``.
+        last: the last segment that the queries in each see.
+        parent: the segment before each in its chain.
+        head: the first segment of the neighbours up to each that are in its chain.
+        root: the first segment of its chain.
+        nested: whether these are the keys of the mask, ``bool[B, H, 1]``.
+    """
+
+    edges: Tensor
+    number: Tensor
+    last: Tensor
+    parent: Tensor
+    head: Tensor
+    root: Tensor
+    nested: Tensor
+
+    @classmethod
+    def of(cls, end: Tensor) -> Segments:
+        """The segments of keys that are seen until ``end``, ``int64[B, H, n]`` from 0 to n."""
+        n = end.shape[-1]
+        if is_captured():
+            edges = number = torch.arange(n + 1, device=end.device)
+        else:
+            begins = torch.zeros(n + 1, dtype=torch.bool, device=end.device)
+            begins[1:-1] = (end[..., 1:] != end[..., :-1]).flatten(0, -2).any(0)
+            begins[end.flatten()] = True
+            begins[0] = begins[-1] = True
+            edges, number = begins.nonzero().flatten(), begins.cumsum(0) - 1
+        end = number[end[..., edges[:-1]]]
+        m = end.shape[-1]
+        at = number[edges[:-1]]
+        behind = end.maximum(at)
+        closed = torch.zeros_like(end).scatter_add(-1, behind.clamp(max=m - 1), (behind < m).long()).cumsum(-1)
+        count = at + 1 - closed  # of the segments that each sees
+        level = torch.where(end > at, count, 0)
+        placed = (level * m + at).sort(-1).values
+
+        def last(level: Tensor, position: Tensor) -> Tensor:
+            """The last segment of a level up to a position."""
+            found = torch.searchsorted(placed, level * m + position, right=True) - 1
+            segment = placed.gather(-1, found.clamp(min=0))
+            return torch.where((segment // m == level) & (level > 0), segment % m, -1)
+
+        own, parent = last(count, at), last(level - 1, at - 1)
+        head = torch.where(parent == at - 1, 0, at).cummax(-1).values
+        # A chain has as many segments as a query sees; each of them ends behind it where none ends before the next one.
+        is_seen = (count == 0) | ((own >= 0) & (_taken(end, own) > at))
+        is_within = (level <= 1) | ((parent >= 0) & (_taken(end, parent) >= end))
+        nested = (is_seen & is_within).all(-1, keepdim=True)
+        return cls(edges, number, own, parent, head, last(torch.ones_like(end), at), nested)
+
+    def has_depths(self, column: Tensor, kv_len: int) -> bool:
+        """Whether each value is one more than that of the key before it in its chain, and all are far from overflow."""
+        before = torch.arange(-1, column.shape[-1] - 1, device=column.device).expand_as(column).clone()
+        before[..., self.edges[:-1]] = self.edges[self.parent + 1] - 1
+        is_seen = (self.last == self.number[self.edges[:-1]])[..., self.number[:-1]]
+        rises = (before < 0) | (column == _taken(column, before) + 1)
+        return bool(((rises & (column > -MOST) & (column < MOST)) | ~is_seen).all())
+
+    def rows(self, position: Tensor, least: Sequence[tuple[Tensor, Tensor]], kv_len: int, most: int) -> tuple[Rows, Rows]:
+        """The rows of queries at positions: see :func:`subtree_rows`."""
+        last, ends = self.last, list[tuple[Tensor, Tensor]]()
+        while len(ends) < most and (not ends or is_captured() or bool((last >= 0).any())):
+            head = _taken(self.head, last)
+            ends.append(self._span(head, last, kv_len))
+            last = torch.where(last >= 0, _taken(self.parent, head), -1)
+        is_whole = not is_captured() and not bool((last >= 0).any())
+        lower = self._of_queries(position, ends, least, kv_len)
+        return lower, lower if is_whole else self._of_queries(
+            position, [*ends, self._span(_taken(self.root, last), last, kv_len)], least, kv_len
+        )
+
+    def _span(self, first: Tensor, last: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        """The keys of neighbouring segments; no key where the last is -1."""
+        return torch.where(last >= 0, self.edges[first], kv_len), torch.where(last >= 0, self.edges[last + 1], kv_len)
+
+    def _of_queries(
+        self, position: Tensor, spans: list[tuple[Tensor, Tensor]], least: Sequence[tuple[Tensor, Tensor]], kv_len: int
+    ) -> Rows:
+        """The spans of the segments of queries, from the last to the first, up to each query."""
+        lo, hi = (torch.stack(ends[::-1], -1).to(torch.int32) for ends in zip(*spans, strict=True))
+        of_segments = Rows(lo, hi, kv_len).compact()
+        at = self.number[position].unsqueeze(-1).expand(*position.shape, of_segments.slots)
+        lo, hi = of_segments.lo.gather(2, at), of_segments.hi.gather(2, at)
+        hi = torch.where(lo < kv_len, hi.minimum((position + 1).to(torch.int32).unsqueeze(-1)), kv_len)
+        for column, value in least:
+            first = column.unsqueeze(2).expand(*hi.shape[:3], -1).gather(-1, lo.clamp(max=kv_len - 1).long())
+            lo = (lo + (value.unsqueeze(-1) - first).clamp(0, kv_len)).to(torch.int32)
+        return Rows(lo, hi, kv_len).compact() if least else Rows(lo, hi, kv_len)
+
+
+def _taken(values: Tensor, at: Tensor) -> Tensor:
+    """The values at places; any value at -1."""
+    return values.gather(-1, at.clamp(min=0))
