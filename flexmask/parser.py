@@ -19,7 +19,7 @@ from flexmask.expr.deferred import deferred
 from flexmask.expr.index import Index, Symbol, maximum, minimum
 from flexmask.expr.mask import Mask
 from flexmask.expr.node import MAX_DEPTH
-from flexmask.expr.packing import document_ids, document_starts
+from flexmask.expr.packing import document_ids, document_starts, subtree_ends
 from flexmask.expr.tables import Literal, Param, Table, param
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "document_ids": document_ids,
     "document_starts": document_starts,
+    "subtree_ends": subtree_ends,
     "maximum": maximum,
     "minimum": minimum,
     "param": param,
@@ -85,7 +86,7 @@ def parse(text: str, /, **values: object) -> Mask:
 
     The text has Python's operators and precedence: ``& | ^ - ~`` on masks, ``+ - * // %`` and comparisons on index
     expressions, the symbols ``b h q kv q_len kv_len``, the named masks (without parentheses where they have no arguments),
-    ``abs minimum maximum where table document_ids document_starts``, numbers, lists, strings, ``None``, ``True`` and
+    ``abs minimum maximum where table document_ids document_starts subtree_ends``, numbers, lists, strings, ``None``, ``True`` and
     ``False``. Any other name is a parameter to bind with ``mask.bind(name=value)``. ``parse(str(mask)) == mask``. A name that
     flexmask does not define loads the plugins.
 

@@ -1,7 +1,8 @@
-"""Masks of speculative decoding: trees of drafts, and the training of draft models."""
+"""Masks of trees: shared prefixes packed once, trees of drafts, and the training of draft models."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, per_sequence
@@ -9,6 +10,7 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import along, as_table
 from flexmask.expr.index import Index, b, kv, maximum, minimum, q
 from flexmask.expr.mask import Mask, Or
+from flexmask.expr.packing import document_ids, subtree_ends
 from flexmask.expr.tables import Literal, Param
 from flexmask.registry import named
 
@@ -16,10 +18,97 @@ if TYPE_CHECKING:
     from flexmask.expr.data import Data
     from flexmask.expr.tables import Table
 
-__all__ = ["draft_anchors", "draft_blocks", "training_time_test", "tree"]
+__all__ = ["draft_anchors", "draft_blocks", "prefix_tree", "training_time_test", "tree"]
 
 #: Each training step adds a condition.
 MAX_STEPS = 1024
+
+
+@named
+def prefix_tree(
+    end: Data | None = None, *, position_ids: Data | None = None, lengths: Data | None = None, parents: Data | None = None
+) -> Mask:
+    """The tokens of trees of prefixes, each packed once, attend to their ancestors and themselves.
+
+    Predicate: ``(kv <= q) & (q < end[b, kv])`` with the first position behind the subtree of each token
+
+    ``prefix_tree(lengths=[2, 1, 2], parents=[-1, 0, 0])`` at 5 x 5::
+
+        ■ ⬚ ⬚ ⬚ ⬚
+        ■ ■ ⬚ ⬚ ⬚
+        ■ ■ ■ ⬚ ⬚
+        ■ ■ ⬚ ■ ⬚
+        ■ ■ ⬚ ■ ■
+
+    A row holds one tree or several in depth-first order: a token, then all that continue it, one after another. So the samples
+    ``ABC``, ``ABDE`` and ``F`` are ``A B C D E F``. Each token is at the position that it has in its samples, its depth:
+    :func:`flexmask.packing.pack_prefixes` gives the tokens and positions of samples.
+
+    Args:
+        end: for each token the first position behind its subtree, ``[S]`` or ``[B, S]``; for padding at most its own position,
+            e.g. 0: it is masked out.
+        position_ids: instead of ends, the depth of each token in its tree, from 0, ``[S]`` or ``[B, S]``. A token continues the
+            last one before it that is one depth above.
+        lengths: instead of ends, the tokens of each segment between two branchings as a list ``[n]`` or ``[B, n]``, with
+            ``parents``. Tokens behind the last segment are padding.
+        parents: the segment that each segment continues, a list like ``lengths``; below 0 for the root of a tree.
+
+    A window counts by depth: ``& (table(depth)[kv] > table(depth)[q] - size)``. In ``sliding_window`` other branches count.
+
+    Raises:
+        ExpressionError: not exactly one of ``end``, ``position_ids`` and ``lengths``, lengths without parents, or segments that
+            are not in depth-first order.
+        LoweringError: depths that do not begin with 0, or rise by more than 1.
+        OperandError: ``lengths`` or ``parents`` is no list.
+
+    Source: prefix trees of verl, https://github.com/volcengine/verl, and of TRL; tree training, https://arxiv.org/abs/2511.00413
+    """
+    sources = {"end": end, "position_ids": position_ids, "lengths": lengths}
+    given = [name for name, data in sources.items() if data is not None]
+    if len(given) != 1 or (lengths is None) != (parents is None):
+        got = ", ".join(given + ["parents"] * (parents is not None)) or "none"
+        raise ExpressionError(f"prefix_tree: give exactly one of end, position_ids, and lengths with parents; got {got}")
+    if lengths is not None:
+        ends = as_table(_segment_ends(lengths, parents), "prefix_tree: lengths")
+        segment = along(document_ids(lengths=lengths, padding=True), kv)
+        return (kv <= q) & (segment >= 0) & (q < along(ends, maximum(segment, 0)))
+    if position_ids is not None:
+        return (kv <= q) & (q < along(subtree_ends(position_ids), kv))
+    return (kv <= q) & (q < lookup(cast("Data", end), "prefix_tree: end", "[S] or [B, S]", (kv,), (b, kv)))
+
+
+def _segment_ends(lengths: Any, parents: Any) -> Any:
+    """The first position behind the subtree of each segment, a list like ``lengths``."""
+    for name, data in (("lengths", lengths), ("parents", parents)):
+        if not isinstance(data, Literal) or data.truth or len(data.size) not in (1, 2):
+            raise OperandError(
+                f"prefix_tree: {name} must be a list of integers [n] or [B, n]: write tensor.tolist(), or give position_ids="
+            )
+    if lengths.size != parents.size:
+        raise ExpressionError(
+            f"prefix_tree: lengths and parents are of the same segments, but have the shapes {list(lengths.size)} and "
+            f"{list(parents.size)}"
+        )
+    if len(lengths.size) == 1:
+        return _ends_of_row(lengths.tolist(), parents.tolist())
+    return [_ends_of_row(*row) for row in zip(lengths.tolist(), parents.tolist(), strict=True)]
+
+
+def _ends_of_row(lengths: list[int], parents: list[int]) -> list[int]:
+    ends = list(accumulate(lengths))
+    path: list[int] = []  # the segments from the root down to the last one
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if not path and parent >= 0:
+            raise ExpressionError(
+                f"prefix_tree: segments must be in depth-first order, each after its parent and what continues that, but segment "
+                f"{segment} has the parent {parent}"
+            )
+        for above in path:
+            ends[above] = ends[segment]
+        path.append(segment)
+    return ends
 
 
 @named

@@ -15,7 +15,7 @@ from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
 from flexmask.expr.opaque import CapturedTensor
-from flexmask.expr.packing import DocumentTable, document_ids, document_starts
+from flexmask.expr.packing import DocumentTable, document_ids, document_starts, subtree_ends
 from flexmask.expr.tables import Lookup, Param, TensorTable, named_table
 
 if TYPE_CHECKING:
@@ -217,7 +217,8 @@ def _bound(node: Node, values: dict[str, object]) -> Node | None:
             return node.define(**{name: argument(value) for name, value in node.arguments})
         case DocumentTable(rule, Param(name), padding) if name in values:
             data = cast(Any, values[name])
-            return document_starts(data) if rule == "starts" else cast(Node, document_ids(**{rule: data}, padding=padding))
+            function = {"starts": document_starts, "subtrees": subtree_ends}.get(rule)
+            return function(data) if function else cast(Node, document_ids(**{rule: data}, padding=padding))
         case Lookup(Param(name), indices) if name in values:
             return named_table(as_table(values[name], name), name)[cast("tuple[Index, ...]", argument(indices))]
         case Param(name) if name in values:

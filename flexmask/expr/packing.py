@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: tables of ids or starts, computed from lengths or positions when a mask is lowered."""
+"""Documents and trees packed into one sequence: tables computed from lengths or positions when a mask is lowered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexmask.expr.tables import Param, Table, write_data
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts"]
+__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts", "subtree_ends"]
 
 #: What the values of a source are for, by its name.
 AXES = {"ids": "positions", "lengths": "documents", "cu_seqlens": "documents + 1", "position_ids": "positions"}
@@ -23,7 +23,7 @@ COVERING = {"lengths", "cu_seqlens"}
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DocumentTable(Table):
-    """The document id, or the first position of the document, of each position, computed when a mask is lowered.
+    """The document id or the first position of the document of each position, or the end of its subtree, as a mask is lowered.
 
     Args:
         rule: how it is computed: see :func:`flexmask.intervals.documents.document_table`.
@@ -32,7 +32,7 @@ class DocumentTable(Table):
         may_be_longer: whether these may cover more positions than there are, as those of a sequence that grows.
     """
 
-    rule: Literal["lengths", "cu_seqlens", "position_ids", "starts"]
+    rule: Literal["lengths", "cu_seqlens", "position_ids", "starts", "subtrees"]
     source: Table | Param
     padding: bool = False
     may_be_longer: bool = False
@@ -40,7 +40,7 @@ class DocumentTable(Table):
     @property
     def shape(self) -> tuple[int | None, ...]:
         source = (None,) if isinstance(self.source, Param) else self.source.shape
-        return source if self.rule in {"position_ids", "starts"} else (*source[:-1], None)
+        return source if self.rule not in COVERING else (*source[:-1], None)
 
     @property
     def constant(self) -> bool:
@@ -49,7 +49,8 @@ class DocumentTable(Table):
     def write(self, bare: bool) -> tuple[str, int]:
         text = write_data(self.source, bare)
         padding = ", padding=True" if self.padding else ""
-        call = f"document_starts({text})" if self.rule == "starts" else f"document_ids({self.rule}={text}{padding})"
+        function = {"starts": "document_starts", "subtrees": "subtree_ends"}.get(self.rule)
+        call = f"{function}({text})" if function else f"document_ids({self.rule}={text}{padding})"
         return call, PRECEDENCE["atom"]
 
 
@@ -109,3 +110,11 @@ def document_ids(
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
     return DocumentTable("starts", _sequence_table(ids, "document_starts", "ids"))
+
+
+def subtree_ends(position_ids: Data) -> Table:
+    """For each token of a tree in depth-first order the first position behind its subtree: see :func:`~masks.prefix_tree`."""
+    depths = _sequence_table(position_ids, "prefix_tree", "position_ids")
+    return DocumentTable(
+        "subtrees", ranged(depths, "prefix_tree: position_ids", 0, None) if isinstance(depths, Table) else depths
+    )

@@ -40,7 +40,7 @@ __all__ = [
 
 #: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
 RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where", "table", "param"}
-RESERVED |= {"document_ids", "document_starts"}
+RESERVED |= {"document_ids", "document_starts", "subtree_ends"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -32,7 +32,7 @@ from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.operations import clamped, greater, lesser
 from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, true_hull
+from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, search, threshold, true_hull
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.intervals.subtrees import subtree_rows
 
@@ -196,26 +196,37 @@ class _Analysis:
 
     def subtrees(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[RowBounds]]:
         """The rows of ``(kv <= q) & (q < end[kv])``, also with ``depth[kv] >= depth[q] - n``, and the remaining operands."""
+        context = self.context
         is_causal = any(isinstance(part, Span) and _behind_query(part.stop) in {0, 1} for part in operands)
-        at_least = [
-            part for part in operands if isinstance(part, Compare) and part.sign in {">", ">="} and self.has_int64_sides(part)
-        ]
-        until = next((part for part in at_least if _behind_query(part.right) is not None), None)
-        if until is None or not is_causal or self.context.q_end is None or self.monotone_rows(until) is not None:
+        if not is_causal or context.q_end is None:
             return operands, []
-        n, kv_len = greater(self.context.kv_len, self.context.q_end), self.context.kv_len
-        past = cast(int, _behind_query(until.right)) - (until.sign == ">=")
-        sides = {id(part): cast("tuple[Tensor, Tensor]", self.sides(part)) for part in at_least}
-        end = sides[id(until)][0].clamp(past, n + past) - past
+        n = greater(context.kv_len, context.q_end)
+        at_least = [part for part in operands if isinstance(part, Compare) and part.sign in {">", ">="}]
+        at_least = [part for part in at_least if self.has_int64_sides(part)]
+        if all(self.monotone_rows(part) is not None for part in at_least):
+            return operands, []
+        until, end = next(((part, end) for part in at_least if (end := self.end_of_keys(part, n)) is not None), (None, None))
+        if end is None:
+            return operands, []
         others = [part for part in at_least if part is not until]
-        depths = [(*sides[id(part)], part.sign == ">") for part in others]
-        found = subtree_rows(end, depths, self.queries.tensor(q), kv_len, n, MAX_SLOTS)
+        depths = [(*cast("tuple[Tensor, Tensor]", self.sides(part)), part.sign == ">") for part in others]
+        found = subtree_rows(end, depths, self.queries.tensor(q), context.kv_len, n, MAX_SLOTS)
         if found is None:
             return operands, []
         lower, upper, are_depths = found
         done = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
         left = tuple(part for part in operands if not any(part is other for other in done))
         return left, [RowBounds(lower, upper) if lower is not upper else RowBounds.of(lower)]
+
+    def end_of_keys(self, mask: Compare, n: int) -> Tensor | None:
+        """For each key the first position, up to n, from which on a condition does not hold; None where it may hold again."""
+        column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
+        behind = _behind_query(mask.right)
+        if behind is not None:
+            past = behind - (mask.sign == ">=")
+            return column.clamp(past, n + past) - past
+        is_whole = not is_captured() and value.shape[-1] == self.context.kv_len == n
+        return search(value, column, right=mask.sign == ">=") if is_whole and direction(value) > 0 else None
 
     def documents_of(self, column: Index) -> Table | Param | None:
         """The documents given by lengths that a column looks up at each position."""
@@ -438,7 +449,7 @@ def _table_of(column: Index) -> Table | Param | None:
 
 def _is_nondecreasing(column: Index) -> TypeGuard[Lookup]:
     """Whether a column is known to be non-decreasing from 0 up, except for a tail of -1, as document tables are."""
-    return isinstance(_table_of(column), DocumentTable)
+    return isinstance(table := _table_of(column), DocumentTable) and table.rule != "subtrees"
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

@@ -12,6 +12,7 @@ from flexmask.expr.index import Index, Symbol
 from flexmask.expr.packing import COVERING
 from flexmask.intervals.rows import padded
 from flexmask.intervals.runs import picked
+from flexmask.intervals.subtrees import subtree_ends
 
 __all__ = [
     "check_covers",
@@ -25,11 +26,12 @@ __all__ = [
 
 
 def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
-    """Document ids or starts, ``int64[..., positions]``, from the data that a user gives.
+    """Document ids, starts or ends of subtrees, ``int64[..., positions]``, from the data that a user gives.
 
     Args:
-        rule: ``"lengths"``, ``"cu_seqlens"`` or ``"position_ids"``, which give document ids, or ``"starts"``, which gives the
-            first position of each position's document from the ids.
+        rule: ``"lengths"``, ``"cu_seqlens"`` or ``"position_ids"``, which give document ids; ``"starts"``, which gives the first
+            position of each position's document from the ids; or ``"subtrees"``, which gives the first position behind the
+            subtree of each token from its depth.
         source: integers ``[n]`` or ``[B, n]``.
         positions: the number of positions for ``"lengths"`` and ``"cu_seqlens"``; the others have one for each value.
         may_be_longer: whether lengths may cover more positions than there are.
@@ -39,6 +41,8 @@ def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: 
     """
     if rule in COVERING:
         return _ids(document_stops(rule, source, positions, may_be_longer=may_be_longer), positions)
+    if rule == "subtrees":
+        return subtree_ends(source)
     changes = torch.ones_like(source, dtype=torch.bool)
     if rule == "position_ids":
         changes[..., 1:] = source.diff() != 1

@@ -13,7 +13,7 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows, padded
 
-__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "picked", "runs", "threshold", "true_hull", "within_true"]
+__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "picked", "runs", "search", "threshold", "true_hull", "within_true"]
 
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
@@ -57,7 +57,7 @@ def equal_hull(column: Tensor, value: Tensor, kv_len: int) -> Rows:
     """The smallest interval with all keys of ``column[b, h, kv] == value[b, h, q]``, both ``int64``, without a host sync."""
     column = column.expand(*column.shape[:2], kv_len)
     held, order = column.sort(dim=-1, stable=True)
-    first, end = _search(held, value, right=False), _search(held, value, right=True)
+    first, end = search(held, value, right=False), search(held, value, right=True)
     start = picked(order, first.clamp(max=kv_len - 1))
     stop = picked(order, (end - 1).clamp(min=0)) + 1
     return Rows.spans(start, torch.where(first < end, stop, 0), kv_len)
@@ -91,13 +91,14 @@ def threshold(column: Tensor, value: Tensor, kv_len: int, sign: str, *, rises: b
     column = column.expand(*column.shape[:2], kv_len)
     if not rises:
         column, value, sign = ~column, ~value, SWAPPED[sign]  # x <= y  <=>  ~x >= ~y, for every integer of 64 bits
-    edge = _search(column, value, right=sign in {"<=", ">"})
+    edge = search(column, value, right=sign in {"<=", ">"})
     if sign in {"<", "<="}:
         return Rows.spans(torch.zeros_like(value), edge, kv_len)
     return Rows.spans(edge, torch.full_like(value, kv_len), kv_len)
 
 
-def _search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
+def search(column: Tensor, value: Tensor, *, right: bool) -> Tensor:
+    """As ``torch.searchsorted`` of ``[B, H, n]``, in which axes may be 1."""
     if column.shape[:2] != value.shape[:2]:
         shape = torch.broadcast_shapes(column.shape[:2], value.shape[:2])
         column, value = column.expand(*shape, -1), value.expand(*shape, -1)
@@ -164,11 +165,11 @@ class ValueRuns:
 
     def _matching(self, value: Tensor, wanted: Tensor | None, most: int) -> Rows | None:
         """The positions that hold each value; none for those that are not wanted."""
-        first = _search(self.held, value, right=False)
+        first = search(self.held, value, right=False)
         if self.distinct:
             at = first.clamp_(max=self.held.shape[-1] - 1)
             return self._placed(at, picked(self.held, at) == value, 1)
-        last = _search(self.held, value, right=True)
+        last = search(self.held, value, right=True)
         last = last if wanted is None else last.where(wanted, first)
         slots = max(1, int((last - first).max()))
         if slots > most:
@@ -205,4 +206,4 @@ def nondecreasing_runs(column: Tensor, value: Tensor, kv_len: int) -> Rows:
     """
     behind = torch.iinfo(column.dtype).max
     column, value = (side.masked_fill(side == -1, behind) for side in (column, value))
-    return Rows.spans(_search(column, value, right=False), _search(column, value, right=True), kv_len)
+    return Rows.spans(search(column, value, right=False), search(column, value, right=True), kv_len)

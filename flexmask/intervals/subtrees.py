@@ -13,15 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmask._transforms import is_captured
+from flexmask import _sync
+from flexmask._transforms import are_ints, is_captured
+from flexmask.errors import LoweringError
 from flexmask.intervals.rows import Rows, padded
 
-__all__ = ["subtree_rows"]
+__all__ = ["subtree_ends", "subtree_rows"]
 
 #: Intervals of a row that are listed in a graph, which cannot count them; those before them are bounded.
 LISTED = 4
 #: Greater depths are compared cell by cell, so that their differences fit 64 bits.
 MOST = 2**61
+ROOT = "prefix_tree: position_ids, the depths of tokens, must begin with 0"
+STEP = "prefix_tree: position_ids, the depths of tokens in depth-first order, must not rise by more than 1"
 
 
 def subtree_rows(
@@ -159,6 +163,35 @@ class Segments:
             first = column.unsqueeze(2).expand(*hi.shape[:3], -1).gather(-1, lo.clamp(max=kv_len - 1).long())
             lo = (lo + (value.unsqueeze(-1) - first).clamp(0, kv_len)).to(torch.int32)
         return Rows(lo, hi, kv_len).compact() if least else Rows(lo, hi, kv_len)
+
+
+def subtree_ends(depth: Tensor) -> Tensor:
+    """The first position behind the subtree of each token, ``int64[..., n]``, from its depth in a tree in depth-first order.
+
+    Raises:
+        LoweringError: a token is more than one below the one before it. Values in another device's memory are not read.
+    """
+    n = depth.shape[-1]
+    _sync.require(lambda: depth[..., :1] == 0, depth.device, ROOT)
+    _sync.require(lambda: depth.diff(dim=-1) <= 1, depth.device, STEP)
+    if not _sync.needs_sync(depth):
+        if bool((depth[..., 0] != 0).any()):
+            raise LoweringError(f"{ROOT}, got {int(depth[..., 0].max())}")
+        wrong = (depth.diff(dim=-1) > 1).nonzero()
+        if len(wrong):
+            *line, at = wrong[0].tolist()
+            before, here = (int(depth[(*line, place)]) for place in (at, at + 1))
+            raise LoweringError(f"{STEP}, got {here} after {before} at position {at + 1}")
+    at = torch.arange(n, device=depth.device)
+    placed = (depth * n + at).sort(-1).values
+    up = torch.searchsorted(placed, (depth - 1) * n + at) - 1  # the last token before at the depth above, the parent
+    parent = torch.where(depth > 0, placed.gather(-1, up.clamp(min=0)) % n, at)
+    later = torch.searchsorted(placed, depth * n + at, right=True)
+    following = placed.gather(-1, later.clamp(max=n - 1))
+    end = torch.where((later < n) & (following // n == depth), following % n, n)  # the next one at the same depth
+    for _ in range(n.bit_length() if are_ints(n) else 32):  # the least of those of a token and the 2 ** i nearest above it
+        end, parent = end.minimum(end.gather(-1, parent)), parent.gather(-1, parent)
+    return end
 
 
 def _taken(values: Tensor, at: Tensor) -> Tensor:

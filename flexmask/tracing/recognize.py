@@ -39,6 +39,7 @@ PATTERNS = (
     "chunked(n)",
     "block_causal(n)",
     "chunk_window(n, left=m)",
+    "prefix_tree(data)",
     "key_padding(lengths=data)",
     "key_padding(start=data)",
     "key_padding(keep=data)",

@@ -1,0 +1,138 @@
+"""Rows of ``(kv <= q) & (q < end[kv])``, by segments where the ranges of keys nest, against a loop over cells."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import flexmask as fm
+from flexmask import b, kv, q, table
+from flexmask.errors import LoweringError
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import RowBounds, analyze
+from flexmask.intervals.subtrees import subtree_ends
+
+
+def depths(draw: random.Random, n: int) -> list[int]:
+    """The depths of the tokens of some trees in depth-first order."""
+    found: list[int] = []
+    for _ in range(n):
+        deepest = found[-1] + 1 if found else 0
+        found.append(draw.randint(0, deepest) if draw.random() < 0.3 else deepest)
+    return found
+
+
+def ends(depth: list[int]) -> list[int]:
+    n = len(depth)
+    return [next((j for j in range(i + 1, n) if depth[j] <= depth[i]), n) for i in range(n)]
+
+
+def bounds(mask: fm.Mask, q_len: int, kv_len: int, q_offset: int = 0) -> RowBounds:
+    return analyze(bind(mask, q_len, kv_len, None, None, q_offset, torch.device("cpu")))
+
+
+def check_bounds(found: RowBounds, wanted: np.ndarray, *, exact: bool) -> None:
+    """Checks bounds against ``bool[B, q_len, kv_len]``."""
+    keys = torch.arange(wanted.shape[-1])
+    lower, upper = (np.broadcast_to(rows.holds(keys).numpy()[:, 0], wanted.shape) for rows in (found.lower, found.upper))
+    assert not (lower & ~wanted).any()
+    assert not (wanted & ~upper).any()
+    if exact:
+        assert found.exact
+        assert (lower == wanted).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_trees(seed: int) -> None:
+    draw = random.Random(seed)
+    n, batch = draw.randint(1, 40), draw.choice([1, 3])
+    depth = [depths(draw, n) for _ in range(batch)]
+    end = [ends(row) for row in depth]
+    padding = draw.choice([0, draw.randint(0, n)])
+    end = [[min(stop, n - padding) * (i < n - padding) for i, stop in enumerate(row)] for row in end]
+    offset = draw.randint(0, n - 1)
+    q_len = draw.randint(1, n - offset)
+    size = draw.choice([None, 1, 2, 5])
+    mask = (kv <= q) & (q < table(torch.tensor(end))[b, kv])
+    if size is not None:
+        mask &= table(torch.tensor(depth))[b, kv] > table(torch.tensor(depth))[b, q] - size
+    at, key = np.arange(offset, offset + q_len)[:, None], np.arange(n)
+    wanted = (key <= at) & (at < np.array(end)[:, None])
+    if size is not None:
+        wanted &= np.array(depth)[:, None] > np.array(depth)[:, offset : offset + q_len, None] - size
+    check_bounds(bounds(mask, q_len, n, offset), wanted, exact=True)
+    assert (mask.dense(q_len, n, q_offset=offset).numpy().reshape(wanted.shape) == wanted).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranges_that_do_not_nest(seed: int) -> None:
+    draw = random.Random(seed)
+    n = draw.randint(2, 30)
+    end = [ends(depths(draw, n)) for _ in range(2)]
+    end[1] = [stop if draw.random() < 0.8 else draw.randint(-2, n + 3) for stop in end[1]]
+    mask = (kv <= q) & (q < table(torch.tensor(end))[b, kv])
+    at, key = np.arange(n)[:, None], np.arange(n)
+    wanted = (key <= at) & (at < np.array(end)[:, None])
+    check_bounds(bounds(mask, n, n), wanted, exact=False)
+    assert (mask.dense(n).numpy()[:, 0] == wanted).all()
+
+
+def test_entry_and_exit_times() -> None:
+    """The times at which a walk enters and leaves the segment of each token, of a batch, whose columns are not thresholds."""
+    enter = torch.tensor([[0, 0, 1, 1, 3, 3, 5], [0, 1, 1, 2, 2, 4, 4]])
+    leave = torch.tensor([[6, 6, 3, 3, 5, 5, 6], [6, 4, 4, 3, 3, 5, 5]])
+    mask = (kv <= q) & (table(enter)[b, kv] <= table(enter)[b, q]) & (table(enter)[b, q] < table(leave)[b, kv])
+    key = np.arange(7)
+    wanted = (key <= key[:, None]) & (enter.numpy()[:, :, None] < leave.numpy()[:, None])
+    check_bounds(bounds(mask, 7, 7), wanted, exact=True)
+
+
+def test_depths_near_the_ends_of_64_bits() -> None:
+    depth = torch.tensor([2**63 - 2, 2**63 - 1, 2**63 - 1, 5])
+    mask = (kv <= q) & (q < table([3, 2, 3, 4])[kv]) & (table(depth)[kv] >= table(depth)[q] - 0)
+    key, great = np.arange(4), depth.numpy()
+    wanted = (key <= key[:, None]) & (key[:, None] < [3, 2, 3, 4]) & (great >= great[:, None])
+    assert (mask.dense(4).numpy()[0, 0] == wanted).all()
+
+
+@pytest.mark.parametrize("levels", [3, 70])
+def test_more_intervals_than_are_listed(levels: int) -> None:
+    """A token with a leaf beside it on each level: the row of the last token has an interval for each."""
+    depth = [depth for level in range(levels) for depth in (level, level + 1)] + [levels]
+    n = len(depth)
+    mask = (kv <= q) & (q < table(ends(depth))[kv])
+    key = np.arange(n)
+    wanted = (key <= key[:, None]) & (key[:, None] < np.array(ends(depth)))
+    check_bounds(bounds(mask, n, n), wanted[None], exact=levels < 64)
+    assert (mask.dense(n).numpy()[0, 0] == wanted).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_a_graph(seed: int) -> None:
+    """A graph lists a few intervals of each row, and knows nothing of a sequence whose ranges do not nest."""
+    draw = random.Random(seed)
+    n = 48
+    end = torch.tensor([ends(depths(draw, n)), ends(depths(draw, n)), [draw.randint(0, n) for _ in range(n)]])
+    lowered = fm.plan("causal & eviction(steps=s)", n, batch=3)(s=end)
+    at = torch.arange(n)
+    wanted = (at <= at[:, None]) & (at[:, None] < end[:, None])
+    query, key, value = (torch.randn(3, 1, n, 8, dtype=torch.float64) for _ in range(3))
+    score = (query @ key.mT / 8**0.5).masked_fill(~wanted[:, None], -torch.inf)
+    oracle = score.softmax(-1).nan_to_num() @ value
+    assert torch.allclose(fm.attention(query, key, value, lowered), oracle)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ends_from_depths(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [depths(draw, 33) for _ in range(draw.randint(1, 3))]
+    assert subtree_ends(torch.tensor(rows)).tolist() == [ends(row) for row in rows]
+
+
+@pytest.mark.parametrize(("depth", "message"), [([[0, 1], [0, 2]], "got 2 after 0 at position 1"), ([[0], [3]], "got 3")])
+def test_depths_of_no_tree(depth: list[list[int]], message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        subtree_ends(torch.tensor(depth))
