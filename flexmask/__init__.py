@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flexmask import intervals as intervals
     from flexmask import lowering as lowering
     from flexmask import nn as nn
+    from flexmask import packing as packing
     from flexmask import plans as plans
     from flexmask import plotting as plotting
     from flexmask import registry as registry
@@ -107,7 +108,19 @@ _LAZY = {
     "plan": "flexmask.plans.api",
 }
 #: Packages with public names, which ``flexmask.NAME`` imports.
-_PACKAGES = {"backends", "intervals", "lowering", "nn", "plans", "plotting", "registry", "report", "testing", "tracing"}
+_PACKAGES = {
+    "backends",
+    "intervals",
+    "lowering",
+    "nn",
+    "packing",
+    "plans",
+    "plotting",
+    "registry",
+    "report",
+    "testing",
+    "tracing",
+}
 
 
 def __getattr__(name: str) -> Any:

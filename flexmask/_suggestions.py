@@ -21,6 +21,7 @@ PACKAGES = (
     "intervals",
     "lowering",
     "nn",
+    "packing",
     "plotting.mpl",
     "registry",
     "report",

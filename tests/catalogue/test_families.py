@@ -245,6 +245,12 @@ WITH_DATA: dict[str, Data] = {
         draw(6, [False, True], 3, 5, 5),
         PREFIXES,
     ),
+    "prefix_tree": case(
+        lambda depths: fm.masks.prefix_tree(position_ids=depths),
+        oracle.prefix_tree,
+        (7, 7),
+        [[0, 1, 2, 1, 2, 3, 0], [0, 1, 2, 3, 2, 1, 0], [0, 0, 1, 2, 2, 1, 2]],
+    ),
     "draft_blocks": case(
         lambda prefix: fm.masks.draft_blocks(prefix, 3), lambda prefix: oracle.draft_blocks(prefix, 3), (9, 14), PREFIXES
     ),
@@ -372,6 +378,7 @@ EXACT: dict[str, tuple[str, tuple[int, int], int]] = {
     "svg_temporal": ("svg_temporal(frame_length=32, frames=8, width=2, prompt=16)", (272, 272), 9),
     "image_cross": ("image_cross(spans=[[0, 128], [64, 128]], image_length=64)", (128, 128), 1),
     "tile_topk": ("tile_topk(topk=[[0, 3], [2, 1], [0, 2], [1, 3]], size=64, sizes=[64, 50, 64, 1])", (256, 256), 2),
+    "prefix_tree": ("prefix_tree(lengths=[64, 64, 32, 32, 64], parents=[-1, 0, 1, 1, 0])", (256, 256), 2),
     "draft_blocks": ("draft_blocks(prefix=64, size=16)", (64, 128), 2),
     "draft_anchors": ("draft_anchors(anchors=[3, 20, 40, 64], size=16, context=64)", (64, 128), 2),
     "training_time_test": ("training_time_test(length=64, steps=3)", (64, 256), 4),

@@ -343,6 +343,17 @@ def tree(parents: Ids, prefix: PerBatch = 0) -> Predicate:
     return allowed
 
 
+def prefix_tree(depths: Ids) -> Predicate:
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        depth = row_of(depths, b)
+        node = q if q < len(depth) else -1
+        while node > kv:
+            node = max((i for i in range(node) if depth[i] == depth[node] - 1), default=-1)
+        return node == kv
+
+    return allowed
+
+
 def tree_of_ancestors(ancestors: Sequence[Any], prefix: PerBatch) -> Predicate:
     def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
         table = ancestors if isinstance(ancestors[0][0], bool) else ancestors[b]

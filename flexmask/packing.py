@@ -1,0 +1,250 @@
+"""Packs samples into rows of tokens, with the mask that keeps them apart: documents, or samples that share prefixes.
+
+Plain functions on lists and tensors. What they return says where each sample's tokens are, so that what a model gives for the
+rows is read sample by sample, and what is known of samples is put into rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flexmask._checks import checked_int, kind_of
+from flexmask.catalogue.documents import document
+from flexmask.catalogue.trees import prefix_tree
+from flexmask.errors import OperandError
+from flexmask.expr.mask import Mask
+
+__all__ = ["Packed", "PackedPrefixes", "pack_documents", "pack_prefixes"]
+
+#: The tokens of a sample.
+Tokens: TypeAlias = "Sequence[int] | Tensor"
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Samples in rows of ``S`` tokens.
+
+    Attributes:
+        mask: which tokens of a row attend to each other.
+        position_ids: the position of each token in its samples, ``int64[B, S]``; 0 for padding.
+        previous: the place in its row of the token before each in its samples, ``int64[B, S]``; -1 for first tokens and padding.
+            What a model gives there predicts the token.
+        rows: the row of each sample.
+        places: the places of each sample's tokens in its row, ``int64[n]`` each.
+    """
+
+    mask: Mask
+    position_ids: Tensor
+    previous: Tensor
+    rows: list[int]
+    places: list[Tensor]
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """What rows have, ``[B, S, ...]``, for the tokens of each sample, a list of ``[n, ...]``; differentiable.
+
+        Raises:
+            OperandError: values of other rows.
+        """
+        size = self.position_ids.shape
+        if not isinstance(values, Tensor) or values.shape[:2] != size:
+            got = list(values.shape) if isinstance(values, Tensor) else kind_of(values)
+            raise OperandError(f"gather: values must be a tensor of the shape [{size[0]}, {size[1]}, ...], got {got}")
+        return [values[row, at.to(values.device)] for row, at in zip(self.rows, self.places, strict=True)]
+
+    def scatter(self, values: Sequence[Any], fill: float = 0) -> Tensor:
+        """What samples have, ``[n, ...]`` each, as rows ``[B, S, ...]``, summed where samples share a token; differentiable.
+
+        Of ones it is the number of samples that each token belongs to. The sum of a loss per token, times weights that were
+        scattered, is the sum of the samples' losses with their own weights.
+
+        Args:
+            values: for each sample a value for each of its tokens, lists or tensors.
+            fill: the value of padding.
+
+        Raises:
+            OperandError: other numbers of samples or of values.
+        """
+        given = [torch.as_tensor(value) for value in values]
+        if [value.shape[:1] for value in given] != [at.shape for at in self.places]:
+            wanted = [len(at) for at in self.places]
+            raise OperandError(
+                f"scatter: values must be one for each token of each sample, as many as {wanted}; got the shapes "
+                f"{[list(value.shape) for value in given]}"
+            )
+        joined, size = torch.cat(given), self.position_ids.shape
+        at = torch.cat([row * size[1] + at for row, at in zip(self.rows, self.places, strict=True)]).to(joined.device)
+        found = joined.new_zeros(size.numel(), *joined.shape[1:]).index_add(0, at, joined)
+        is_padding = torch.ones(size.numel(), dtype=torch.bool, device=at.device).index_fill(0, at, value=False)
+        return found.masked_fill(is_padding.view(-1, *[1] * (found.dim() - 1)), fill).view(*size, *joined.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPrefixes(Packed):
+    """Samples in rows of trees, where each prefix that samples share is there once.
+
+    Attributes:
+        tokens: ``int64[B, S]``; 0 for padding.
+    """
+
+    tokens: Tensor
+
+
+def pack_documents(lengths: Tokens, capacity: int, *, device: torch.device | str | None = None) -> Packed:
+    """Documents in as few rows of ``capacity`` tokens as the best fit for each, the longest first, finds.
+
+    The mask is ``document(lengths=..., padding=True)``; write ``packed.mask & flexmask.causal()`` for a decoder.
+    ``packed.scatter(documents)`` are the rows of tokens.
+
+    Args:
+        lengths: the number of tokens of each document.
+        capacity: tokens in a row.
+        device: where the tensors are made; by default on the CPU.
+
+    Raises:
+        ExpressionError: a length or a capacity below 1.
+        OperandError: no documents, other values than integers, or a document that is longer than a row.
+    """
+    sizes = _numbers(lengths, "pack_documents: lengths", least=1)
+    trees = [_Tree.of_one(at, [0] * size) for at, size in enumerate(sizes)]
+    rows = _best_fit(trees, checked_int(capacity, "pack_documents: capacity", 1), "pack_documents: a document")
+    most = max(map(len, rows))
+    table = [[len(tree.tokens) for tree in row] + [0] * (most - len(row)) for row in rows]
+    mask = document(lengths=torch.tensor(table, device=device), padding=True)
+    return Packed(mask, **_laid_out(rows, capacity, len(sizes), device, ["position_ids", "previous"]))
+
+
+def pack_prefixes(
+    samples: Sequence[Tokens], capacity: int | None = None, *, device: torch.device | str | None = None
+) -> PackedPrefixes:
+    """Samples as trees of tokens in depth-first order, in which each prefix that samples share is there once.
+
+    The mask is ``prefix_tree(end)``, which is causal. Given it and ``position_ids``, a causal model computes for each sample what
+    it computes for the sample alone.
+
+    Args:
+        samples: the tokens of each sample, from the prompt to the end of the answer, ``[n]``. Samples share a prefix where their
+            tokens are equal; what else a model is given for them must be equal there too.
+        capacity: tokens in a row. Samples that begin with the same token are in one row. By default there is one row for all.
+        device: where the tensors are made; by default on the CPU.
+
+    Raises:
+        ExpressionError: a capacity below 1.
+        OperandError: no samples, a sample without tokens, or samples with a shared prefix that are longer than a row.
+
+    Source: https://arxiv.org/abs/2511.00413
+    """
+    if not isinstance(samples, Sequence | Tensor) or not len(samples):
+        raise OperandError(f"pack_prefixes: samples must be a list of the tokens of each, at least one; got {kind_of(samples)}")
+    trees = _trees([_numbers(sample, f"pack_prefixes: samples[{at}]") for at, sample in enumerate(samples)])
+    if capacity is None:
+        rows, capacity = [trees], sum(len(tree.tokens) for tree in trees)
+    else:
+        rows = _best_fit(trees, checked_int(capacity, "pack_prefixes: capacity", 1), "pack_prefixes: a tree of samples")
+    made = _laid_out(rows, capacity, len(samples), device, ["position_ids", "previous", "tokens", "end"])
+    return PackedPrefixes(prefix_tree(made.pop("end")), **made)
+
+
+@dataclass(eq=False)
+class _Tree:
+    """Tokens in depth-first order, ``[n]``.
+
+    Attributes:
+        tokens: the tokens.
+        position_ids: their depths.
+        previous: the place of the token above each; -1 for the first.
+        end: the first place behind the subtree of each.
+        samples: the places of the tokens of each sample.
+    """
+
+    tokens: list[int]
+    position_ids: list[int]
+    previous: list[int]
+    end: list[int]
+    samples: dict[int, list[int]]
+
+    @classmethod
+    def of_one(cls, sample: int, tokens: list[int]) -> _Tree:
+        """The tree of a sample."""
+        n = len(tokens)
+        return cls(list(tokens), list(range(n)), list(range(-1, n - 1)), [n] * n, {sample: list(range(n))})
+
+    def add(self, sample: int, tokens: list[int], shared: int) -> None:
+        """Adds a sample that shares its first tokens, at least one, with the sample that was added last."""
+        start = len(self.tokens)
+        self.tokens += tokens[shared:]
+        path = next(reversed(self.samples.values()))[:shared] + list(range(start, len(self.tokens)))
+        self.position_ids += range(shared, len(tokens))
+        self.previous += path[shared - 1 : -1]
+        self.end += [0] * (len(tokens) - shared)
+        for at in path:
+            self.end[at] = len(self.tokens)
+        self.samples[sample] = path
+
+
+def _trees(samples: list[list[int]]) -> list[_Tree]:
+    """The trees of samples, in the order of the first sample of each."""
+    trees: list[_Tree] = []
+    last: list[int] = []
+    for at in sorted(range(len(samples)), key=samples.__getitem__):  # neighbors share the longest prefixes
+        tokens = samples[at]
+        shared = next((i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens)))
+        if not shared:
+            trees.append(_Tree.of_one(at, tokens))
+        else:
+            trees[-1].add(at, tokens, shared)
+        last = tokens
+    return sorted(trees, key=lambda tree: min(tree.samples))
+
+
+def _best_fit(trees: list[_Tree], capacity: int, what: str) -> list[list[_Tree]]:
+    """The trees in rows: each, the largest first, in the row with the least room that is enough for it."""
+    rows: list[list[_Tree]] = []
+    room: list[tuple[int, int]] = []  # of each row that has some, and its number, in order
+    for tree in sorted(trees, key=lambda tree: -len(tree.tokens)):
+        size = len(tree.tokens)
+        if size > capacity:
+            raise OperandError(f"{what} has {size} tokens, more than a row of {capacity}: cut it, or give a greater capacity")
+        place = bisect_left(room, (size, 0))
+        if place < len(room):
+            left, row = room.pop(place)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(tree)
+        insort(room, (left - size, row))
+    return rows
+
+
+def _laid_out(
+    rows: list[list[_Tree]], size: int, samples: int, device: torch.device | str | None, names: list[str]
+) -> dict[str, Any]:
+    """The trees of each row one after another: the fields of a :class:`Packed`, and lists of the trees as ``int64[B, size]``."""
+    padding = {name: -1 if name == "previous" else 0 for name in names}
+    tables = {name: [[fill] * size for _ in rows] for name, fill in padding.items()}
+    row_of, places = [0] * samples, [torch.empty(0)] * samples
+    for number, row in enumerate(rows):
+        start = 0
+        for tree in row:
+            for name, table in tables.items():
+                shift = start if name in {"previous", "end"} else 0
+                table[number][start : start + len(tree.tokens)] = [
+                    value + shift if value >= 0 else value for value in getattr(tree, name)
+                ]
+            for sample, at in tree.samples.items():
+                row_of[sample], places[sample] = number, torch.tensor(at, device=device) + start
+            start += len(tree.tokens)
+    return {name: torch.tensor(table, device=device) for name, table in tables.items()} | {"rows": row_of, "places": places}
+
+
+def _numbers(data: Any, what: str, least: int | None = None) -> list[int]:
+    """Integers along one axis, at least one."""
+    values = data.tolist() if hasattr(data, "tolist") else data
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
+        raise OperandError(f"{what} must be integers along one axis, at least one; got {kind_of(data)}")
+    return [checked_int(value, what, least) for value in values]
