@@ -51,7 +51,6 @@ GUESSES = {
     "noop_mask": "flexmask.full()",
     "or_masks": "a | b",
     "packed": "flexmask.document(lengths=[3, 5])",
-    "packing": "flexmask.document(lengths=[3, 5])",
     "padding": "flexmask.key_padding(lengths=[3, 5])",
     "plot": "mask.plot(q_len)",
     "render": "mask.plot(q_len)",

@@ -21,7 +21,7 @@ from flexmask import Mask, causal, document, full, key_padding, sliding_window
 from flexmask.errors import LoweringError
 from flexmask.plans.capture import MAX_CELLS, lower_in_graph
 from flexmask.plans.lowered import LoweredMask
-from flexmask_transformers.packing import chunk_positions
+from flexmask_transformers.packing import check_branches, chunk_positions
 from flexmask_transformers.request import Request
 from flexmask_transformers.user_masks import user_mask_for
 
@@ -66,6 +66,8 @@ def mask_in_graph(
     """
     documents = None if request.documents is None else request.documents.ids
     user_mask, replaces, is_whole = user_mask_for(options.get("config"), layer_type, request.user_mask)
+    if request.documents is not None and not replaces:
+        check_branches(request.documents, q_len)
     is_chunked = layer_type == "chunked_attention"
     own = None if is_chunked else _known_mask(mask_function, options)
     starts_at_0 = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == 0 and kv_offset == 0

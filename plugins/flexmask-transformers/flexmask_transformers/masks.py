@@ -14,7 +14,7 @@ from flexmask.masks import reorder
 from flexmask.nn import CallTokens
 from flexmask_transformers.graphs import GraphMask, mask_in_graph
 from flexmask_transformers.model_mask import ModelMask
-from flexmask_transformers.packing import Documents, chunk_positions
+from flexmask_transformers.packing import Documents, check_branches, chunk_positions
 from flexmask_transformers.request import Request, take_request
 from flexmask_transformers.user_masks import mask_of_call, user_mask_for
 
@@ -71,6 +71,7 @@ def make_mask(
     else:
         mask = _traced(mask_function, device)
         if request.documents is not None:
+            check_branches(request.documents, q_length)
             mask = in_documents(mask, request.documents, q_length, is_chunked=is_chunked)
         padding = _padding(attention_mask, kv_length, int(kv_offset))
         mask = mask if padding is None else mask & padding

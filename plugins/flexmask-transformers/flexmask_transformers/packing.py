@@ -15,6 +15,7 @@ from flexmask_transformers.arguments import is_readable, require, require_none
 
 __all__ = [
     "Documents",
+    "check_branches",
     "check_document_numbers",
     "chunk_positions",
     "document_ids",
@@ -118,6 +119,23 @@ def check_document_numbers(attention_mask: object, position_ids: Tensor | None) 
         "give attention_mask != 0, and position_ids that restart, cu_seq_lens_q or seq_idx"
     )
     require_none(differ, message, "got another number")
+
+
+def check_branches(documents: Documents, q_len: int) -> None:
+    """Checks that documents begin at the position at which their row begins, as the branches of a tree of prefixes do not.
+
+    Raises:
+        LoweringError: positions go back to a greater one.
+    """
+    positions, keep = documents.positions[:, :q_len], documents.keep
+    real = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep[:, :q_len].expand_as(positions)
+    first = positions.gather(-1, real.long().argmax(-1, keepdim=True))
+    message = (
+        "position_ids go back, but not to the position at which the row begins: these may be branches of samples that share "
+        "prefixes, which would be taken for documents. Give the tree, with "
+        "use_mask(model, prefix_tree(position_ids=position_ids), combine='replace'), or documents that begin at the same position"
+    )
+    require_none(restarts(positions, keep) & (positions > first), message, "they go back")
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
