@@ -66,12 +66,12 @@ EXAMPLES: dict[str, list[Example]] = {
     "per_chunk": [({"mask": fm.causal(), "size": 2}, oracle.per_chunk(oracle.causal(), 2))],
     "per_document": [({"mask": fm.causal(), "ids": IDS}, oracle.per_document(oracle.causal(), IDS))],
     "per_head": [({"masks": [PADDED]}, padded)],
+    "prefix_lm": [({"prefix_lengths": 2}, oracle.prefix_lm(2))],
     "prefix_tree": [
         ({"end": [4, 2, 4, 4]}, oracle.prefix_tree([0, 1, 1, 2])),
         ({"position_ids": [0, 1, 1, 0]}, oracle.prefix_tree([0, 1, 1, 0])),
         ({"lengths": [1, 2, 1], "parents": [-1, 0, 0]}, oracle.prefix_tree([0, 1, 2, 1])),
     ],
-    "prefix_lm": [({"prefix_lengths": 2}, oracle.prefix_lm(2))],
     "qk_sparse": [({"starts": [1], "lengths": [2]}, oracle.qk_sparse([1], [2]))],
     "query_padding": [({"lengths": 3}, oracle.query_padding(3)), ({"keep": [1] * 4}, oracle.full())],
     "random_cells": [({"p": 0.5, "seed": 3}, oracle.random_cells(0.5, 3))],
