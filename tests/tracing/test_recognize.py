@@ -50,6 +50,7 @@ RECOGNIZED: dict[str, list[tuple[str, str]]] = {
     "chunked(n)": [("q // 4 == kv // 4", "chunked(size=4)"), ("(q >> 2) == (kv >> 2)", "chunked(size=4)")],
     "block_causal(n)": [("q // 3 >= kv // 3", "block_causal(size=3)")],
     "chunk_window(n, left=m)": [("(q // 2 - kv // 2 <= 1) & (q // 2 >= kv // 2)", "chunk_window(size=2, left=1)")],
+    "prefix_tree(data)": [("(kv <= q) & (q < ids[b, kv])", "prefix_tree(end=<ids: int64[2, 12]>)")],
     "key_padding(lengths=data)": [("kv < lengths[b]", "key_padding(lengths=<lengths: int64[2]>)")],
     "key_padding(start=data)": [("kv >= lengths[b]", "key_padding(start=<lengths: int64[2]>)")],
     "key_padding(keep=data)": [("keep[b, kv]", "key_padding(keep=<keep: bool[2, 12]>)")],
