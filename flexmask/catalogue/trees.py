@@ -74,7 +74,7 @@ def prefix_tree(
         return (kv <= q) & (segment >= 0) & (q < along(ends, maximum(segment, 0)))
     if position_ids is not None:
         return (kv <= q) & (q < along(subtree_ends(position_ids), kv))
-    return (kv <= q) & (q < lookup(cast("Data", end), "prefix_tree: end", "[S] or [B, S]", (kv,), (b, kv)))
+    return (kv <= q) & (q < lookup(cast("Data", end), "prefix_tree: end", "[S] or [B, S]", (b, kv), (kv,)))
 
 
 def _segment_ends(lengths: Any, parents: Any) -> Any:
