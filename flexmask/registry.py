@@ -22,18 +22,21 @@ from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from flexmask._checks import call_error, is_tensor, kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
-from flexmask.expr.data import as_table
+from flexmask.expr.data import along, as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
 from flexmask.expr.names import NAMES
 from flexmask.expr.node import within_depth
+from flexmask.expr.packing import sequence_table
 from flexmask.expr.tables import RESERVED, Table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["GROUP", "Origin", "find", "load", "named", "names", "origin"]
+    from flexmask.expr.data import Data
+
+__all__ = ["GROUP", "Origin", "find", "load", "named", "names", "origin", "per_token"]
 
 P = ParamSpec("P")
 
@@ -116,6 +119,26 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     NAMES[name] = build
     RESERVED.add(name)
     return build
+
+
+def per_token(data: Data, position: Index, what: str) -> Index:
+    """Data with a value for each token, at a position: ``data[position]``, or ``data[b, position]`` where it has a batch axis.
+
+    For named masks that take ids ``[S]`` or ``[B, S]``, as :func:`flexmask.document` does::
+
+        ids = lambda at: per_token(speakers, at, "dialog: speakers")
+        return ids(q) == ids(kv)
+
+    Args:
+        data: integers; a parameter has a batch axis.
+        position: an index expression, such as ``q`` or ``kv``.
+        what: the mask and the argument, for messages.
+
+    Raises:
+        OperandError: other data than integers.
+        ExpressionError: another number of axes than 1 and 2.
+    """
+    return along(sequence_table(data, what), position)
 
 
 def withdraw(names: Iterable[str]) -> None:

@@ -26,7 +26,8 @@ import flexmask as fm
 from flexmask.cli import main
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError
 from flexmask.expr.names import NAMES
-from flexmask.registry import GROUP, named
+from flexmask.expr.tables import param
+from flexmask.registry import GROUP, named, per_token
 from tests.support.examples import OWN_MASKS
 
 ROOT = Path(__file__).parent.parent
@@ -476,6 +477,20 @@ def test_list_of_an_unknown_name() -> None:
     result = listed("slidingwindow")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Error: there is no named mask slidingwindow. Did you mean sliding_window?" in result.stderr
+
+
+def test_data_of_each_token_with_and_without_a_batch() -> None:
+    """What `document` takes, for authors of masks: ``[S]``, ``[B, S]`` and parameters."""
+    for ids in ([0, 0, 1], [[0, 0, 1], [0, 1, 1]], torch.tensor([[0, 0, 1], [0, 1, 1]]), param("ids")):
+        same = per_token(ids, fm.q, "mine: ids") == per_token(ids, fm.kv, "mine: ids")
+        assert same & (per_token(ids, fm.q, "mine: ids") >= 0) == fm.document(ids).expand()
+    for wrong, message in (
+        (torch.zeros(2), "mine: ids must hold integers or truth values, got torch.float32"),
+        ([True, False], "mine: ids must hold integers, got truth values"),
+        (torch.zeros(1, 1, 1, dtype=torch.int64), r"mine: ids must have the axes \[positions\] or \[batch, positions\]"),
+    ):
+        with pytest.raises(FlexmaskError, match=message):
+            per_token(wrong, fm.q, "mine: ids")
 
 
 def test_list_shows_plugins_by_package(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ print(from_mask_mod(opaque))
 # A named mask
 # ------------
 # ``@named`` registers a function that returns a mask. It then prints under its name, and text knows it. A package does the same
-# with an entry point, and its masks appear in ``flexmask list`` and ``flexmask.masks``.
+# with an entry point, and its masks appear in ``flexmask list`` and ``flexmask.masks``. ``flexmask.registry.per_token`` looks
+# up data of each token with and without a batch axis, as ``document`` does.
 
 
 @named

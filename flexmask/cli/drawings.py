@@ -90,8 +90,6 @@ def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> P
     if value is None:
         return None
     picture_suffix(value)
-    if not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(value.parent)!r}", ctx, param)
     return value
 
 

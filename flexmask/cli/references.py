@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from inspect import isfunction, signature
 from typing import Any
 
 from flexmask._checks import nearest
 from flexmask.cli.messages import UserError
 from flexmask.errors import FlexmaskError
 from flexmask.expr.mask import Mask
+from flexmask.expr.names import call_hint
 
 __all__ = ["resolve_mask", "resolve_reference"]
 
 
 def resolve_mask(reference: str) -> Mask:
-    """The mask of ``module:name``, which is a mask, its text or a ``mask_mod``.
+    """The mask of ``module:name``, which is a mask, its text, a ``mask_mod``, or a function without arguments that gives one.
 
     Raises:
         UserError: there is no such module or name, or the module or function raises.
@@ -24,11 +27,37 @@ def resolve_mask(reference: str) -> Mask:
     from flexmask.tracing.as_mask import as_mask
 
     try:
-        return as_mask(found, reference)
-    except FlexmaskError:
+        return as_mask(found() if _makes_a_mask(found, reference) else found, reference)
+    except (FlexmaskError, UserError):
         raise
     except Exception as error:  # a user's function may raise anything
         raise UserError(f"{reference} fails: {type(error).__name__}: {error}") from error
+
+
+def _makes_a_mask(found: Any, reference: str) -> bool:
+    """Whether a function is called without arguments, as it does not take those of a ``mask_mod``.
+
+    Raises:
+        UserError: a function takes neither.
+    """
+    if not isfunction(found) or call_hint(found):
+        return False
+    cell, nothing = (_takes(found, count) for count in (4, 0))
+    if not cell and not nothing:
+        takes = f"{found.__name__}{signature(found)}"
+        raise UserError(
+            f"{reference} is {takes}, which is neither a mask_mod(b, h, q_idx, kv_idx) nor a function without arguments that "
+            "gives a mask; give the name of a mask that it makes"
+        )
+    return nothing and not cell
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def resolve_reference(reference: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,13 @@ from flexmask.cli.progress import spinner
 from flexmask.cli.values import BlockSize, Count
 
 if TYPE_CHECKING:
-    from flexmask.plotting.labels import ContentOptions
+    from flexmask.plotting.labels import ContentOptions, FrameOptions
     from flexmask.plotting.sheet import Indices
 
 __all__ = ["render"]
+
+#: Characters of a line of the terminal at least.
+LEAST_WIDTH = 16
 
 
 @click.command()
@@ -39,6 +43,9 @@ __all__ = ["render"]
     help="Color the cells by the rank that holds the query under context parallelism, planned in blocks of --block-size.",
 )
 @label_options
+@click.option("--title", metavar="TEXT", help="A title instead of the mask's text.")
+@click.option("--no-legend", is_flag=True, help="Leave out the notes and the meaning of the colors or signs.")
+@click.option("--width", type=float, metavar="N", help="Width: inches of the cells in a file, characters in the terminal.")
 @output_option("instead of drawing in the terminal")
 def render(
     expression: str,
@@ -56,6 +63,9 @@ def render(
     tokens: list[str] | None,
     kv_tokens: list[str] | None,
     no_bands: bool,
+    title: str | None,
+    no_legend: bool,
+    width: float | None,
     output: Path | None,
 ) -> None:
     """Draw the mask EXPR, or MODULE:NAME of a mask or mask_mod function: queries down, keys across.
@@ -72,6 +82,7 @@ def render(
       flexmask render "causal & document(ids)" -p "ids=[0,0,0,1,1,2,2,2]" --terms -o packed.svg
       flexmask render "causal & document(ids)" -p ids=@ids.json --block-size 128 -o packed.html
       flexmask render "causal & document(lengths=[9, 30, 25])" --ranks 4
+      flexmask render "causal & document(lengths=[3, 5])" --title "Two documents" --no-legend --width 2.5 -o packed.pdf
       flexmask render "causal & key_padding(lengths=4)" --tokens "The cat sat down <pad>"
     """
     mask = read_mask(expression, parameters)
@@ -97,18 +108,25 @@ def render(
         options["block_size"] = block_size
     if output is not None:
         with writing(output), spinner("drawing the mask"):
-            mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **options)
+            frame: FrameOptions = {"title": title, "legend": not no_legend, "width": width}
+            mask.save_picture(output, queries, across, batch=batch, head=head, terms=terms, **frame, **options)
         return
+    if width is not None and not (width >= LEAST_WIDTH and width.is_integer()):
+        raise UserError(f"--width is a whole number of characters from {LEAST_WIDTH} on in the terminal, got {width:g}")
+    from rich.console import Console
+
     from flexmask.plotting.raster import Picture
     from flexmask.plotting.sheet import picture_or_sheet
     from flexmask.plotting.terminal.show import show_picture, show_sheet
 
     with spinner("drawing the mask"):
         shown = picture_or_sheet(mask, queries, across, batch=batch, head=head, terms=terms, **options)
+    shown = shown if title is None else replace(shown, text=title)
+    console = Console(width=None if width is None else int(width))
     if isinstance(shown, Picture):
-        show_picture(shown)
+        show_picture(shown, console=console, legend=not no_legend)
     else:
-        show_sheet(shown)
+        show_sheet(shown, console=console, legend=not no_legend)
 
 
 def _block_size(seq_len: int, ranks: int) -> int:

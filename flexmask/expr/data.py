@@ -30,6 +30,7 @@ Data: TypeAlias = "int | Sequence[Any] | SupportsArray | Tensor | Table | Param"
 
 #: What to write for a tensor of floats, by the argument; for any other it holds numbers.
 INSTEAD_OF_FLOATS = {
+    "table": "take tensor.long() of whole numbers, or compare them, as in tensor > 0; numbers to add to scores are a score_mod",
     **dict.fromkeys(
         ("key_padding: hide", "query_padding: hide"),
         "take tensor != 0, of an additive mask (-inf for padding) as of one of 0 and 1",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table, ranged
 from flexmask.expr.index import PRECEDENCE
-from flexmask.expr.tables import Param, Table, write_data
+from flexmask.expr.tables import Literal as ListTable
+from flexmask.expr.tables import Param, Ranged, Table, write_data
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts", "subtree_ends"]
+__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts", "sequence_table", "subtree_ends"]
 
 #: What the values of a source are for, by its name.
 AXES = {"ids": "positions", "lengths": "documents", "cu_seqlens": "documents + 1", "position_ids": "positions"}
@@ -54,15 +56,16 @@ class DocumentTable(Table):
         return call, PRECEDENCE["atom"]
 
 
-def _sequence_table(data: object, owner: str, name: str) -> Table | Param:
-    what, axis = f"{owner}: {name}", AXES[name]
+def sequence_table(data: object, what: str, axis: str = "positions") -> Table | Param:
+    """Integers along one axis, or for each sequence of a batch."""
     if isinstance(data, Param):
         return data
     values = as_table(data, what)
     if len(values.shape) not in {1, 2}:
         raise ExpressionError(f"{what} must have the axes [{axis}] or [batch, {axis}], got shape {list(values.shape)}")
     if values.boolean:
-        raise OperandError(f"{what} must hold integers, got truth values")
+        instead = "; of an attention_mask take flexmask.key_padding(keep=tensor), of two documents tensor.long()"
+        raise OperandError(f"{what} must hold integers, got truth values{instead if what.endswith(': ids') else ''}")
     return values
 
 
@@ -99,22 +102,34 @@ def document_ids(
     ((name, data),) = sources.items()
     if padding and name not in COVERING:
         raise ExpressionError(f"document: padding= goes with lengths or cu_seqlens, got {name}; an id below 0 is padding")
-    values = _sequence_table(data, "document", name)
+    values = sequence_table(data, f"document: {name}", AXES[name])
     if name == "ids":
         return values
     if isinstance(values, Table):
         values = ranged(values, f"document: {name}", 0, None)
+        if name == "cu_seqlens" and isinstance(values, Ranged) and isinstance(values.source, ListTable):
+            _check_cumulative(values.source)
     return DocumentTable(cast(Any, name), values, padding)
+
+
+def _check_cumulative(given: ListTable) -> None:
+    """Raises where listed cumulative lengths are none; those of tensors are checked when a mask is lowered."""
+    values = given.tolist()
+    for row in values if len(given.size) == 2 else [values]:
+        if row[0] != 0 or any(stop < start for start, stop in pairwise(row)):
+            raise ExpressionError(
+                f"document: cu_seqlens must start with 0 and not decrease, got {values}; the lengths themselves are lengths="
+            )
 
 
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
-    return DocumentTable("starts", _sequence_table(ids, "document_starts", "ids"))
+    return DocumentTable("starts", sequence_table(ids, "document_starts: ids"))
 
 
 def subtree_ends(position_ids: Data) -> Table:
     """For each token of a tree in depth-first order the first position behind its subtree: see :func:`~masks.prefix_tree`."""
-    depths = _sequence_table(position_ids, "prefix_tree", "position_ids")
+    depths = sequence_table(position_ids, "prefix_tree: position_ids")
     return DocumentTable(
         "subtrees", ranged(depths, "prefix_tree: position_ids", 0, None) if isinstance(depths, Table) else depths
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flexmask.distributed.sharding import Sharding
     from flexmask.expr.mask import Mask
-    from flexmask.plotting.labels import ContentOptions, PictureOptions, Tokens
+    from flexmask.plotting.labels import ContentOptions, FrameOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
     from flexmask.tracing.as_mask import MaskLike
 
@@ -303,18 +303,25 @@ class MaskPictures(Node):
         max_pixels: tuple[int, int] = (1024, 1024),
         max_blocks: tuple[int, int] | None = None,
         terms: bool = False,
+        title: str | None = None,
+        legend: bool = True,
+        width: float | None = None,
     ) -> None:
         """Writes a picture as ``.png``, ``.svg`` or ``.pdf``, or the interactive view as ``.html``.
 
         The same mask gives the same bytes.
 
         Args:
-            path: the file.
+            path: the file, in a folder that is made where it is missing.
             batch: which sequence, or for a panel each a list of them, ``"all"`` or ``"some"``; None for the first, or for those
                 that fit into an interactive view.
             head: which head, in the same forms.
             why: as for :meth:`plot`; True by default in an interactive view.
             terms: draws each term of the mask next to the whole.
+            title: instead of the mask's text.
+            legend: whether the notes and the meaning of the colors are below the cells.
+            width: inches that the cells take across, of each panel where there are several. It, ``title`` and ``legend`` are
+                for files without interaction.
 
         The other arguments are those of :meth:`plot`.
 
@@ -333,7 +340,12 @@ class MaskPictures(Node):
             options["why"] = why
         if max_blocks is not None:
             options["max_blocks"] = max_blocks
-        save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+        frame: FrameOptions = {} if title is None else {"title": title}
+        if not legend:
+            frame["legend"] = False
+        if width is not None:
+            frame["width"] = width
+        save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, frame=frame, **options)
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""

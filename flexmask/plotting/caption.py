@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
 __all__ = [
-    "check_title",
+    "check_frame",
     "first_term_note",
     "join_lines",
     "notes",
@@ -26,12 +26,16 @@ __all__ = [
 
 #: The most values of a list to write.
 MAX_VALUES = 32
+#: Inches that the cells of a picture take across at most.
+MAX_WIDTH = 100
 
 
-def check_title(title: object) -> None:
-    """Raises an OperandError unless a title is a string or None."""
+def check_frame(title: object, width: object = None) -> None:
+    """Raises an OperandError unless a title is a string or None, and a width a positive number or None."""
     if title is not None and not isinstance(title, str):
         raise OperandError(f"title must be a string or None, got {kind_of(title)}")
+    if width is not None and not (isinstance(width, int | float) and not isinstance(width, bool) and 0 < width <= MAX_WIDTH):
+        raise OperandError(f"width must be a number of inches above 0 and up to {MAX_WIDTH}, got {width!r}")
 
 
 def shortened(text: str, most: int = MAX_VALUES) -> str:
@@ -118,10 +122,10 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
     return parts
 
 
-def first_term_note(picture: Picture) -> str | None:
-    """A note on the colors of cells that several terms hide; None for a picture with less than two terms."""
+def first_term_note(picture: Picture, look: str = "color") -> str | None:
+    """A note on the colors, or the signs, of cells that several terms hide; None for a picture with less than two terms."""
     several = sum(category.hides is not None for category in picture.categories) > 1
-    return "a cell has the color of the first term that hides it" if several else None
+    return f"a cell has the {look} of the first term that hides it" if several else None
 
 
 def selection_notes(picture: Picture) -> list[str]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Unpack
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError, RenderError
+from flexmask.plotting.caption import check_frame
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
-    from flexmask.plotting.labels import ContentOptions
+    from flexmask.plotting.labels import ContentOptions, FrameOptions
     from flexmask.plotting.sheet import Indices
 
 __all__ = ["picture_suffix", "save"]
@@ -28,17 +29,22 @@ def save(
     batch: Indices | None = None,
     head: Indices | None = None,
     terms: bool = False,
+    frame: FrameOptions | None = None,
     **options: Unpack[ContentOptions],
 ) -> None:
     """Writes a picture of a mask, in the format of the suffix of ``path``: see :meth:`flexmask.Mask.save_picture`."""
-    suffix = picture_suffix(path)
+    suffix, frame = picture_suffix(path), frame or {}
+    check_frame(frame.get("title"), frame.get("width"))
     if suffix == ".html":
         from flexmask.plotting.html.view import html
 
         if terms:
             raise RenderError("the interactive view shows the terms itself; leave out terms=")
+        if frame:
+            raise RenderError(f"the interactive view has its own title, legend and width; leave out {' and '.join(frame)}")
         places = {"batch": "some" if batch is None else batch, "head": "some" if head is None else head}
         text = html(mask, q_len, kv_len, **places, **options)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8", newline="\n")
         return
     from flexmask.plotting.mpl.panels import save_sheet
@@ -47,10 +53,11 @@ def save(
     from flexmask.plotting.sheet import picture_or_sheet
 
     shown = picture_or_sheet(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     if isinstance(shown, Picture):
-        save_picture(shown, path)
+        save_picture(shown, path, **frame)
     else:
-        save_sheet(shown, path)
+        save_sheet(shown, path, **frame)
 
 
 def picture_suffix(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> str:

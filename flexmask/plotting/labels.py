@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContentOptions",
+    "FrameOptions",
     "LabelOptions",
     "PictureOptions",
     "Tokens",
@@ -48,6 +49,14 @@ class ContentOptions(LabelOptions, total=False):
     shards: Sharding | None
     max_pixels: tuple[int, int]
     max_blocks: tuple[int, int]
+
+
+class FrameOptions(TypedDict, total=False):
+    """What is around the cells of a file; each is an argument of :meth:`flexmask.Mask.save_picture`."""
+
+    title: str | None
+    legend: bool
+    width: float | None
 
 
 class PictureOptions(ContentOptions, total=False):

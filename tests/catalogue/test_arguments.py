@@ -64,6 +64,16 @@ REFUSED: list[tuple[str, str]] = [
     ("global_window([[[True]]], left=1, right=1)", r"is_global must have the axes \[S\] or \[B, S\], got shape \[1, 1, 1\]"),
     ("key_padding(start)", r"key_padding\(start\) would give start as lengths; write key_padding\(start=start\)"),
     ("key_padding(keep)", r"write key_padding\(keep=keep\)"),
+    (
+        "document([True, False])",
+        r"ids must hold integers, got truth values; of an attention_mask take flexmask.key_padding\(keep=",
+    ),
+    (
+        "document(cu_seqlens=[3, 4])",
+        r"cu_seqlens must start with 0 and not decrease, got \[3, 4\]; the lengths themselves are len",
+    ),
+    ("document(cu_seqlens=[[0, 2], [0, -1]])", r"document: cu_seqlens must be at least 0, got -1"),
+    ("per_document(causal, cu_seqlens=[0, 4, 3])", r"cu_seqlens must start with 0 and not decrease, got \[0, 4, 3\]"),
     ("document(position_ids)", r"would give position_ids as ids; write document\(position_ids=position_ids\)"),
     ("causal & document(lengths)", r"would give lengths as ids; write document\(lengths=lengths\)"),
     ("key_padding([[1, 1, 0]])", r"one axis, the batch; got shape \[1, 3\]; of an attention_mask of 0 and 1 write keep=, of a"),

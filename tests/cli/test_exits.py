@@ -50,6 +50,15 @@ def stops(b, h, q_idx, kv_idx):
 def makes(b, h, q_idx, kv_idx):
     return flexmask.causal()
 
+def made():
+    return flexmask.causal()
+
+def of_size(window=3):
+    return f"sliding_window(size={window})"
+
+def of_ids(ids):
+    return flexmask.document(ids)
+
 class Callable:
     def __call__(self, b, h, q_idx, kv_idx):
         return q_idx >= kv_idx
@@ -90,6 +99,9 @@ REFERENCES: list[tuple[str, int, str]] = [
     ("of_a_user:mask_mod.__call__", 0, ""),
     ("of_a_user:instance", 0, ""),
     ("of_a_user:text", 0, ""),
+    ("of_a_user:made", 0, ""),
+    ("of_a_user:of_size", 0, ""),
+    ("of_a_user:of_ids", 2, "of_a_user:of_ids is of_ids(ids), which is neither a mask_mod(b, h, q_idx, kv_idx) nor a function"),
     ("of_a_user:misspelt", 2, "casual is not a named mask. Did you mean causal?"),
     ("of_a_user:raises", 2, "of_a_user:raises fails: KeyError: 'mine'"),
     ("of_a_user:branches", 2, "as `if`, `and`, `or`, `not`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +98,32 @@ def test_an_interactive_file_has_every_sequence(tmp_path: Path) -> None:
     assert path.read_text().count('"batch":') == 3
 
 
+def test_the_frame_of_a_file(tmp_path: Path) -> None:
+    """A title, no legend and a width, in a folder that is not there yet."""
+    path, same, wide = (tmp_path / "new" / "folder" / name for name in ("mask.svg", "same.svg", "wide.svg"))
+    frame = ("--title", "Three sentences", "--no-legend")
+    run("render", PADDED, *frame, "--width", "1.5", "-o", str(path))
+    fm.parse(PADDED).save_picture(same, title="Three sentences", legend=False, width=1.5)
+    assert path.read_bytes() == same.read_bytes()
+    written = path.read_text()
+    assert "<!-- Three sentences -->" in written
+    assert "visible" not in written
+    fm.parse(PADDED).save_picture(wide, title="Three sentences", legend=False, width=6)
+    sizes = [float(re.findall(r'width="([\d.]+)pt"', file.read_text())[0]) for file in (path, wide)]
+    assert sizes[1] - sizes[0] == pytest.approx(72 * 4.5, abs=2)
+    run("render", PADDED, *frame, "--batch", "all", "-o", str(tmp_path / "panels.svg"))
+    assert "visible (" not in (tmp_path / "panels.svg").read_text()
+
+
+def test_the_frame_in_the_terminal() -> None:
+    for options in ([], ["--batch", "all"]):
+        lines = run("render", PADDED, "--title", "Three sentences", "--no-legend", "--width", "40", *options).stdout.splitlines()
+        assert lines[0] == "Three sentences"
+        assert not any("# visible" in line or "hidden" in line for line in lines)
+        assert max(map(len, lines)) <= 40
+    assert "the letter of the first term" in run("render", PADDED, "--why").stdout
+
+
 BAD: list[tuple[Sequence[str], str]] = [
     (["render", PADDED, "--batch", "x"], "neither an index from 0, nor several of them"),
     (["render", PADDED, "--batch", "0,7"], "batch 7 is out of range: the sequences are 0 to 2"),
@@ -108,6 +135,12 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["render", "causal", "--tokens", "a b", "--q-offset", "5"], "2 tokens do not reach --q-offset 5"),
     (["render", "causal", "--tokens", "@no/file"], "cannot read 'no/file'"),
     (["render", "causal", "--terms", "-o", "mask.html"], "terms"),
+    (["render", "causal", "--title", "mine", "-o", "mask.html"], "the interactive view has its own title"),
+    (
+        ["render", "causal", "--width", "0", "-o", "new/mask.png"],
+        "width must be a number of inches above 0 and up to 100, got 0.0",
+    ),
+    (["render", "causal", "--width", "2.5"], "--width is a whole number of characters from 16 on in the terminal, got 2.5"),
     (["diff", "causal", "full", "-o", "mask.gif"], "must end in .png, .svg, .pdf or .html"),
 ]
 

@@ -80,3 +80,9 @@ def test_a_message_has_the_name() -> None:
 def test_a_name_is_a_string() -> None:
     with pytest.raises(OperandError, match="table: name must be a string, got int 3"):
         fm.table(IDS, 3)  # type: ignore[arg-type]
+
+
+def test_floats_are_no_table() -> None:
+    """`.long()` would cut off fractions, so that the message says what else may be meant."""
+    with pytest.raises(OperandError, match=r"take tensor\.long\(\) of whole numbers, or compare them, .* are a score_mod"):
+        fm.table(torch.ones(2))

@@ -571,7 +571,7 @@ def test_sheet_of_terms_has_one_legend() -> None:
     assert text.splitlines()[-3:] == [
         "# visible   . hidden   0-9 document, its last digit   a hidden by causal",
         "b hidden by document(ids=[0, 0, 1])",
-        "a cell has the color of the first term that hides it",
+        "a cell has the letter of the first term that hides it",
     ]
     beside = [line for line in text.splitlines() if line.count("q\\kv") == 3]
     assert len(beside) == 1

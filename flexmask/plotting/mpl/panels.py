@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from matplotlib.figure import Figure
 
-from flexmask.plotting.caption import check_title, first_term_note, join_lines, notes, title_lines, visible_text
-from flexmask.plotting.labels import LabelOptions, Tokens
+from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, title_lines, visible_text
+from flexmask.plotting.labels import FrameOptions, LabelOptions, Tokens
 from flexmask.plotting.mpl.drawing import draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
@@ -63,31 +63,31 @@ def plot_score_panels(
     return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **labels), title=title)
 
 
-def save_sheet(shown: Sheet, path: str | Path, *, title: str | None = None, dpi: int = DPI) -> None:
+def save_sheet(shown: Sheet, path: str | Path, *, dpi: int = DPI, **frame: Unpack[FrameOptions]) -> None:
     """Writes a sheet as PNG, SVG or PDF, as the ending of ``path`` says; the bytes depend on nothing but what is given.
 
     Args:
         shown: the sheet.
         path: the file.
-        title: instead of the mask's text.
         dpi: pixels of an inch in a PNG.
+        **frame: as for :func:`draw_sheet`.
 
     Raises:
         RenderError: another ending.
     """
-    write(draw_sheet(shown, title=title), path, shown.text, dpi)
+    write(draw_sheet(shown, **frame), path, shown.text, dpi)
 
 
-def draw_sheet(shown: Sheet, *, title: str | None = None) -> Figure:
-    """Draws a sheet on a new figure."""
-    check_title(title)
+def draw_sheet(shown: Sheet, *, title: str | None = None, legend: bool = True, width: float | None = None) -> Figure:
+    """Draws a sheet on a new figure; ``width`` is that of the cells of each panel, in inches."""
+    check_frame(title, width)
     with style():
-        return _drawn(shown, title)
+        return _drawn(shown, title, legend, width)
 
 
-def _drawn(shown: Sheet, title: str | None) -> Figure:
+def _drawn(shown: Sheet, title: str | None, legend: bool, asked: float | None) -> Figure:
     last = shown.pictures[-1]
-    width, height = fit(last, SQUARE, LONGEST)
+    width, height = fit(last, SQUARE, LONGEST, asked)
     label_width = max(NUMBER_CHARACTER * len(f"{last.q_offset + last.q_len:,}"), token_room(last.q_tokens)) + 0.1
     wide = max(label_width + width + band_room(last, "q"), PANEL_WIDTH)
     titles = [
@@ -117,15 +117,16 @@ def _drawn(shown: Sheet, title: str | None) -> Figure:
         label_axes(picture, ax, names=False)
         draw_bands(picture, ax)
         ax.set_title("\n".join(words), loc="left", fontsize=7.5, color=INK, parse_math=False)
-    legend = figure.legend(
-        handles=entries,
-        ncols=columns,
-        title="\n".join(said),
-        loc="upper left",
-        bbox_to_anchor=(MARGIN / size[0], (bottom - 0.08) / size[1]),
-        **LEGEND,
-    )
-    legend.get_title().set(color=FAINT, parse_math=False)
+    if legend:
+        below = figure.legend(
+            handles=entries,
+            ncols=columns,
+            title="\n".join(said),
+            loc="upper left",
+            bbox_to_anchor=(MARGIN / size[0], (bottom - 0.08) / size[1]),
+            **LEGEND,
+        )
+        below.get_title().set(color=FAINT, parse_math=False)
     return figure
 
 

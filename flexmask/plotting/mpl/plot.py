@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -20,9 +20,9 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import check_title, first_term_note, join_lines, notes, title_lines
+from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, title_lines
 from flexmask.plotting.files import picture_suffix
-from flexmask.plotting.labels import LabelOptions, Tokens
+from flexmask.plotting.labels import FrameOptions, LabelOptions, Tokens
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
 from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
@@ -99,20 +99,20 @@ def plot_scores(
     return draw(score_picture(weights, mask, batch=batch, head=head, **labels), ax=ax, title=title)
 
 
-def save(shown: Picture, path: str | Path, *, title: str | None = None, dpi: int = DPI) -> None:
+def save(shown: Picture, path: str | Path, *, dpi: int = DPI, **frame: Unpack[FrameOptions]) -> None:
     """Writes a picture as PNG, SVG or PDF, as the ending of ``path`` says; the bytes depend on nothing but what is given.
 
     Args:
         shown: the picture.
         path: the file.
-        title: instead of the mask's text.
         dpi: pixels of an inch in a PNG.
+        **frame: as for :func:`draw`.
 
     Raises:
         RenderError: another ending.
     """
     with style():
-        write(_figure(draw(shown, title=title)), path, shown.text, dpi)
+        write(_figure(draw(shown, **frame)), path, shown.text, dpi)
 
 
 def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
@@ -142,15 +142,25 @@ def _figure(ax: Axes) -> Figure:
     return figure
 
 
-def draw(shown: Picture, *, ax: Axes | None = None, title: str | None = None) -> Axes:
-    """Draws a picture on given axes, or on those of a new figure."""
-    check_title(title)
+def draw(
+    shown: Picture, *, ax: Axes | None = None, title: str | None = None, legend: bool = True, width: float | None = None
+) -> Axes:
+    """Draws a picture on given axes, or on those of a new figure.
+
+    Args:
+        shown: the picture.
+        ax: the axes.
+        title: instead of the mask's text.
+        legend: whether the notes and the meaning of the colors are below the cells.
+        width: inches that the cells take across on a new figure; by default a size that suits their number.
+    """
+    check_frame(title, width)
     if ax is not None and not isinstance(ax, Axes):
         raise OperandError(f"ax must be the Axes of a figure of matplotlib, got {kind_of(ax)}")
     if ax is None:
         with style():
-            return _drawn(shown, _new_axes(shown, title), title, TEXT_WIDTH)
-    return _drawn(shown, ax, title, LEAST_WIDTH)
+            return _drawn(shown, _new_axes(shown, title, width), title, TEXT_WIDTH, legend)
+    return _drawn(shown, ax, title, LEAST_WIDTH, legend)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -160,16 +170,18 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def fit(shown: Picture, square: float, longest: float) -> tuple[float, float]:
-    """Width and height of the cells in inches, with the sizes of a square and of the longer side at most."""
+def fit(shown: Picture, square: float, longest: float, width: float | None) -> tuple[float, float]:
+    """Width and height of the cells in inches, with the sizes of a square and of the longer side at most, or of a width."""
+    if width is not None:
+        return width, max(width * shown.q_len / shown.kv_len, SHORTEST)
     longer = max(shown.q_len, shown.kv_len)
     scale = min(square, longest / longer) if longer <= MAX_SQUARES else longest / longer
     return max(shown.kv_len * scale, SHORTEST), max(shown.q_len * scale, SHORTEST)
 
 
-def _new_axes(shown: Picture, title: str | None) -> Axes:
+def _new_axes(shown: Picture, title: str | None, asked: float | None) -> Axes:
     """Axes of a new figure that has room for the picture, its labels, its title and its legend."""
-    width, height = fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST)
+    width, height = fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST, asked)
     text_width = max(width, TEXT_WIDTH)
     above = ABOVE + TITLE_LINE * len(_title(shown, title, text_width)) + token_room(shown.kv_tokens)
     handles, columns = entries_of([shown], int(text_width / NOTE_CHARACTER))
@@ -179,7 +191,7 @@ def _new_axes(shown: Picture, title: str | None) -> Axes:
     return new_figure(*size).add_axes((left / size[0], below / size[1], width / size[0], height / size[1]))
 
 
-def _drawn(shown: Picture, ax: Axes, title: str | None, least: float) -> Axes:
+def _drawn(shown: Picture, ax: Axes, title: str | None, least: float, legend: bool) -> Axes:
     """Draws on axes, with text as wide as they are, or as ``least`` in inches."""
     width = max(ax.get_position(original=True).width * _figure(ax).get_figwidth(), least)
     draw_cells(shown, ax)
@@ -187,6 +199,8 @@ def _drawn(shown: Picture, ax: Axes, title: str | None, least: float) -> Axes:
     label_axes(shown, ax)
     draw_bands(shown, ax)
     _caption(shown, ax, title, width)
+    if legend:
+        _explain(shown, ax, width)
     return ax
 
 
@@ -199,6 +213,10 @@ def _caption(shown: Picture, ax: Axes, title: str | None, width: float) -> None:
     lines = _title(shown, title, width)
     family = "monospace" if title is None else None
     ax.set_title("\n".join(lines), loc="left", fontsize=9, fontfamily=family, color="black", parse_math=False)
+
+
+def _explain(shown: Picture, ax: Axes, width: float) -> None:
+    """Writes the notes and the legend."""
     handles, columns = entries_of([shown], int(width / NOTE_CHARACTER))
     below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
     legend = ax.legend(

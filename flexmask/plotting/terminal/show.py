@@ -54,19 +54,22 @@ def show(
     show_picture(rasterize(mask, q_len, kv_len, **asked), console=console)
 
 
-def show_picture(shown: Picture, *, console: Console | None = None) -> None:
+def show_picture(shown: Picture, *, console: Console | None = None, legend: bool = True) -> None:
     """Draws a picture in the terminal.
 
     Args:
         shown: the picture.
         console: where to draw, as for :func:`show`.
+        legend: whether the meaning of the signs is below the drawing.
     """
     console = console or Console()
     canvas = Canvas.from_console(console)
     while True:
         drawing = _drawn(shown, canvas)
         head = _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas)
-        lines = [*head, *drawing.lines, Text(), *_legend(drawing.legend, drawing.shown, canvas)]
+        lines = [*head, *drawing.lines]
+        if legend:
+            lines += [Text(), *_legend(drawing.legend, drawing.shown, canvas)]
         beyond = 0 if canvas.height is None else len(lines) + PROMPT - canvas.height
         if beyond <= 0 or canvas.lines <= LEAST_LINES:
             break
@@ -74,12 +77,13 @@ def show_picture(shown: Picture, *, console: Console | None = None) -> None:
     _write(console, canvas, lines)
 
 
-def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
+def show_sheet(shown: Sheet, *, console: Console | None = None, legend: bool = True) -> None:
     """Draws the pictures of a sheet in the terminal, as many in a row as there is room for, with one legend.
 
     Args:
         shown: the sheet.
         console: where to draw, as for :func:`show`.
+        legend: whether the meaning of the signs is below the drawings.
     """
     console = console or Console()
     canvas = Canvas.from_console(console)
@@ -101,7 +105,8 @@ def show_sheet(shown: Sheet, *, console: Console | None = None) -> None:
         ]
         _write(console, canvas, [*_side_by_side(panels, narrow.width), Text()])
     entries = {(entry.sign.plain, entry.words): entry._replace(amount="") for drawing in drawings for entry in drawing.legend}
-    _write(console, canvas, _legend(entries.values(), last.shown, canvas))
+    if legend:
+        _write(console, canvas, _legend(entries.values(), last.shown, canvas))
 
 
 def _drawn(shown: Picture, canvas: Canvas) -> Drawing:
@@ -154,7 +159,7 @@ def _legend(entries: Iterable[LegendEntry], shown: Picture, canvas: Canvas) -> I
             yield pending
             pending = Text(" " * indent + line)
     yield pending
-    if note := first_term_note(shown):
+    if note := first_term_note(shown, "letter" if canvas.plain else "sign"):
         yield from (Text(line, FAINT) for line in canvas.wrapped(note))
 
 
