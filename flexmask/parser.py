@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -27,9 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["cached_mask", "parse"]
 
-#: The longest text in characters, and the deepest nesting: that of an expression, and of lists of data in it.
-MAX_LENGTH = 1_000_000
+#: The longest text in characters, that without the numbers of long lists, and the deepest nesting: that of an expression, and
+#: of lists of data in it.
+MAX_TEXT, MAX_LENGTH = 100_000_000, 1_000_000
 MAX_NESTING = MAX_DEPTH + 10
+
+#: A string, or a list of a thousand characters and more that has numbers alone. Python's parser takes too long for these.
+NUMBER = "-?(?:0|[1-9][0-9]{0,17})"
+STRING_OR_NUMBERS = re.compile(
+    rf"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|\[(?=[-0-9, ]{{1000}})((?: ?{NUMBER} ?,)*+ ?{NUMBER}) ?,? ?\]"""
+)
 
 SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -107,20 +115,23 @@ def parse(text: str, /, **values: object) -> Mask:
         return cast(Mask, deferred("parse", (text,), values, names))
     if not isinstance(text, str):
         raise OperandError(f"parse() reads a string, got {type(text).__name__} {text!r}")
-    if len(text) > MAX_LENGTH:
-        raise TextError(f"the text has {len(text)} characters; at most {MAX_LENGTH} are read. Bind long data: mask.bind(ids=...)")
+    if len(text) > MAX_TEXT:
+        raise _too_long(len(text), MAX_TEXT)
     if not text.strip():
         raise TextError("the text is empty; write a mask, e.g. causal & key_padding(lengths=[3, 5, 4])")
     line = " ".join(text.split())  # a mask may stand on several lines
-    _check_nesting(line)
+    blanked, lists = _without_lists(line)
+    if (rest := len(blanked) - sum(map(len, lists.values()))) > MAX_LENGTH:
+        raise _too_long(rest, MAX_LENGTH)
+    _check_nesting(blanked)
     try:
-        tree = ast.parse(line, mode="eval")
+        tree = ast.parse(blanked, mode="eval")
     except (MemoryError, RecursionError):
         raise TextError("the expression is too long or too deeply nested to be read", line[:100]) from None
     except (SyntaxError, ValueError) as error:
         column = getattr(error, "offset", None) or 1
         raise TextError(f"this is not an expression: {getattr(error, 'msg', error)}", line, column - 1) from None
-    reader = _Reader(line, values)
+    reader = _Reader(line, values, lists)
     mask = reader.mask(tree.body)
     unknown = sorted(set(values) - reader.used)
     if unknown:
@@ -174,19 +185,38 @@ def _copy_data(mask: Mask) -> Mask:
     return cast(Mask, mask.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
 
 
+def _too_long(length: int, most: int) -> TextError:
+    return TextError(f"the text has {length:,} characters; at most {most:,} are read. Bind long data: mask.bind(ids=...)")
+
+
+def _without_lists(line: str) -> tuple[str, dict[int, str]]:
+    """The text with blanks in place of the numbers of long lists, and these numbers by the place of their bracket in bytes."""
+    lists: dict[int, str] = {}
+    parts, end, size = [], 0, 0
+    for found in STRING_OR_NUMBERS.finditer(line):
+        if (numbers := found[1]) is not None:
+            before = line[end : found.start()]
+            size += len(before.encode())
+            lists[size] = numbers
+            parts += [before, "[", " " * (len(found[0]) - 2), "]"]
+            end, size = found.end(), size + len(found[0])
+    return "".join([*parts, line[end:]]), lists
+
+
 def _check_nesting(line: str) -> None:
     depth = 0
-    for column, character in enumerate(line):
-        depth += (character in "([") - (character in ")]")
+    for found in re.finditer(r"[()\[\]]", line):
+        depth += 1 if found[0] in "([" else -1
         if depth > MAX_NESTING:
-            raise TextError(f"brackets are nested more than {MAX_NESTING} deep", line[: column + 1], column)
+            raise TextError(f"brackets are nested more than {MAX_NESTING} deep", line[: found.end()], found.start())
 
 
 class _Reader:
     """Reads the syntax tree of one text."""
 
-    def __init__(self, line: str, values: dict[str, object]) -> None:
+    def __init__(self, line: str, values: dict[str, object], lists: dict[int, str]) -> None:
         self.line = line
+        self.lists = lists
         self.values = values
         self.used: set[str] = set()
         self.depth = 0
@@ -228,6 +258,8 @@ class _Reader:
                 return value
             case ast.Name(name):
                 return self.name(node, name)
+            case ast.List([]) if node.col_offset in self.lists:
+                return [int(number) for number in self.lists[node.col_offset].split(",")]
             case ast.List(items) | ast.Tuple(items):
                 return self.items(items)
             case ast.UnaryOp(sign, operand) if type(sign) in UNARY:
