@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence
 from flexmask.catalogue.local import with_local_positions
+from flexmask.expr.choice import where
+from flexmask.expr.data import along
 from flexmask.expr.index import Index, kv, q
 from flexmask.expr.mask import Mask
+from flexmask.expr.packing import document_ids, document_starts
 from flexmask.registry import named
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
+    from flexmask.expr.tables import Table
 
 __all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_chunk"]
 
@@ -132,7 +136,16 @@ def chunk_window(size: Index | int, *, left: Index | int) -> Mask:
 
 
 @named
-def block_diffusion(length: Index | int, size: Index | int) -> Mask:
+def block_diffusion(
+    length: Index | int,
+    size: Index | int,
+    ids: Data | None = None,
+    *,
+    lengths: Data | None = None,
+    cu_seqlens: Data | None = None,
+    position_ids: Data | None = None,
+    padding: bool = False,
+) -> Mask:
     """Training of block diffusion, on the noised sequence followed by the clean one.
 
     Noised tokens attend to their own noised block and the clean blocks before it, clean tokens to clean blocks up to their own.
@@ -140,7 +153,8 @@ def block_diffusion(length: Index | int, size: Index | int) -> Mask:
     Predicate: ``(q < length) & (kv < length) & (block(kv) == block(q))``, or
     ``(q < length) & (kv >= length) & (block(kv) < block(q))``, or
     ``(q >= length) & (kv >= length) & (block(kv) <= block(q))`` with ``block(i) = i % length // size``; keys after
-    the two halves are masked out
+    the two halves are masked out. With packed documents both tokens are of one document, and
+    ``block(i) = (i % length - start) // size`` with the first position of the document
 
     ``block_diffusion(length=4, size=2)`` at 8 x 8 and 4 x 8::
 
@@ -156,15 +170,35 @@ def block_diffusion(length: Index | int, size: Index | int) -> Mask:
     Args:
         length: tokens of the sequence; the mask is for twice as many.
         size: tokens in a block.
+        ids: the document of each of the ``length`` positions, where documents are packed into the sequence; each is one run of
+            equal ids. Blocks begin anew in each. The other sources are those of :func:`document`.
+        lengths: see :func:`document`.
+        cu_seqlens: see :func:`document`.
+        position_ids: see :func:`document`.
+        padding: see :func:`document`.
 
     Raises:
-        ExpressionError: a length or size below 1.
+        ExpressionError: a length or size below 1, or several sources of documents.
 
     Source: BD3-LM, https://arxiv.org/abs/2503.09573; ``generate_block_diffusion_mask`` of attention-gym.
     """
     total, n = int_or_index(length, "block_diffusion: length", 1), int_or_index(size, "block_diffusion: size", 1)
+    if any(data is not None for data in (ids, lengths, cu_seqlens, position_ids)):
+        documents = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
+        starts = document_starts(documents)
+        (start, own_block), (_, block) = _block_start(starts, q % total, n), _block_start(starts, kv % total, n)
+        own_half = (q < total) & (kv < total) & (block == own_block)
+        last = where(q < total, own_block - 1, own_block)
+        clean_half = (kv >= total) & (kv < total * 2) & (block >= start) & (block <= last)
+        return (along(documents, q % total) >= 0) & (own_half | clean_half)
     noised, clean = kv // n, (kv - total) // n
     own = (q < total) & (kv < total) & (noised == q // n)
     before = (q < total) & (clean < q // n)
     upto = (q >= total) & (clean <= (q - total) // n)
     return own | ((kv >= total) & (kv < total * 2) & (before | upto))
+
+
+def _block_start(starts: Table, position: Index, size: Index | int) -> tuple[Index, Index]:
+    """Where the document of a position begins, and where its block does."""
+    start = along(starts, position)
+    return start, start + (position - start) // size * size

@@ -20,6 +20,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError, TextEr
         ("per_chunk(causal, size=n)", {"n": 4}),
         ("chunk_window(size=n, left=m)", {"n": 3, "m": 1}),
         ("block_diffusion(length=n, size=2)", {"n": 6}),
+        ("block_diffusion(length=6, size=2, lengths=d)", {"d": [4, 2]}),
         ("shared_prefix(lengths=n, prefix_of=p)", {"n": [4, 4, 4], "p": [0, 0, 0]}),
         ("cross_document(causal, q_lengths=n, kv_lengths=m, align='lower_right')", {"n": [4, 8], "m": [6, 6]}),
         ("cross_document(causal, q_cu_seqlens=n, kv_cu_seqlens=n, align='lower_right')", {"n": [0, 4, 12]}),

@@ -245,6 +245,12 @@ WITH_DATA: dict[str, Data] = {
         draw(6, [False, True], 3, 5, 5),
         PREFIXES,
     ),
+    "block_diffusion documents": case(
+        lambda lengths: fm.masks.block_diffusion(8, 2, lengths=lengths, padding=True),
+        lambda lengths: oracle.packed_block_diffusion(lengths, 8, 2),
+        (16, 17),
+        [[5, 3], [1, 4], [3, 5]],
+    ),
     "prefix_tree": case(
         lambda depths: fm.masks.prefix_tree(position_ids=depths),
         oracle.prefix_tree,
@@ -364,6 +370,7 @@ EXACT: dict[str, tuple[str, tuple[int, int], int]] = {
     "block_causal": ("block_causal(size=16)", (256, 256), 1),
     "chunk_window": ("chunk_window(size=16, left=2)", (256, 256), 1),
     "block_diffusion": ("block_diffusion(length=128, size=16)", (256, 256), 2),
+    "block_diffusion documents": ("block_diffusion(length=128, size=16, lengths=[40, 3, 85])", (256, 256), 2),
     "cross_document": (
         "cross_document(causal, q_lengths=[64, 64], kv_lengths=[128, 128], align='lower_right')",
         (128, 256),

@@ -64,6 +64,8 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "bidirectional_spans": lambda n, at: fm.masks.bidirectional_spans(numbers(at, n)),
     "block_causal": lambda n, at: fm.masks.block_causal(64),
     "block_diffusion": lambda n, at: fm.masks.block_diffusion(n // 2, 32),
+    "block_diffusion(ids=)": lambda n, at: fm.masks.block_diffusion(n // 2, 32, numbers(at, n // 2)),
+    "block_diffusion(lengths=)": lambda n, at: fm.masks.block_diffusion(n // 2, 32, lengths=numbers(at, 9), padding=True),
     "causal": lambda n, at: fm.causal(),
     "chunk_window": lambda n, at: fm.masks.chunk_window(64, left=2),
     "chunked": lambda n, at: fm.masks.chunked(64, start=numbers(at, 2)),

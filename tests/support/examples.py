@@ -25,7 +25,10 @@ PADDED, padded = fm.causal() & fm.key_padding([2, 2]), oracle.both(oracle.causal
 EXAMPLES: dict[str, list[Example]] = {
     "bidirectional_spans": [({"ids": IDS}, oracle.bidirectional_spans(IDS))],
     "block_causal": [({"size": 2}, oracle.block_causal(2))],
-    "block_diffusion": [({"length": 4, "size": 2}, oracle.block_diffusion(4, 2))],
+    "block_diffusion": [
+        ({"length": 4, "size": 2}, oracle.block_diffusion(4, 2)),
+        ({"length": 2, "size": 2, "ids": [0, 1]}, oracle.packed_block_diffusion([1, 1], 2, 2)),
+    ],
     "causal": [({"align": "upper_left", "offset": 0}, oracle.causal())],
     "chunk_window": [({"size": 2, "left": 1}, oracle.chunk_window(2, 1))],
     "chunked": [({"size": 2, "start": 1}, oracle.chunked(2, 1))],

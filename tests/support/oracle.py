@@ -236,6 +236,21 @@ def block_diffusion(length: int, size: int) -> Predicate:
     return allowed
 
 
+def packed_block_diffusion(lengths: Ids, length: int, size: int) -> Predicate:
+    """The mask of each document alone, where it has tokens in both halves."""
+
+    def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
+        start = 0
+        for n in row_of(lengths, b):
+            (own, is_clean), (other, is_later) = ((i % length - start, i >= length) for i in (q, kv))
+            if 0 <= own < n and 0 <= other < n and kv < 2 * length:
+                return block_diffusion(n, size)(b, h, own + n * is_clean, other + n * is_later, 2 * n, 2 * n)
+            start += n
+        return False
+
+    return allowed
+
+
 def cross_document(inner: Predicate, q_lengths: Ids, kv_lengths: Ids, align: str = "upper_left") -> Predicate:
     def place(lengths: Sequence[int], position: int) -> tuple[int, int]:
         number = 0
