@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask.backends import flex, tile_blocks, tile_rows
+from flexmask.backends import tile_blocks, tile_rows
 from flexmask.backends import tiling as tile_plan
 from tests.support.exhaustive import exhaustive
+from tests.support.flex import without_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +28,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["eager", *exhaustive(["inductor"])])
 def flex_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles FlexAttention for tests that count its graphs; other tests take the kernels of Inductor."""
+    """What compiles FlexAttention where its kernels are not the point."""
     torch.compiler.reset()
     if request.param == "eager":
-        compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
-        monkeypatch.setattr(flex, "_compiled", lambda device: compiled)
+        without_kernels(monkeypatch)
 
 
 @pytest.fixture

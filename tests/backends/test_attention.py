@@ -337,7 +337,7 @@ def test_flex_forward_matches_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("flex_compiler")
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
 def test_block_masks(backend: str) -> None:
     mask = fm.causal(offset=50)

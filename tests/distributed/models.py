@@ -26,6 +26,7 @@ from flexmask.distributed import ContextParallel
 from flexmask.distributed.context_parallel import Strategy
 from flexmask.errors import LoweringError, OperandError
 from tests.distributed.equality import BATCH, EXACT, Checks, attention, document_of
+from tests.support.flex import without_kernels
 from tests.support.rope import turn
 
 LENGTH, CHANNELS, HEADS = 53, 24, 4
@@ -67,7 +68,7 @@ def summed_gradients(model: nn.Module) -> list[Tensor]:
     return grads
 
 
-def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
+def check_model(strategy: Any, compiler: str = "", **options: Any) -> None:
     """The output, and the gradients of the input and of the weights."""
     model, layers = Model(**options), layers_of()
     x, weight = batch()
@@ -78,7 +79,7 @@ def check_model(strategy: Any, compiled: bool = False, **options: Any) -> None:
     (wanted * weight).sum().backward()
     cp = ContextParallel(None, layers, LENGTH, strategy=strategy, block_size=8)
     own = cp.shard(x).requires_grad_()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    run = torch.compile(model, backend=compiler, fullgraph=True) if compiler else model
     torch.manual_seed(5 + dist.get_rank())  # rank 0 draws the seeds of dropout as one process does
     with cp:
         found = run(own, layers)
@@ -134,7 +135,7 @@ def check_calls(strategy: Any) -> None:
     mask = fm.causal() & fm.document(document_of(LENGTH))
     cp = ContextParallel(None, mask, LENGTH, strategy=strategy, block_size=16)
     own = [cp.shard(tensor, 2) for tensor in tensors]
-    on_flex = [{"dropout_p": 0.4, "dropout_seed": 7, "backend": "flex"}] if strategy == "keys" else []  # which compiles a kernel
+    on_flex = [{"dropout_p": 0.4, "dropout_seed": 7, "backend": "flex"}] if strategy == "keys" else []  # which compiles a graph
     calls: list[dict[str, Any]] = [
         {"score_mod": lambda score, b, h, q, kv: score + slope[h] * (q - 2 * kv) / 50 + b},
         {"dropout_p": 0.4, "dropout_seed": 7},
@@ -143,7 +144,8 @@ def check_calls(strategy: Any) -> None:
     for options in calls:
         given: dict[str, Any] = {"enable_gqa": True, **options}
         whole = attention(*tensors, mask, return_lse=True, **given | {"backend": "sdpa"})
-        with cp:
+        with cp, pytest.MonkeyPatch.context() as patch:
+            without_kernels(patch)
             found = attention(*own, mask, return_lse=True, **given)
         for one, other in zip(found, whole, strict=True):
             torch.testing.assert_close(cp.unshard(one, 2), other)

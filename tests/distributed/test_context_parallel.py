@@ -37,7 +37,7 @@ def two_ranks(rank: int) -> None:
         )
         checks(f"calls, {strategy}", models.check_calls, strategy)
         checks(f"mixed precision, {strategy}", models.check_mixed_precision, strategy)
-    checks("a compiled model", models.check_model, "keys", True)
+    checks("a compiled model", models.check_model, "keys", "eager")
     checks("compiled once", models.check_compiled_once)
     checks("tokens", models.check_tokens)
     checks("torch's own context parallelism", models.check_torch_context_parallel)
@@ -78,6 +78,7 @@ def many_checks(rank: int) -> None:
     check_drawn(checks, 100)
     if dist.get_world_size() == 2:
         checks("compiled FlexAttention", models.check_compiled_flex)
+        checks("a compiled model", models.check_model, "keys", "aot_eager")
     checks.report()
 
 

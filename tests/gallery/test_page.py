@@ -19,7 +19,7 @@ from flexmask.gallery.rendered import render_entry
 from flexmask.gallery.snippets import command, python
 from flexmask.gallery.source import read_entries
 from tests.support import browser
-from tests.support.browser import Opened, screenshot
+from tests.support.browser import Opened, screenshot, watched_page
 from tests.support.cli import run
 from tests.support.exhaustive import exhaustive
 
@@ -43,18 +43,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def opened(chromium: Browser, file: Path, slug: str = "", **options: Any) -> Iterator[Opened]:
     """The page, at one of its masks or none; nothing may have gone wrong at the end, and nothing else been asked for."""
-    context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    context.set_default_timeout(10_000)
-    found = Opened(context.new_page())
-    context.on("request", lambda request: found.requests.append(request.url))
-    found.page.on("console", lambda said: found.troubles.append(said.text) if said.type in {"warning", "error"} else None)
-    found.page.on("pageerror", lambda error: found.troubles.append(str(error)))
-    address = file.as_uri() + (f"#{slug}" if slug else "")
-    found.page.goto(address)
-    yield found
-    assert found.troubles == []
-    assert {request.split("#")[0] for request in found.requests} == {file.as_uri()}
-    context.close()
+    with watched_page(chromium, **options) as found:
+        found.page.goto(file.as_uri() + (f"#{slug}" if slug else ""))
+        yield found
+        assert found.troubles == []
+        assert {request.split("#")[0] for request in found.requests} == {file.as_uri()}
 
 
 def shown(page: Opened) -> list[str]:

@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ from PIL import Image
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["Opened", "chromium", "opened", "screenshot"]
+__all__ = ["Opened", "chromium", "opened", "screenshot", "watched_page"]
 
+SCREEN: Any = {"width": 1280, "height": 800}
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
@@ -43,6 +44,7 @@ def chromium() -> Iterator[Browser]:
         unavailable("playwright is not installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(headless=True, executable_path=path, args=QUIET)
+        browser.new_context().new_page()  # see watched_page
         yield browser
         browser.close()
 
@@ -96,18 +98,41 @@ READ = """() => {
 
 @contextmanager
 def opened(browser: Browser, html: str, folder: Path, **options: Any) -> Iterator[Opened]:
-    """A page opened from a file, in a context of its own with the given options (``viewport``, ``color_scheme``, ...)."""
+    """A page opened from a file, with the given options of its context (``viewport``, ``color_scheme``, ...)."""
     path = folder / "page.html"
     path.write_text(html, encoding="utf-8")
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-    found = Opened(context.new_page())
-    context.on("request", lambda request: found.requests.append(request.url))
-    found.page.on("console", lambda said: found.troubles.append(said.text) if said.type in {"warning", "error"} else None)
-    found.page.on("pageerror", lambda error: found.troubles.append(str(error)))
-    found.page.goto(path.as_uri())
-    found.settle()
-    yield found
-    context.close()
+    with watched_page(browser, **options) as found:
+        found.page.goto(path.as_uri())
+        found.settle()
+        yield found
+
+
+@contextmanager
+def watched_page(browser: Browser, viewport: Any = SCREEN, **options: Any) -> Iterator[Opened]:
+    """An empty page that notes what happens to it.
+
+    With options it has a context of its own. Without, all tests have the same page in turn: a new one starts two processes.
+    """
+    page = browser.new_context(**options).new_page() if options else browser.contexts[0].pages[0]
+    page.set_viewport_size(viewport)
+    found = Opened(page)
+    listeners: dict[str, Callable[[Any], None]] = {
+        "request": lambda request: found.requests.append(request.url),
+        "console": lambda said: found.troubles.append(said.text) if said.type in {"warning", "error"} else None,
+        "pageerror": lambda error: found.troubles.append(str(error)),
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    try:
+        yield found
+    finally:
+        if options:
+            page.context.close()
+        else:
+            page.goto("about:blank")
+            page.mouse.move(0, 0)
+            for event, listener in listeners.items():
+                page.remove_listener(event, listener)
 
 
 def screenshot(page: Page, name: str, folder: Path) -> None:
