@@ -116,7 +116,7 @@ def watched_page(browser: Browser, viewport: Any = SCREEN, **options: Any) -> It
     page = browser.new_context(**options).new_page() if options else browser.contexts[0].pages[0]
     page.set_viewport_size(viewport)
     found = Opened(page)
-    listeners: dict[str, Callable[[Any], None]] = {
+    listeners: dict[Any, Callable[[Any], None]] = {
         "request": lambda request: found.requests.append(request.url),
         "console": lambda said: found.troubles.append(said.text) if said.type in {"warning", "error"} else None,
         "pageerror": lambda error: found.troubles.append(str(error)),
