@@ -237,3 +237,25 @@ USED_ON_THE_CPU: dict[str, Callable[[Mask], Any]] = {
 def test_a_mask_on_meta_is_named(name: str) -> None:
     with pytest.raises(LoweringError, match=rf"key_padding\(lengths=<int64\[2\]>\) is on meta, not on cpu; {REMEDY}"):
         USED_ON_THE_CPU[name](mask_on_meta())
+
+
+WITHOUT_A_DEVICE: dict[str, Callable[[Mask], Any]] = {
+    "dense": lambda mask: mask.dense(4),
+    "rows": lambda mask: mask.rows(4),
+    "block_mask": lambda mask: mask.block_mask(4),
+    "mask_mod": lambda mask: mask.mask_mod(4),
+    "stats": lambda mask: mask.stats(4),
+    "difference": lambda mask: mask.difference("causal", 4),
+    "show": lambda mask: mask.show(4),
+    "shards": lambda mask: shard_sequence(mask, 4, ranks=2, block_size=2),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_DEVICE)
+def test_a_mask_on_meta_is_lowered_there_only_where_that_is_asked_for(name: str) -> None:
+    with pytest.raises(LoweringError, match=rf"key_padding\(lengths=<int64\[2\]>\) is on meta; {REMEDY}"):
+        WITHOUT_A_DEVICE[name](mask_on_meta())
+
+
+def test_the_view_of_a_mask_on_meta_says_why_it_is_empty() -> None:
+    assert "is on meta; data on meta has no values" in mask_on_meta()._repr_html_()

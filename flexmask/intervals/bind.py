@@ -101,9 +101,10 @@ def _device(
         found.setdefault(q_offset.device, None)
     wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
     for where, strange in found.items():
-        if where != wanted:
+        if where != wanted or (where.type == "meta" and device is None):
             text = f"the tensor {strange} of the mask {mask.brief()}" if strange is not None else "q_offset"
-            raise LoweringError(f"{text} is on {where}, not on {wanted}; {_sync.move_remedy(where, wanted)}")
+            unwanted = f", not on {wanted}" if where != wanted else ""
+            raise LoweringError(f"{text} is on {where}{unwanted}; {_sync.move_remedy(where, wanted)}")
     return wanted
 
 

@@ -154,13 +154,13 @@ def _values(table: Table) -> list[int]:
 
 
 def _rows(table: Table) -> list[list[int]]:
-    """The values of data with up to two axes as a list of rows; empty for derived data."""
+    """The values of data with up to two axes as a list of rows; empty for derived data, and on ``meta``."""
     match table:
         case Ranged(source):
             return _rows(source)
         case Literal() if len(table.size) <= 2:
             values = table.tolist()
-        case TensorTable(tensor) if tensor.dim() <= 2:
+        case TensorTable(tensor) if tensor.dim() <= 2 and not tensor.is_meta:
             values = tensor.tolist()
         case _:
             return []

@@ -344,7 +344,7 @@ def test_padding_behind_documents() -> None:
     ids = [oracle.ids_of_lengths(row, 8) for row in lengths]
     found = fm.document(lengths=lengths, padding=True).dense(8)
     assert found.tolist() == oracle.table_of(oracle.document(ids), 8, 8, batch=2)
-    assert fm.document(lengths=torch.tensor(lengths, device="meta")).rows(8).upper.bounds.shape[:3] == (2, 1, 8)
+    assert fm.document(lengths=torch.tensor(lengths, device="meta")).rows(8, device="meta").upper.bounds.shape[:3] == (2, 1, 8)
     with pytest.raises(LoweringError, match="cover 7 of 8"):
         fm.document(lengths=[3, 4]).rows(8, device="meta")
 
