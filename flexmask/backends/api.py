@@ -153,7 +153,8 @@ def attention(
     Data of a mask may be written after the forward pass where its key intervals are the mask. Where cells are computed, and with
     a ``score_mod``, what they read must not be written before the backward pass, which computes them again: it raises as for
     tensors that autograd saves, by their version counters, which count no writes through NumPy or ``.data``. It must read the
-    same tensors: what a function captures is not to be assigned anew before.
+    same tensors: what a function captures is not to be assigned anew before. ``torch.utils.checkpoint`` repeats the call and
+    reads all data then: give it the data as positional arguments, of which torch sees that they were written.
 
     In code that ``torch.compile`` traces the lowering of a Mask is a part of the whole graph: no value of its data is read. Masks
     that differ in their tensors alone, lengths and batch sizes run without compiling again. A mask may be made there (``~`` needs

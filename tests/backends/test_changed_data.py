@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask.errors import LoweringError
@@ -206,3 +207,27 @@ def test_compiled_code_keeps_what_it_needs() -> None:
     out = torch.compile(lambda x: attend(x, fm.from_dense(data)), backend="aot_eager", fullgraph=True)(x)
     data.fill_(True)
     torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], want)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("mask", [fm.key_padding, fm.from_dense], ids=["key intervals", "cells"])
+def test_tensors_that_a_checkpoint_takes_are_not_read_anew(mask: Callable[[Tensor], fm.Mask], use_reentrant: bool) -> None:
+    """Torch sees writes to its positional arguments; what the function captures it would read again, as of any function."""
+    data = torch.tensor([9, 12]) if mask is fm.key_padding else torch.rand(BATCH, LENGTH, LENGTH) < 0.5
+
+    def layer(x: Tensor, data: Tensor) -> Tensor:
+        return attend(x, mask(data))
+
+    def outputs() -> tuple[Tensor, Tensor, Tensor]:
+        x, grad = inputs()
+        return checkpoint(layer, x, data, use_reentrant=use_reentrant), x, grad
+
+    out, x, grad = outputs()
+    out.backward(grad)
+    assert x.grad is not None
+    wanted = x.detach().requires_grad_()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(layer(wanted, data), wanted, grad)[0])
+    out, x, grad = outputs()
+    data.copy_(data.flip(-1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
