@@ -159,7 +159,7 @@ DATA: list[Row] = [
     ),
     ("ragged table", lambda: fm.table([[0, 1], [0]]), "table ... uneven ... Pad"),
     ("no ids", lambda: fm.document([]), "document ... no values"),
-    ("no lengths", lambda: fm.key_padding(torch.zeros(0, dtype=torch.long)), "key_padding ... no values"),
+    ("no lengths", lambda: fm.key_padding(torch.zeros(0, dtype=torch.long)).dense(4), "key_padding ... no values"),
     ("document without a source", lambda: fm.document(), "one of ... ids ... lengths ... cu_seqlens ... position_ids"),
     ("document with two sources", lambda: fm.document([0, 1], lengths=[1, 1]), "one of ... ids ... lengths"),
     ("document kv_ids alone", lambda: fm.document(kv_ids=[0, 1]), "ids"),
@@ -447,7 +447,7 @@ ODD_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     ),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8), r"quint8 ... int_repr\(\)"),
     "complex": (lambda: torch.zeros(4, dtype=torch.complex64), "complex64"),
-    "of no values": (lambda: torch.zeros(0, dtype=torch.long), "no values"),
+    "of no values": (lambda: torch.zeros(2, 0, dtype=torch.long), "no values"),
 }
 
 #: Where a mask takes data, one of each kind.

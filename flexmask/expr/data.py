@@ -62,7 +62,7 @@ def table(data: Data, name: str = "") -> Table:
 
     Raises:
         OperandError: ``data`` holds something else, e.g. floating point numbers; or ``name`` is no string.
-        ExpressionError: lists of uneven lengths, or no values at all.
+        ExpressionError: lists of uneven lengths, or no values at all, but for a tensor whose first axis is of an empty batch.
     """
     if not isinstance(name, str):
         raise OperandError(f"table: name must be a string, got {kind_of(name)}")
@@ -94,7 +94,7 @@ def as_table(data: object, what: str) -> Table:
             raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}: {instead}")
         if str(tensor.dtype) == "torch.uint64":
             raise OperandError(f"{what} must hold 64-bit integers or truth values, got torch.uint64. Convert it: .long()")
-        if tensor.numel() == 0:
+        if 0 in tensor.shape[1:]:  # there are no sequences in an empty batch
             raise ExpressionError(f"{what} holds no values: its shape is {list(tensor.shape)}")
         return TensorTable(tensor)
     if hasattr(data, "__array__") and hasattr(data, "dtype"):

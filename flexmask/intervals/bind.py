@@ -56,6 +56,9 @@ def bind(
     parts = parts_of(mask)
     q_len = checked_size(q_len, "q_len")
     kv_len = q_len if kv_len is None else checked_size(kv_len, "kv_len")
+    for table in parts.tensors:
+        if isinstance(table, TensorTable) and 0 in table.shape:
+            raise LoweringError(f"{table} of the mask {mask.brief()} holds no values; attention takes it for an empty batch")
     where = _device(own, parts.tensors, given, device, q_offset)
     if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(

@@ -586,6 +586,34 @@ def test_nothing_to_attend_with(shape: tuple[int, ...], backend: Any) -> None:
     assert query.grad.shape == shape
 
 
+#: Masks of a batch, by their lengths.
+OF_A_BATCH: dict[str, Callable[[Tensor], Any]] = {
+    "key intervals": lambda lengths: fm.causal() & fm.key_padding(lengths),
+    "cells": lambda lengths: fm.from_dense(torch.arange(5) < lengths[:, None, None].expand(-1, 5, 1)),
+    "documents": lambda lengths: fm.document(lengths=torch.stack([lengths, 5 - lengths], 1)),
+    "text": lambda lengths: fm.parse("prefix_lm(n)").bind(n=lengths),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("name", OF_A_BATCH)
+def test_data_of_an_empty_batch(name: str, backend: str, compiled: bool) -> None:
+    torch.compiler.reset()
+
+    def step(query: Tensor, lengths: Tensor) -> Tensor:
+        return attention(query, query, query, OF_A_BATCH[name](lengths), backend=backend)
+
+    query, lengths = torch.randn(3, 2, 5, 8, requires_grad=True), torch.tensor([3, 5, 1])
+    run = torch.compile(step, backend="eager", fullgraph=True) if compiled else step
+    out = run(query[:0], lengths[:0])
+    assert out.shape == (0, 2, 5, 8)
+    (grad,) = torch.autograd.grad(out.sum(), query)
+    assert not grad.any()
+    if backend == "sdpa":
+        torch.testing.assert_close(run(query, lengths), step(query, lengths))
+
+
 def test_no_keys_give_zero() -> None:
     query, key = torch.randn(2, 2, 5, 8, requires_grad=True), torch.randn(2, 2, 0, 8)
     out = attention(query, key, key)

@@ -214,7 +214,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a truth value": (lambda n: fm.full() if kv else fm.causal(), "is an index expression, not a truth value"),
     "a chained comparison": (lambda n: 0 <= q - kv < 3, "has no single truth value"),
     "axes": (lambda n: fm.table(n)[fm.b, q] < kv, r"has 1 axes \[2\] but is looked up with 2 indices"),
-    "no data": (lambda n: fm.table(n[:0])[fm.b] < kv, "table holds no values"),
+    "no data": (lambda n: fm.table(n[:0])[fm.b] < kv, "holds no values; attention takes it for an empty batch"),
     "an object": (lambda n: fm.key_padding({1, 2}), "made of tensors, numbers, lists, texts and masks, got "),  # type: ignore[arg-type]
 }
 
