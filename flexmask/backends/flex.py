@@ -162,7 +162,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 @cache
 def _compiled(device: str) -> Callable[..., Any]:
-    # On the CPU a mask that captures tensors does not compile with dynamic shapes, so each shape compiles its own kernel.
+    # With dynamic shapes torch 2.13 writes C++ that does not compile: for causal at another batch size, from_dense at another length.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
