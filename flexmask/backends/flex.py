@@ -162,7 +162,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 @cache
 def _compiled(device: str) -> Callable[..., Any]:
-    # With dynamic shapes torch 2.13 writes C++ that does not compile: for causal at another batch size, from_dense at another length.
+    # With dynamic shapes torch 2.13 writes C++ that does not compile: causal at another batch size, from_dense at another length.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
