@@ -196,6 +196,10 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "module": (layer(), {"x": X, "mask": None, "context": None, "cache": None, "positions": None}),
     "module.attention_weights": (layer().attention_weights, {"x": X, "mask": None, "context": None, "positions": None}),
+    "nn.call": (f.nn.call, {"layer": layer(), "x": X, "context": None, "positions": None}),
+    "module.mask": (lambda mask: setattr(layer(), "mask", mask), {"mask": fm.causal()}),
+    "Mask.named": (fm.causal().named, {"name": "a part"}),
+    "registry.per_token": (lambda **given: f.registry.per_token(what="data", **given), {"data": [0, 1], "position": fm.q}),
     "from_torch": (
         f.MultiheadFlexAttention.from_torch,
         {"module": torch.nn.MultiheadAttention(8, 2, batch_first=True), "mask": None, "backend": "auto"},

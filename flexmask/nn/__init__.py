@@ -8,5 +8,6 @@ it attends to keys that the cache has dropped.
 from flexmask.nn.cache_masks import CallTokens, first_dropped, mask_over_cache
 from flexmask.nn.kv_cache import KVCache
 from flexmask.nn.multihead import MultiheadFlexAttention
+from flexmask.nn.shared import call
 
-__all__ = ["CallTokens", "KVCache", "MultiheadFlexAttention", "first_dropped", "mask_over_cache"]
+__all__ = ["CallTokens", "KVCache", "MultiheadFlexAttention", "call", "first_dropped", "mask_over_cache"]

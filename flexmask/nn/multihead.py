@@ -131,7 +131,7 @@ class MultiheadFlexAttention(nn.Module):
         self.d_context = d_in if d_context is None else d_context
         self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
         self.kernel_options = kernel_options
-        self.mask = module_mask(mask)
+        self._mask = module_mask(mask)
         self._identity = object()  # identifies the module in a KVCache
         inner, options = self.n_heads * self.d_head, {"device": device, "dtype": dtype}
         both = 2 * self.n_kv_heads * self.d_head
@@ -141,6 +141,25 @@ class MultiheadFlexAttention(nn.Module):
             self.q_proj = nn.Linear(d_in, inner, bias=bias, **cast(Any, options))
             self.kv_proj = nn.Linear(self.d_context, both, bias=bias, **cast(Any, options))
         self.out_proj = nn.Linear(inner, d_out, bias=out_bias, **cast(Any, options))
+
+    @property
+    def mask(self) -> Mask | None:
+        """The mask of calls without one, or None. A mask, its text, a ``mask_mod`` or None can be assigned, and is then read.
+
+        ``layer.mask.params`` are the names of the parameters that a call gives values to: see :func:`flexmask.nn.call`.
+
+        Raises:
+            OperandError: something else is assigned.
+            TextError: a text that is not a mask.
+            ExpressionError: a mask with a parameter named like an argument of :meth:`forward`.
+        """
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: MaskLike | None) -> None:
+        device = self.out_proj.weight.device
+        found = module_mask(mask, device)
+        self._mask = found if found is None or device.type == "meta" else found.to(device)
 
     def forward(
         self,
@@ -382,8 +401,8 @@ class MultiheadFlexAttention(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the mask's tensors with the weights."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.mask is not None:
-            self.mask = self.mask.to(self.out_proj.weight.device)
+        if self._mask is not None:
+            self._mask = self._mask.to(self.out_proj.weight.device)
         return self
 
     def extra_repr(self) -> str:
