@@ -209,7 +209,11 @@ DATA: list[Row] = [
     ("additive padding for keep", lambda: fm.key_padding(keep=torch.zeros(2, 3)), "keep ... tensor == 0 ... tensor != 0"),
     ("float lengths", lambda: fm.key_padding(torch.tensor([2.0, 3.0])), r"lengths ... torch.float32: take tensor.long\(\)$"),
     ("float ids", lambda: fm.document(torch.zeros(2, 3)), r"ids ... torch.float32: take tensor.long\(\)$"),
-    ("a float table", lambda: fm.table(torch.zeros(2, 3)), r"table ... torch.float32: take tensor.long\(\)$"),
+    (
+        "a float table",
+        lambda: fm.table(torch.zeros(2, 3)),
+        r"table ... torch.float32: take tensor.long\(\) ... tensor > 0 ... score_mod$",
+    ),
     ("| of a boolean table", lambda: fm.causal() | SYSTEM[b, kv], r"Compare it ... <bool\[1, 2\]>\[b, kv\] == 1\)"),
     ("a boolean table | a mask", lambda: SYSTEM[b, kv] | fm.causal(), r"<bool\[1, 2\]>\[b, kv\] == 1\)"),
     ("& of boolean tables", lambda: SYSTEM[b, kv] & SYSTEM[b, q], r"<bool\[1, 2\]>\[b, kv\] == 1\)"),
