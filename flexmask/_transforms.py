@@ -24,6 +24,7 @@ __all__ = [
     "is_captured",
     "is_mapped",
     "is_observed",
+    "is_static",
     "is_transformed",
     "is_wrapped",
     "outer_tangents",
@@ -78,6 +79,15 @@ def is_captured() -> bool:
 def are_ints(*sizes: Any) -> bool:
     """Whether sizes have values. Those of a graph for all lengths are ``torch.SymInt``: a comparison makes it one for some."""
     return all(isinstance(size, int) for size in sizes)
+
+
+def is_static(size: int) -> bool:
+    """As :func:`are_ints`, also in code that dynamo traces, where symbols are ints."""
+    if not is_captured():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # of the compiler
+
+    return has_static_value(size)
 
 
 def is_observed(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.backends.dropout import keep_weights
 from flexmask.backends.fused_kernel import has_fused_kernel
-from flexmask.backends.tile import Cells, Tile
+from flexmask.backends.tile import Cells, Tile, size_of
 from flexmask.backends.tiling import Tiling, shared_tiling
 
 
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
             return None
         first, second = self.rows[tile.slices].unsqueeze(3).unbind(-1)
         keep = keep_weights(first, second, tile.gather_cells(self.keys), self.dropout_p)
-        return keep.reshape(len(tile.elements), len(tile.key_heads), tile.folded_rows, keep.size(3))
+        return keep.reshape(size_of(tile.elements), size_of(tile.key_heads), tile.folded_rows, keep.size(3))
 
     def factors(self, tile: Tile) -> Tensor | float:
         """The factors of the folded weights of a tile: 0 where dropped, else `kept_scale`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from flexmask.lowering.mask_mod import MaskMod
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
+
+
+class Span(Protocol):
+    """Consecutive numbers: a range, or a `SymbolicSpan` in a graph for all lengths, where a range would make numbers of them."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class SymbolicSpan(NamedTuple):
+    """Numbers from ``start`` to ``stop``, which may be symbols."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +50,10 @@ class Tile:
         mask_id: equal for tiles with equal masks.
     """
 
-    elements: range
-    key_heads: range
+    elements: Span
+    key_heads: Span
     group: int
-    rows: range
+    rows: Span
     runs: Runs
     all_visible: bool
     mask_id: int
@@ -46,12 +62,12 @@ class Tile:
     def scores(self) -> int:
         """The number of its scores, b * n * g * m * t."""
         keys = sum(hi - lo for lo, hi in self.runs)
-        return len(self.elements) * len(self.key_heads) * self.group * len(self.rows) * keys
+        return size_of(self.elements) * size_of(self.key_heads) * self.group * size_of(self.rows) * keys
 
     @property
     def folded_rows(self) -> int:
         """The rows of its folded queries, g * m."""
-        return self.group * len(self.rows)
+        return self.group * size_of(self.rows)
 
     @property
     def slices(self) -> tuple[slice, slice, slice]:
@@ -69,13 +85,14 @@ class Tile:
         part = tensor[self.slices]
         if self.group == 1:
             return part
-        return part.reshape(len(self.elements), len(self.key_heads), self.folded_rows, part.size(3))
+        return part.reshape(size_of(self.elements), size_of(self.key_heads), self.folded_rows, part.size(3))
 
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
         if self.group == 1:
             return part
-        return part.reshape(len(self.elements), len(self.key_heads) * self.group, len(self.rows), part.size(3))
+        heads = size_of(self.key_heads) * self.group
+        return part.reshape(size_of(self.elements), heads, size_of(self.rows), part.size(3))
 
     def write(self, total: Tensor, part: Tensor) -> None:
         """Write [b, n, g * m, D] to the rows of the tile in [B, H, Q, D]."""
@@ -109,7 +126,7 @@ class Tile:
         """Which keys the rows attend to: bool [b or 1, n * g or 1, m, t]; None for all."""
         if self.all_visible and cells is None:
             return None
-        size = len(self.rows), sum(hi - lo for lo, hi in self.runs)
+        size = size_of(self.rows), sum(hi - lo for lo, hi in self.runs)
         within = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool) if self.all_visible else self._within(bounds)
         seen = within.expand(-1, -1, *size)
         if cells is None:
@@ -146,7 +163,12 @@ class Tile:
         return runs[0] if len(runs) == 1 else torch.cat(runs) if runs else torch.empty(0, device=device, dtype=dtype)
 
 
-def _slice(part: range) -> slice:
+def size_of(part: Span) -> int:
+    """How many numbers there are."""
+    return part.stop - part.start
+
+
+def _slice(part: Span) -> slice:
     return slice(part.start, part.stop)
 
 
@@ -172,4 +194,4 @@ def fold_rows(tensor: Tensor, tile: Tile) -> Tensor:
         return tensor
     if tensor.size(1) == 1:
         return tensor.repeat(1, 1, tile.group, 1)
-    return tensor.reshape(tensor.size(0), len(tile.key_heads), tile.group * tensor.size(2), tensor.size(3))
+    return tensor.reshape(tensor.size(0), size_of(tile.key_heads), tile.group * tensor.size(2), tensor.size(3))

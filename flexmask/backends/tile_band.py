@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from flexmask.backends.tile import Cells, Tile, as_bias, is_within
+from flexmask.backends.tile import Cells, Span, Tile, as_bias, is_within, size_of
 
 # The most scores of a band.
 MAX_BAND_SCORES = 2**22
@@ -33,13 +33,13 @@ class Band(Tile):
     @property
     def step(self) -> int:
         """The rows of a tile, m."""
-        return len(self.rows) // self.count
+        return size_of(self.rows) // self.count
 
     @property
     def scores(self) -> int:
         """The number of its scores, c * n * g * m * t."""
         (lo, hi), *_ = self.runs
-        return len(self.key_heads) * self.group * len(self.rows) * (hi - lo)
+        return size_of(self.key_heads) * self.group * size_of(self.rows) * (hi - lo)
 
     @property
     def folded_rows(self) -> int:
@@ -48,7 +48,7 @@ class Band(Tile):
 
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [c, n, g * m, D], a view where g is 1."""
-        return self._by_tile(tensor).reshape(self.count, len(self.key_heads), self.folded_rows, tensor.size(3))
+        return self._by_tile(tensor).reshape(self.count, size_of(self.key_heads), self.folded_rows, tensor.size(3))
 
     def write(self, total: Tensor, part: Tensor) -> None:
         """Write [c, n, g * m, D] to the rows of the band in [B, H, Q, D]."""
@@ -99,7 +99,7 @@ def join_bands(tiles: Iterable[Tile], kv_len: int, worth: int) -> Iterator[Tile]
         kv_len: KV.
         worth: the most scores of masked-out keys that a saved call may cost.
     """
-    diagonals: dict[tuple[range, range], _Diagonal] = {}
+    diagonals: dict[tuple[Span, Span], _Diagonal] = {}
     mask_ids = count(-1, -1)  # no tile has them
     for tile in tiles:
         area = tile.elements, tile.key_heads
@@ -108,7 +108,7 @@ def join_bands(tiles: Iterable[Tile], kv_len: int, worth: int) -> Iterator[Tile]
             continue
         if diagonal is not None:
             yield diagonals.pop(area).band(next(mask_ids))
-        if len(tile.elements) == len(tile.runs) == 1:
+        if size_of(tile.elements) == len(tile.runs) == 1:
             diagonals[area] = _Diagonal([tile], *_relative_run(tile), tile.scores)
         else:
             yield tile
@@ -135,11 +135,11 @@ class _Diagonal:
     def has_joined(self, tile: Tile, kv_len: int, worth: int) -> bool:
         """Join the next tile where that costs less than a separate call, and return whether it was joined."""
         first, last = self.tiles[0], self.tiles[-1]
-        if len(tile.runs) != 1 or len(tile.rows) != len(first.rows) or tile.rows.start != last.rows.stop:
+        if len(tile.runs) != 1 or size_of(tile.rows) != size_of(first.rows) or tile.rows.start != last.rows.stop:
             return False
         start, stop = _relative_run(tile)
         lo, hi, work = min(self.lo, start), max(self.hi, stop), self.scores + tile.scores
-        scores = (len(self.tiles) + 1) * len(first.rows) * len(first.key_heads) * first.group * (hi - lo)
+        scores = (len(self.tiles) + 1) * size_of(first.rows) * size_of(first.key_heads) * first.group * (hi - lo)
         if scores > min(work + worth * len(self.tiles), MAX_BAND_SCORES):
             return False
         if first.rows.start + lo < 0 or tile.rows.start + hi > kv_len:

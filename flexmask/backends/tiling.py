@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._transforms import has_values, is_captured, is_observed, outside_transforms
+from flexmask._transforms import has_values, is_captured, is_observed, is_static, outside_transforms
 from flexmask.backends import tile_rows
-from flexmask.backends.tile import Cells, Runs, Tile
+from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile
 from flexmask.backends.tile_band import join_bands
 from flexmask.backends.tile_blocks import Blocks, check_within, key_count, union
 from flexmask.backends.tile_rows import block_starts, score_cost
@@ -164,9 +164,9 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
         LoweringError: an interval outside 0..KV.
     """
     (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
-    call = _Call(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     if is_captured() or not has_values(bounds):
-        return Tiling(_any_keys(call), bounds, kv_len, not is_captured())
+        return Tiling(_any_keys(bounds, query, key), bounds, kv_len, not is_captured())
+    call = _Call(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     scores = batch * heads * q_len * kv_len
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
@@ -242,18 +242,19 @@ def _fewest(bounds: Tensor, kv_len: int) -> int:
     return int(fewest)
 
 
-def _any_keys(call: _Call) -> list[Tile]:
+def _any_keys(bounds: Tensor, query: Tensor, key: Tensor) -> list[Tile]:
     """A few tiles of all keys, for bounds whose values are not those of each run of a captured graph, or that have none.
 
-    Outside a graph only the shape of the output matters.
+    One tile where lengths are symbols, so that the graph is one for all. Outside a graph only the shape of the output matters.
     """
-    q_len = call.q_len
-    step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
-    blocks = (range(start, min(start + step, q_len)) for start in range(0, q_len, step))
-    runs = ((0, call.kv_len),) if call.bounds.size(3) else ()
-    return [
-        Tile(call.elements, call.key_heads, call.group, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)
-    ]
+    (batch, heads, q_len, _), (_, key_heads, kv_len, _) = query.shape, key.shape
+    blocks = [SymbolicSpan(0, q_len)]
+    if is_static(q_len):
+        step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
+        blocks = [SymbolicSpan(start, min(start + step, q_len)) for start in range(0, q_len, step)]
+    area = SymbolicSpan(0, batch), SymbolicSpan(0, key_heads), heads // key_heads
+    runs = ((0, kv_len),) if bounds.size(3) else ()
+    return [Tile(*area, rows, runs, not is_captured(), block) for block, rows in enumerate(blocks)]
 
 
 def _areas(blocks: Blocks, block: int, elements: range, key_heads: range) -> Iterator[tuple[range, range]]:

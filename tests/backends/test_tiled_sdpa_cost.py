@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from flexmask.backends import tile_rows, tiling
-from flexmask.backends.tile import Tile
+from flexmask.backends.tile import Span, SymbolicSpan, Tile, size_of
 from flexmask.backends.tile_rows import document_starts
 from flexmask.backends.tiling import plan_tiles, shared_tiling
 from tests.backends.tiled_cases import (
@@ -24,7 +24,7 @@ from tests.backends.tiled_cases import (
 
 def tile_area(tiles: list[Tile]) -> int:
     return sum(
-        len(tile.elements) * len(tile.key_heads) * tile.group * len(tile.rows) * sum(hi - lo for lo, hi in tile.runs)
+        size_of(tile.elements) * size_of(tile.key_heads) * tile.group * size_of(tile.rows) * sum(hi - lo for lo, hi in tile.runs)
         for tile in tiles
     )
 
@@ -61,12 +61,13 @@ class TestCost:
     @pytest.mark.parametrize(("q_len", "sizes"), [(1, [1]), (200, [128, 72]), (2000, [250] * 8), (2001, [251] * 7 + [244])])
     def test_bounds_without_values_take_few_tiles_of_all_keys(self, q_len: int, sizes: list[int]) -> None:
         assert (tile_rows.BLOCK_ROWS, tiling.MAX_CAPTURED_TILES) == (128, 8)
+        both: Span = SymbolicSpan(0, 2)
         bounds, query = torch.empty(1, 1, q_len, 2, 2, dtype=torch.int32, device="meta"), torch.empty(2, 2, q_len, 1)
         for slots, runs in ((2, ((0, q_len),)), (1, ((0, q_len),)), (0, ())):
             tiles = plan_tiles(bounds[..., :slots, :], query, query).tiles
-            assert [len(tile.rows) for tile in tiles] == sizes
-            assert [row for tile in tiles for row in tile.rows] == list(range(q_len))
-            assert {(tile.elements, tile.key_heads, tile.runs) for tile in tiles} == {(range(2), range(2), runs)}
+            assert [size_of(tile.rows) for tile in tiles] == sizes
+            assert [tile.rows.stop for tile in tiles] == [*(tile.rows.start for tile in tiles[1:]), q_len]
+            assert {(tile.elements, tile.key_heads, tile.runs) for tile in tiles} == {(both, both, runs)}
             assert len({tile.mask_id for tile in tiles}) == len(tiles)
 
     def test_ragged_batch(self) -> None:
@@ -134,7 +135,7 @@ class TestCost:
             query = torch.empty(1, 8, length, 1)
             tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
             assert len(tiles) == number
-        assert {len(tile.rows) for tile in tiles} == {128}
+        assert {size_of(tile.rows) for tile in tiles} == {128}
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),

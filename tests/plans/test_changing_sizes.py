@@ -111,7 +111,7 @@ ONE_BY_ONE = [(2 + (i > 9), 40 + 9 * min(i, 7), 3 + (i > 12)) for i in range(20)
 
 
 def checked_steps(
-    compiled: Any, name: str, sizes: list[tuple[int, int, int]], channels: int = 8
+    compiled: Any, name: str, sizes: list[tuple[int, int, int]], channels: int = 8, score_mod: Callable[..., Tensor] | None = None
 ) -> Iterator[tuple[Tensor, Data]]:
     """Compares the output and the gradient of each step with the oracle, over which it yields."""
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def checked_steps(
         yield x, data
         found, position = compiled(x, **data), torch.arange(tokens)
         cells = meaning(data, position[:, None], position)
-        wanted = oracle.attention(x, x, x, cells.view((1,) * (4 - cells.dim()) + cells.shape))
+        wanted = oracle.attention(x, x, x, cells.view((1,) * (4 - cells.dim()) + cells.shape), score_mod=score_mod)
         losses = (out.double().square().sum() for out in (found, wanted))
         one, other = (torch.autograd.grad(loss, x)[0] for loss in losses)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -147,6 +147,28 @@ def test_graphs_of_20_sizes(name: str, order: str) -> None:
     compiled = torch.compile(attend(MASKS[name][0]), fullgraph=True, backend=counter)
     for _ in checked_steps(compiled, name, TOGETHER[:8] if order == "together" else ONE_BY_ONE):
         pass
+    assert counter.frame_count <= (3 if order == "together" else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    each_run(product(["padded", "heads", "ids, evaluated cell by cell"], ["one by one", "together"]), ("padded", "together")),
+)
+def test_graphs_of_20_sizes_with_a_score_mod(name: str, order: str) -> None:
+    """As many, also where the score_mod captures a tensor that has a gradient."""
+    torch._dynamo.reset()
+    slopes = torch.linspace(-0.1, 0.2, HEADS, requires_grad=True)
+
+    def tilted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + slopes[h] * (q - kv)
+
+    counter, text = CompileCounterWithBackend("aot_eager"), MASKS[name][0]
+    attend = lambda x, **data: attention(x, x, x, fm.parse(text, **data), score_mod=tilted)  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for x, data in checked_steps(compiled, name, TOGETHER[:8] if order == "together" else ONE_BY_ONE, score_mod=tilted):
+        losses = (each(x, **data).square().sum() for each in (compiled, attend))
+        one, other = (torch.autograd.grad(loss, slopes)[0] for loss in losses)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     assert counter.frame_count <= (3 if order == "together" else 4)
 
 
