@@ -93,7 +93,7 @@ def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) 
     mask = fm.causal() & fm.document(packed(tokens, 5))
     first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"
     save(rasterize(mask, tokens, block_size=8), first)
-    with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 30, "svg.fonttype": "path"}):
         save(rasterize(mask, tokens, block_size=8), second)
     assert first.read_bytes() == second.read_bytes()
     assert first.stat().st_size > 1000

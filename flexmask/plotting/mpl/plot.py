@@ -60,7 +60,7 @@ ABOUT: dict[str, dict[str, None]] = {
 STYLE: dict[str, Any] = {
     "hatch.linewidth": 0.5,
     "svg.hashsalt": "flexmask",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # half the size, and text that LaTeX and editors set in their own fonts
 }
 
 
