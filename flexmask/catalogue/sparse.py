@@ -1,21 +1,64 @@
-"""Masks of sparse attention that depend on data or chance: dropped and evicted keys, random cells."""
+"""Masks of sparse attention that depend on data or chance: dropped and evicted keys, random blocks and cells."""
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-from flexmask.catalogue.arguments import int_or_index, lookup
+from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table
-from flexmask.expr.index import Index, as_index, b, h, kv, q
-from flexmask.expr.mask import And, Mask, Truth
+from flexmask.expr.index import Index, as_index, b, h, kv, minimum, q
+from flexmask.expr.mask import And, Mask, Or, Truth
 from flexmask.expr.tables import Param
 from flexmask.registry import named
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["eviction", "qk_sparse", "random_cells"]
+__all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
+
+
+@named
+def bigbird(
+    blocks: int, size: Index | int, *, random_blocks: int = 3, global_blocks: int = 1, around: int = 1, seed: int = 0
+) -> Mask:
+    """Blocks attend to global blocks, the blocks around their own and a fixed number of random ones; global blocks to all.
+
+    Predicate: ``(x < global_blocks) | (y < global_blocks) | (abs(x - y) <= around) | (y in chosen[x])`` with the blocks
+    ``x = q // size`` and ``y = kv // size``; keys after the blocks are masked out
+
+    ``bigbird(blocks=6, size=1, random_blocks=1, seed=1)`` at 6 x 6::
+
+        ■ ■ ■ ■ ■ ■
+        ■ ■ ■ ⬚ ⬚ ■
+        ■ ■ ■ ■ ■ ⬚
+        ■ ⬚ ■ ■ ■ ■
+        ■ ■ ⬚ ■ ■ ■
+        ■ ⬚ ■ ⬚ ■ ■
+
+    Args:
+        blocks: the number of blocks of the sequence.
+        size: tokens in a block.
+        random_blocks: how many other blocks each block attends to by chance; fewer where there are not so many.
+        global_blocks: the first blocks, which attend to and are attended to by all.
+        around: blocks to either side of its own that a block attends to.
+        seed: of the choice, which is the same on every device.
+
+    Raises:
+        ExpressionError: fewer than one block, a size below 1, or another number below 0.
+
+    Source: BigBird, https://arxiv.org/abs/2007.14062
+    """
+    n, count = fixed_int(blocks, "bigbird: blocks", 1), int_or_index(size, "bigbird: size", 1)
+    most, few = fixed_int(random_blocks, "bigbird: random_blocks"), fixed_int(global_blocks, "bigbird: global_blocks")
+    reach, draw = fixed_int(around, "bigbird: around"), Random(fixed_int(seed, "bigbird: seed"))
+    others = [[block for block in range(few, n) if abs(own - block) > reach] for own in range(n)]
+    chosen = [sorted(draw.sample(row, min(most, len(row)))) for row in others]
+    table = as_table([row + [-1] * (most - len(row)) for row in chosen], "bigbird: chosen") if most else None
+    x, y = q // count, kv // count
+    by_chance = [] if table is None else [table[minimum(x, n - 1), place] == y for place in range(most)]
+    return Or.make((x < few, y < few, (y >= x - reach) & (y <= x + reach), *by_chance)) & (y < n)
 
 
 @named

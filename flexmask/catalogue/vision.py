@@ -1,4 +1,4 @@
-"""Masks for images and videos: neighborhoods, sliding tiles, the two heads of Sparse VideoGen, images in a text, top-k tiles."""
+"""Masks for images and videos: neighborhoods, windows, tiles, the two heads of Sparse VideoGen, images in a text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexmask.registry import named
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
 
-__all__ = ["image_cross", "neighborhood", "sliding_tile", "svg_spatial", "svg_temporal", "tile_topk"]
+__all__ = ["image_cross", "neighborhood", "shifted_window", "sliding_tile", "svg_spatial", "svg_temporal", "tile_topk"]
 
 
 @named
@@ -71,6 +71,47 @@ def neighborhood(canvas: Data, kernel: Data, *, tile: Data | None = None) -> Mas
         start = _start(x, n, k)
         around += [(y >= start // t) & (y <= (start + (k - 1)) // t)]
     return And.make((*around, _window(sizes, window, queries, keys)))
+
+
+@named
+def shifted_window(canvas: Data, window: Data, shift: Data | None = None) -> Mask:
+    """Each pixel attends to the pixels of its own window. The windows tile a canvas, and are moved by a shift.
+
+    Predicate: ``(x + window - shift) // window == (y + window - shift) // window`` along each axis, with the coordinates ``x`` of
+    the query and ``y`` of the key; keys after the canvas are masked out
+
+    ``shifted_window(canvas=[2, 4], window=[2, 2], shift=[0, 1])`` at 8 x 8::
+
+        ■ ⬚ ⬚ ⬚ ■ ⬚ ⬚ ⬚
+        ⬚ ■ ■ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ■ ■ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ⬚ ■ ⬚ ⬚ ⬚ ■
+        ■ ⬚ ⬚ ⬚ ■ ⬚ ⬚ ⬚
+        ⬚ ■ ■ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ■ ■ ⬚ ⬚ ■ ■ ⬚
+        ⬚ ⬚ ⬚ ■ ⬚ ⬚ ⬚ ■
+
+    Windows at the edges are smaller. On pixels in their own order this is what a cyclic shift computes, whose mask keeps the two
+    sides of an edge apart.
+
+    Args:
+        canvas: the size of the canvas along 1, 2 or 3 axes, outermost first, e.g. ``[height, width]``. Positions are
+            row-major: the last axis runs fastest.
+        window: the size of the windows along each axis, at most that of the canvas.
+        shift: where the first whole window begins along each axis, less than the window; by default 0.
+
+    Raises:
+        ExpressionError: sizes that do not fit each other.
+
+    Source: Swin Transformer, https://arxiv.org/abs/2103.14030
+    """
+    sizes, windows = _axes("shifted_window", canvas, window, "window")
+    shifts = [0] * len(sizes) if shift is None else fixed_ints(shift, "shifted_window: shift", [len(sizes)], 0)
+    if any(s >= w for s, w in zip(shifts, windows, strict=True)):
+        raise ExpressionError(f"shifted_window: the shift {shifts} must be less than the window {windows}")
+    numbers = zip(*(_coordinates(position, sizes) for position in (q, kv)), windows, shifts, strict=True)
+    same = [(x + (w - s) % w) // w == (y + (w - s) % w) // w for x, y, w, s in numbers]
+    return And.make((*same, kv < prod(sizes)))
 
 
 @named
@@ -273,11 +314,11 @@ def tile_topk(topk: Data, size: Index | int, *, sizes: Data | None = None) -> Ma
     return Or.make(tuple(seen))
 
 
-def _axes(name: str, canvas: Any, kernel: Any) -> tuple[list[int], list[int]]:
+def _axes(name: str, canvas: Any, kernel: Any, what: str = "kernel") -> tuple[list[int], list[int]]:
     sizes = fixed_ints(canvas, f"{name}: canvas", (1, 2, 3))
-    window = fixed_ints(kernel, f"{name}: kernel", [len(sizes)])
+    window = fixed_ints(kernel, f"{name}: {what}", [len(sizes)])
     if any(k > n for k, n in zip(window, sizes, strict=True)):
-        raise ExpressionError(f"{name}: the kernel {window} must fit into the canvas {sizes}")
+        raise ExpressionError(f"{name}: the {what} {window} must fit into the canvas {sizes}")
     return sizes, window
 
 

@@ -62,6 +62,7 @@ def truths(device: str, *sizes: int) -> Tensor:
 #: Each named mask with its sources of data, under the name that the documentation has for it, at a length on a device.
 MASKS: dict[str, Callable[[int, str], Mask]] = {
     "bidirectional_spans": lambda n, at: fm.masks.bidirectional_spans(numbers(at, n)),
+    "bigbird": lambda n, at: fm.masks.bigbird(n // 32, 32),
     "block_causal": lambda n, at: fm.masks.block_causal(64),
     "block_diffusion": lambda n, at: fm.masks.block_diffusion(n // 2, 32),
     "block_diffusion(ids=)": lambda n, at: fm.masks.block_diffusion(n // 2, 32, numbers(at, n // 2)),
@@ -95,6 +96,7 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "key_padding(lengths)": lambda n, at: fm.key_padding(numbers(at, 2)),
     "key_padding(start=)": lambda n, at: fm.key_padding(start=numbers(at, 2)),
     "multi_item": lambda n, at: fm.masks.multi_item(16, numbers(at, n - 16)),
+    "named": lambda n, at: fm.causal().named("past"),
     "neighborhood": lambda n, at: fm.masks.neighborhood([n // 32, 32], [7, 7]),
     "paged": lambda n, at: fm.masks.paged(fm.causal(), numbers(at, n // 16), page_size=16),
     "per_chunk": lambda n, at: fm.masks.per_chunk(fm.causal(), 64),
@@ -111,6 +113,7 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "random_cells": lambda n, at: fm.masks.random_cells(0.5),
     "reorder(kv=)": lambda n, at: fm.masks.reorder(fm.causal(), kv=numbers(at, n)),
     "reorder(q=)": lambda n, at: fm.masks.reorder(fm.causal(), q=numbers(at, n)),
+    "shifted_window": lambda n, at: fm.masks.shifted_window([n // 32, 32], [8, 8], [4, 4]),
     "shared_prefix(ids)": lambda n, at: fm.masks.shared_prefix(numbers(at, n), prefix_of=numbers(at, 9)),
     "shared_prefix(lengths=)": lambda n, at: fm.masks.shared_prefix(
         lengths=numbers(at, 9), prefix_of=numbers(at, 9), padding=True

@@ -24,6 +24,7 @@ PADDED, padded = fm.causal() & fm.key_padding([2, 2]), oracle.both(oracle.causal
 
 EXAMPLES: dict[str, list[Example]] = {
     "bidirectional_spans": [({"ids": IDS}, oracle.bidirectional_spans(IDS))],
+    "bigbird": [({"blocks": 4, "size": 1, "random_blocks": 0, "around": 0}, lambda b, h, q, kv, *_: 0 in (q, kv) or q == kv)],
     "block_causal": [({"size": 2}, oracle.block_causal(2))],
     "block_diffusion": [
         ({"length": 4, "size": 2}, oracle.block_diffusion(4, 2)),
@@ -83,6 +84,10 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "shared_prefix": [({"ids": IDS, "prefix_of": [0, 0]}, oracle.shared_prefix(IDS, [0, 0]))],
     "shift": [({"mask": PADDED, "q": 1, "kv": 1}, oracle.shift(padded, 1, 1))],
+    "shifted_window": [
+        ({"canvas": [2, 2], "window": [2, 2], "shift": [1, 0]}, oracle.shifted_window([2, 2], [2, 2], [1, 0])),
+        ({"canvas": [4], "window": [3]}, oracle.shifted_window([4], [3], [0])),
+    ],
     "sink_window": [
         ({"sinks": 1, "left": 1}, oracle.sink_window(1, 1)),
         ({"sinks": 1, "size": 2}, oracle.sink_window(1, 1)),

@@ -405,6 +405,19 @@ def training_time_test(length: int, steps: int) -> Predicate:
     return allowed
 
 
+def shifted_window(canvas: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Predicate:
+    """On the canvas after a cyclic shift: the same window, and both or neither of the pixels from across an edge."""
+
+    def place(pixel: int) -> list[tuple[int, bool]]:
+        found = []
+        for n, w, s in reversed(list(zip(canvas, window, shift, strict=True))):
+            pixel, at = divmod(pixel, n)
+            found.append(((at - s) % n // w if at >= s else -1, at < s))
+        return found
+
+    return lambda b, h, q, kv, q_len, kv_len: kv < prod(canvas) and q < prod(canvas) and place(q) == place(kv)
+
+
 def eviction(steps: Sequence[Any]) -> Predicate:
     def allowed(b: int, h: int, q: int, kv: int, q_len: int, kv_len: int) -> bool:
         row: Any = steps
