@@ -9,6 +9,7 @@ different lengths, and a cache that drops old keys.
 
 import torch
 
+import flexmask
 from flexmask import KVCache, MultiheadFlexAttention, causal, key_padding, per_head, sliding_window
 from flexmask.masks import dilated_window, sink_window
 
@@ -55,8 +56,8 @@ for length in (4096, 16384, 65536):
 # --------
 # Without a cache, each new token would compute the keys and values of all earlier tokens again. A :class:`~flexmask.KVCache`
 # keeps them. Each call gives the new tokens only, one or several, and the mask of the *whole* sequence. The outputs equal those
-# of one call on the whole sequence, if the mask hides all keys after the tokens of the call, as ``mask & causal()`` always does.
-# Data that shows a later key is an error on the CPU. Masks without data, and ``start=``, show the tokens so far.
+# of one call on the whole sequence. So the mask must hide all keys after the tokens of the call, as ``mask & causal()`` always
+# does; one that shows such a key is an error.
 
 layer = MultiheadFlexAttention(16, 16, 2).eval()
 x = torch.randn(1, 12, 16)
@@ -82,6 +83,17 @@ mask.plot(12, q_offset=0, title="the whole sequence")
 # %%
 
 mask.plot(1, 12, q_offset=8, title="the step at position 8")
+
+# %%
+# With projections of your own, ``cache.step`` gives what to attend to, and ``step.commit()`` counts the tokens in.
+
+with torch.no_grad():
+    cache = KVCache(capacity=12)
+    for part in torch.randn(1, 2, 12, 8).split([8, 1, 1, 1, 1], dim=2):
+        step = cache.step(part, part, part, mask)  # query, key and value [B, heads, length, d_head]
+        out = flexmask.attention(part, step.key, step.value, step.mask, q_offset=step.q_offset)
+        step.commit()
+print("tokens in the cache:", cache.length)
 
 # %%
 # For a cache of your own, lower the mask with ``q_offset=``, the position of the first query: an int, or an integer tensor with

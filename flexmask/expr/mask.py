@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_number, as_table, named_data
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, as_index, h, parentheses_hint, wrap
+from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, Symbol, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
@@ -129,7 +129,9 @@ class Mask(MaskMethods):
     def substitute(self, **symbols: Index | int) -> Mask:
         """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""
         to = {name: as_index(value) for name, value in symbols.items()}
-        return within_depth(cast(Mask, self.expand().replace(lambda node: to.get(getattr(node, "name", "")))))
+        return within_depth(
+            cast(Mask, self.expand().replace(lambda node: to.get(node.name) if isinstance(node, Symbol) else None))
+        )
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors moved to a device. Literal data needs no move.

@@ -62,4 +62,4 @@ def parts_of(mask: Mask) -> Parts:
 
 def may_be_longer(node: Node) -> bool:
     """Whether the data of a lookup may have more values than positions."""
-    return isinstance(node, Lookup) and isinstance(node.table, TensorTable) and node.table.may_be_longer
+    return isinstance(node, Lookup) and getattr(node.table, "may_be_longer", False)

@@ -5,9 +5,10 @@ For a cache of your own, or of another library, `mask_over_cache` gives the mask
 it attends to keys that the cache has dropped.
 """
 
-from flexmask.nn.cache_masks import CallTokens, first_dropped, mask_over_cache
-from flexmask.nn.kv_cache import KVCache
+from flexmask.nn.cache_masks import CallTokens, mask_over_cache
+from flexmask.nn.hidden_keys import first_dropped
+from flexmask.nn.kv_cache import KVCache, Step
 from flexmask.nn.multihead import MultiheadFlexAttention
 from flexmask.nn.shared import call
 
-__all__ = ["CallTokens", "KVCache", "MultiheadFlexAttention", "call", "first_dropped", "mask_over_cache"]
+__all__ = ["CallTokens", "KVCache", "MultiheadFlexAttention", "Step", "call", "first_dropped", "mask_over_cache"]

@@ -1,37 +1,30 @@
 """Masks under a cache of keys: from the mask of a whole sequence to that of one call, ``[q_len, keys in the cache]``.
 
 The rows of a call are those of the whole sequence. Data may have more values than there are tokens so far. A mask that depends on
-tokens still to come, or that shows keys which the cache has dropped, is an error.
+tokens still to come is an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask.backends.cache import shared
-from flexmask.errors import FlexmaskError, LoweringError
+from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol, b, kv, maximum
-from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Truth
+from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Opaque
-from flexmask.expr.packing import COVERING, DocumentTable
-from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
+from flexmask.expr.packing import DocumentTable
+from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
 from flexmask.intervals.bind import check_bound
-from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.documents import check_covers, document_table
+from flexmask.intervals.documents import document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
-from flexmask.report.compare import Cell, Difference, difference
 
-__all__ = ["CallTokens", "FAR", "check_symbols", "check_window", "described", "first_dropped", "mask_over_cache"]
-
-#: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position.
-FAR = 2**20
+__all__ = ["CallTokens", "check_symbols", "last_keys", "mask_over_cache", "sizes_along"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,11 @@ class CallTokens:
     device: torch.device
     is_context: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries."""
+        return not self.batch * self.q_len
+
 
 def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """The mask of a whole sequence as a mask over the keys in a cache, to lower with the same ``q_offset``.
@@ -73,143 +71,51 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """
     check_bound(mask)
     mask.check_held()
-    check_batch(mask, tokens.batch)
     check_symbols(mask, is_context=tokens.is_context)
-    if _attends_to_all(mask, tokens):
-        return Truth(True)
-    if not tokens.is_context:
-        _check_padding(mask, tokens)
-    rewriter, expanded = _Rewriter(mask, tokens), mask.expand()
-    place = "over_context" if tokens.is_context else "over_cache"
-    if not rewriter.shifts and place in mask.memo:
-        return cast(Mask, mask.memo[place])
-    rewritten = cast(Mask, expanded.replace(rewriter.node))
-    if rewritten is expanded:
-        rewritten = mask
-    elif rewriter.is_same_in_each_call:
-        mask.memo[place] = rewritten
-    return rewritten & (rewriter.kv >= 0) if isinstance(tokens.kv_start, Tensor) else rewritten
+    last = last_keys(mask, tokens)
+    if last is not None and last == tokens.kv_end - tokens.kv_start:
+        return ALL_CELLS
+    place = f"growing {tokens.device}{' queries' if tokens.is_context else ''}"
+    if place not in mask.memo:
+        axes = {"q"} if tokens.is_context else {"q", "kv"}
+        mask.memo[place] = mask.expand().replace(lambda node: _growing(node, axes, tokens.device))
+    growing = cast(Mask, mask.memo[place])
+    if growing is mask.expand():
+        growing = mask
+    else:
+        check_batch(mask, tokens.batch)
+        _check_ends(mask, tokens)
+        if not tokens.is_context:
+            _check_padding(mask, tokens)
+    return _moved(growing, tokens)
 
 
-def _attends_to_all(mask: Mask, tokens: CallTokens) -> bool:
-    """Whether a call has one query, which attends to all keys in the cache under a mask without data."""
-    if tokens.q_len != 1 or tokens.is_context or isinstance(tokens.q_offset, Tensor) or isinstance(tokens.kv_start, Tensor):
-        return False
-    if tokens.kv_end != tokens.q_offset + 1:  # places after the query
-        return False
-    return lookback_of(mask).whole >= tokens.q_offset - tokens.kv_start
-
-
-def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
-    """Checks that no query of a call attends to a key that ``KVCache(window=...)`` has dropped.
-
-    On a device other than the CPU masks with tensors are not checked, and others for the longest sequence. A mask without data
-    for which no window is enough is found in the first call.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: the queries, and the keys in the cache.
-        window: keys that the cache holds for a query, its own included.
-        heads: query heads.
-
-    Raises:
-        LoweringError: some query attends to such a key, or will in later calls.
-    """
-    if tokens.kv_end == tokens.q_len and tokens.batch * tokens.q_len:
-        _check_some_window(mask, tokens, window, heads)
-    if tokens.device.type != "cpu":
-        if mask.tensors:
-            return
-        q_offset = tokens.kv_end - tokens.q_len
-        tokens = replace(tokens, q_offset=q_offset, kv_start=q_offset - window + 1)
-    cell = first_dropped(mask, tokens, window, heads)
-    if cell is not None:
-        remedy = _wider_window(mask, tokens, heads, cell.kv, cell.q - cell.kv)
-        raise LoweringError(
-            f"{described(mask)} lets the query at position {cell.q} attend to the key at position {cell.kv}, which "
-            f"KVCache(window={window}) has dropped: {remedy}KVCache(capacity) for all keys, or a mask without keys so far back, "
-            f"e.g. mask & sliding_window(size={window})"
-        )
-
-
-def _check_some_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
-    """Checks that some window is enough for a mask; one with data or functions is not checked."""
-    if lookback_of(mask).most < MAX_LENGTH or any(isinstance(node, Lookup | Opaque) for node in mask.expand().walk()):
-        return
-    far = _far_row(mask, tokens, window, heads)
-    if far is not None and far.any():
-        key = int(far.nonzero()[:, -1].min())
-        raise LoweringError(
-            f"{described(mask)} lets queries at any distance attend to the key at position {key}, so that no KVCache(window=...) "
-            "is enough: give KVCache(capacity) for all keys, or a mask without keys so far back, e.g. "
-            f"mask & sliding_window(size={window})"
-        )
-
-
-def _far_row(mask: Mask, tokens: CallTokens, keys: int, heads: int) -> Tensor | None:
-    """The first cells of the row of a query far behind them, ``bool[B, H, 1, keys]``; None where the mask has no such row."""
-    try:
-        return mask.dense(1, keys, batch=tokens.batch, heads=heads, q_offset=keys + FAR, device="cpu")
-    except FlexmaskError:  # such as data that ends before
-        return None
-
-
-def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance: int) -> str:
-    """The window that a mask needs, for a message.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: as of `check_window`.
-        heads: as of `check_window`.
-        key: the position of a key to which a query of the call attends.
-        distance: from that key to the query.
-    """
-    most = lookback_of(mask).most
-    if most < MAX_LENGTH:
-        return f"give window={most + 1}, "
-    far = _far_row(mask, tokens, key + 1, heads)
-    if far is None or not far[..., key].any():
-        return f"give window={distance + 1} or more, "
-    return "no window is enough, since queries at any distance attend to that key. Give "
-
-
-def described(mask: Mask) -> str:
-    """The mask of a call, for a message."""
-    return "a call without a mask" if mask is ALL_CELLS else mask.brief()
-
-
-def first_dropped(mask: Mask, tokens: CallTokens, window: int, heads: int | None = None) -> Cell | None:
-    """The first cell of a call whose key a cache with a window has dropped; None where the queries attend to no such key.
-
-    For a mask whose expression limits the distance, such as ``sliding_window``, this is free. For any other mask the rows of the
-    queries are compared with the dropped keys; this forces a host sync where the mask holds tensors in another device's memory.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: the queries, and the keys in the cache.
-        window: keys that the cache holds for a query, its own included.
-        heads: query heads; taken from the mask where not given.
-
-    Returns:
-        The cell, with ``q`` and ``kv`` as positions in the whole sequence.
-
-    Raises:
-        LoweringError: as :func:`mask_over_cache`.
-    """
-    if tokens.kv_end - tokens.q_len < window or lookback_of(mask).most < window or not tokens.batch * tokens.q_len:
-        return None
+def last_keys(mask: Mask, tokens: CallTokens) -> int | None:
+    """How many keys a call with one query attends to, if it is the last ones at any position; None where the mask decides it."""
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
-    device = tokens.device if mask.tensors else torch.device("cpu")
-    whole = mask_over_cache(mask, replace(tokens, kv_start=0, device=device))
-    if isinstance(kv_start, Tensor):
-        whole = whole & (kv < TensorTable(kv_start)[b])
-    dropped = int(kv_start.max()) if isinstance(kv_start, Tensor) else kv_start
+    if tokens.q_len != 1 or tokens.is_context or isinstance(q_offset, Tensor) or isinstance(kv_start, Tensor):
+        return None
+    lookback = lookback_of(mask)
+    last = min(lookback.most, q_offset - kv_start)
+    return last + 1 if lookback.whole >= last and tokens.kv_end == q_offset + 1 else None
 
-    def compare() -> Difference:
-        return difference(whole, Truth(False), tokens.q_len, dropped, tokens.batch, heads, q_offset, device)
 
-    cell = shared(mask, ("window", window, tokens.kv_end, tokens.q_len, tokens.batch, heads), q_offset, compare).first_self
-    return cell and cell._replace(q=cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset))
+def sizes_along(mask: Mask) -> list[tuple[Lookup, str, int]]:
+    """The data of a mask along queries and keys: how it is looked up, the axis, and how many values it has there."""
+    if "sizes" not in mask.memo:
+        lookups = [node for node in mask.expand().walk() if isinstance(node, Lookup) and isinstance(node.table, Table)]
+        mask.memo["sizes"] = [
+            (lookup, name, size)
+            for lookup in lookups
+            for name, size in zip(_axes_of(lookup), cast(Table, lookup.table).shape, strict=True)
+            if name in ("q", "kv") and size is not None
+        ]
+    return cast("list[tuple[Lookup, str, int]]", mask.memo["sizes"])
+
+
+def _axes_of(lookup: Lookup) -> list[str]:
+    """The axis of the mask along which each axis of data is; empty for none."""
+    return [index.name if isinstance(index, Symbol) else "" for index in lookup.indices]
 
 
 def check_symbols(mask: Mask, *, is_context: bool) -> None:
@@ -228,22 +134,47 @@ def check_symbols(mask: Mask, *, is_context: bool) -> None:
     )
 
 
+def _check_ends(mask: Mask, tokens: CallTokens) -> None:
+    """Checks that data along queries or keys does not end before the tokens so far."""
+    for lookup, axis, size in sizes_along(mask):
+        if size >= tokens.kv_end or (axis == "kv" and tokens.is_context):
+            continue
+        owner = data_owner(lookup, mask)
+        hint = "give values for all tokens, those of the prompt and the new ones"
+        if owner.startswith("key_padding"):
+            hint = (
+                "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the same"
+            )
+        elif axis == "q" and size == tokens.q_len and not _is_along_keys(lookup, mask):
+            hint = (
+                "with a cache, row 0 of a mask is the first token of the sequence. Move one whose row 0 is the first token "
+                "of this call: flexmask.masks.shift(mask, q=cache.length)"
+            )
+        raise LoweringError(
+            f"{owner} has {size} values along {axis}, but the tokens in the cache reach position {tokens.kv_end}: {hint}"
+        )
+
+
+def _is_along_keys(lookup: Lookup, mask: Mask) -> bool:
+    """Whether a value of the data of a lookup belongs to each key, as ids of documents do."""
+    return any(other.table.key == lookup.table.key and axis == "kv" for other, axis, _ in sizes_along(mask))
+
+
 def _check_padding(mask: Mask, tokens: CallTokens) -> None:
     """Checks that the lengths of padded keys do not end before a call that is not the first, for all sequences."""
-    if not tokens.batch * tokens.q_len:
-        return
-    q_offset = tokens.q_offset
-    if not isinstance(q_offset, Tensor):
-        q_offset = torch.tensor(q_offset, device="cpu")
-    for part in _operands(mask):
-        for leaf in _operands(part.expand()):
-            match leaf:
-                case Compare("<", Symbol("kv"), Lookup(Ranged(role="length") as lengths)):
-                    real = lengths.to_tensor()
-                case _:
-                    continue
-            if _sync.needs_sync(real) or _sync.needs_sync(q_offset) or bool(((real > q_offset) | (q_offset == 0)).any()):
-                continue
+    if "lengths" not in mask.memo:
+        leaves = [(part, leaf) for part in _operands(mask) for leaf in _operands(part.expand())]
+        mask.memo["lengths"] = [
+            (part, leaf.right.table)
+            for part, leaf in leaves
+            if isinstance(leaf, Compare) and leaf.sign == "<" and leaf.left.key == kv.key and isinstance(leaf.right, Lookup)
+            if isinstance(leaf.right.table, Ranged) and leaf.right.table.role == "length"
+        ]
+    for part, table in mask.memo["lengths"]:
+        real, q_offset = table.to_tensor(), torch.as_tensor(tokens.q_offset, device="cpu")
+        if tokens.is_empty or _sync.needs_sync(real) or _sync.needs_sync(q_offset):
+            continue
+        if not bool(((real > q_offset) | (q_offset == 0)).any()):
             raise LoweringError(
                 f"{part.brief()} makes every token of this call padding, as the call begins at position {q_offset.tolist()}. "
                 "After a prompt with padding on the right call cache.truncate(lengths) and go on without key_padding, or put the "
@@ -257,107 +188,66 @@ def _operands(mask: Mask) -> tuple[Mask, ...]:
     return mask.operands if isinstance(mask, And) else (mask,)
 
 
-class _Rewriter:
-    """Rewrites the nodes of an expression over the whole sequence into those over the keys in the cache.
+# ---------------------------------------------------------------- expressions
 
-    Attributes:
-        shifts: whether the first key in the cache is not that at position 0.
-        is_same_in_each_call: whether what was rewritten so far depends on nothing but the expression.
-    """
 
-    def __init__(self, mask: Mask, tokens: CallTokens) -> None:
-        self.mask, self.tokens, kv_start = mask, tokens, tokens.kv_start
-        self.shifts = isinstance(kv_start, Tensor) or kv_start != 0
-        self.is_same_in_each_call = not self.shifts
-        self.is_whole = not self.shifts and tokens.q_len == tokens.kv_end
-        self.kv: Index = kv + (TensorTable(kv_start)[b] if isinstance(kv_start, Tensor) else kv_start)
-        self.kv_at_least_0 = maximum(self.kv, 0) if isinstance(kv_start, Tensor) else self.kv  # keys below 0 are masked out
-        self.tables: dict[object, Table] = {}
-
-    def node(self, node: Node) -> Node | None:
-        match node:
-            case Lookup(Table() as source, indices):
-                table = self.table(node, source, indices)
-                if table is source and not self.shifts:
-                    return None
-                return Lookup(table, tuple(cast(Index, i.replace(self.index)) for i in indices))
-            case Symbol("kv") if self.shifts:
-                return self.kv
+def _growing(node: Node, axes: set[str], device: torch.device) -> Node | None:
+    """A lookup of data that may be longer than the sequence so far along some axes; None for other nodes."""
+    if not isinstance(node, Lookup) or not isinstance(node.table, Table):
         return None
-
-    def index(self, node: Node) -> Node | None:
-        """As :meth:`node`, within the indices of a table."""
-        return self.kv_at_least_0 if self.shifts and isinstance(node, Symbol) and node.name == "kv" else self.node(node)
-
-    def table(self, lookup: Lookup, source: Table, indices: tuple[Index, ...]) -> Table:
-        """The table of a lookup, which may be longer than the sequence where it is indexed by position."""
-        tokens, names = self.tokens, [index.name if isinstance(index, Symbol) else "" for index in indices]
-        if tokens.is_context and "q" not in names:
-            return source  # all keys of a context are in the cache
-        if not {"q", "kv"} & set(names) and not isinstance(source, DocumentTable):
-            # A limit by the length is one by that of the whole sequence, which is not known.
-            return Ranged(source.source, source.what, source.low, None) if isinstance(source, Ranged) else source
-        if not self.shifts and (documents := _growing_documents(source)) is not None:
-            return documents
-        self.is_same_in_each_call = False
-        sizes = dict(zip(names, source.shape, strict=True))
-        self.check_ends(lookup, sizes)
-        if self.is_whole and not isinstance(source, DocumentTable) and {sizes.get("q"), sizes.get("kv")} <= {tokens.kv_end, None}:
-            return source
-        if sizes.get("b", tokens.batch) != tokens.batch:
-            return source  # the lowering raises
-        if source.key not in self.tables:
-            self.tables[source.key] = TensorTable(self.values(source), may_be_longer=True)
-        return self.tables[source.key]
-
-    def check_ends(self, lookup: Lookup, sizes: dict[str, int | None]) -> None:
-        """Checks that data along queries or keys does not end before the tokens so far."""
-        for axis in ("q", "kv"):
-            size, tokens = sizes.get(axis), self.tokens
-            if size is None or size >= tokens.kv_end or (axis == "kv" and tokens.is_context):
-                continue
-            owner = data_owner(lookup, self.mask)
-            hint = "give values for all tokens, those of the prompt and the new ones"
-            if owner.startswith("key_padding"):
-                hint = (
-                    "append a 1 to keep= for each new token (a False to hide=), or give key_padding(start=...), which stays the "
-                    "same"
-                )
-            elif axis == "q" and size == tokens.q_len and not self.is_along_keys(lookup):
-                hint = (
-                    "with a cache, row 0 of a mask is the first token of the sequence. Move one whose row 0 is the first token "
-                    "of this call: flexmask.masks.shift(mask, q=cache.length)"
-                )
-            raise LoweringError(
-                f"{owner} has {size} values along {axis}, but the tokens in the cache reach position {tokens.kv_end}: {hint}"
-            )
-
-    def is_along_keys(self, lookup: Lookup) -> bool:
-        """Whether a value of the data of a lookup belongs to each key, as ids of documents do."""
-        return any(
-            isinstance(node, Lookup) and node.table.key == lookup.table.key and kv.key in [index.key for index in node.indices]
-            for node in self.mask.expand().walk()
-        )
-
-    def values(self, source: Table | Param) -> Tensor:
-        match source:
-            case TensorTable(tensor):
-                return tensor
-            case Ranged(below):
-                return self.values(below)
-            case DocumentTable(rule, below, padding):
-                values = self.values(below)
-                if rule in COVERING and not padding:
-                    check_covers(rule, values, self.tokens.q_offset + self.tokens.q_len)
-                return document_table(rule, values, self.tokens.kv_end, may_be_longer=True)
-        return cast(Table, source).to_tensor().to(self.tokens.device)
+    table, is_along = node.table, bool(axes & set(_axes_of(node)))
+    longer = _longer(table, device, is_along=is_along) if "kv" in axes or is_along else table
+    # A limit by the length is one by that of the whole sequence, which is not known.
+    return None if longer is table else Lookup(longer, tuple([_growing_index(index, axes, device) for index in node.indices]))
 
 
-def _growing_documents(table: Table) -> Table | None:
-    """Documents given by lengths, which may be those of the whole sequence; None for other tables."""
+def _growing_index(index: Index, axes: set[str], device: torch.device) -> Index:
+    return cast(Index, index.replace(lambda node: _growing(node, axes, device)))
+
+
+def _longer(table: Any, device: torch.device, *, is_along: bool) -> Any:
+    """A table that may cover more positions than there are, where ``is_along`` says that it has a value for each."""
     match table:
-        case DocumentTable(rule) if rule in COVERING:
-            return replace(table, may_be_longer=True)
-        case DocumentTable("starts", DocumentTable(rule) as ids) if rule in COVERING:
-            return replace(table, source=replace(ids, may_be_longer=True))
-    return None
+        case DocumentTable():
+            return replace(table, source=_longer(table.source, device, is_along=False), may_be_longer=True)
+        case Ranged(source, what, low, high, role):
+            if is_along:
+                return _longer(source, device, is_along=True)
+            return table if high is None else Ranged(source, what, low, None, role)
+        case TensorTable(tensor, _, name) if is_along:
+            return TensorTable(tensor, True, name)
+        case Literal() if is_along:
+            return TensorTable(table.to_tensor().to(device), True)
+    return table
+
+
+def _moved(mask: Mask, tokens: CallTokens) -> Mask:
+    """A mask over the keys from the first in the cache on."""
+    start = tokens.kv_start
+    if isinstance(start, int):
+        return mask if start == 0 else mask.substitute(kv=kv + start)
+    at = kv + TensorTable(start)[b]
+    inside = maximum(at, 0)  # keys below 0 are masked out
+
+    def moved(node: Node) -> Node | None:
+        if isinstance(node, Lookup):
+            return Lookup(_written(node.table, tokens), tuple([_at(index, inside) for index in node.indices]))
+        return at if isinstance(node, Symbol) and node.name == "kv" else None
+
+    return cast(Mask, mask.expand().replace(moved)) & (at >= 0)
+
+
+def _at(index: Index, key: Index) -> Index:
+    """An expression at another key."""
+    return cast(Index, index.replace(lambda node: key if isinstance(node, Symbol) and node.name == "kv" else None))
+
+
+def _written(table: Any, tokens: CallTokens) -> Any:
+    """A table with the documents of all tokens: where the queries end is read from no tensor in a lowering on a GPU."""
+    match table:
+        case DocumentTable(rule, source):
+            values = _written(source, tokens).to_tensor().to(tokens.device)
+            return TensorTable(document_table(rule, values, tokens.kv_end, may_be_longer=True), True)
+        case Ranged(source):
+            return _written(source, tokens)
+    return table

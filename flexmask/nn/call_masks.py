@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._checks import kind_of
 from flexmask.backends.api import described, unknown_names
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.convert import EQUIVALENTS
 from flexmask.nn.kv_cache import KVCache
@@ -21,7 +21,7 @@ from flexmask.tracing.as_mask import as_mask
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["AnyMask", "bound_mask", "check_cached_keys", "module_mask", "unplaced"]
+__all__ = ["AnyMask", "bound_mask", "module_mask", "unplaced"]
 
 #: A mask, or what it was lowered to.
 AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
@@ -83,21 +83,3 @@ def module_mask(mask: object, device: torch.device | None = None) -> Mask | None
         taken = ", ".join(sorted(RESERVED & set(found.params)))
         raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
     return found
-
-
-def check_cached_keys(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, cache: KVCache) -> None:
-    """Raises a LoweringError where a mask is lowered for another number of keys than a call with a cache has."""
-    kv_len, wanted = mask.shape[-1], key.shape[2]
-    if kv_len == wanted:
-        return
-    hint = ""
-    if cache.capacity is not None and not cache.holds_context:
-        hint = (
-            f", or once for its capacity: flexmask.plan(mask, {query.shape[2]}, {cache.capacity}), called with "
-            "q_offset=cache.length"
-        )
-    name = "LoweredMask" if isinstance(mask, LoweredMask) else "BlockMask"
-    raise LoweringError(
-        f"the {name} is for kv_len={kv_len}, but the call attends to {wanted} keys, those in the cache after it. Make the mask "
-        f"for kv_len={wanted}{hint}"
-    )

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
@@ -19,25 +20,30 @@ from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.tables import Literal, TensorTable
-from flexmask.nn.cache_graphs import check_no_window, mask_over_places
-from flexmask.nn.cache_masks import CallTokens, check_window, mask_over_cache
-from flexmask.nn.later_keys import check_later_keys
+from flexmask.nn.cache_masks import CallTokens, last_keys, mask_over_cache
+from flexmask.nn.hidden_keys import check_later_keys, check_window, mask_over_places
 from flexmask.nn.padded_keys import PaddedKeys, padded_keys
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
+from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["KVCache", "score_mod_over_cache"]
+__all__ = ["KVCache", "Step"]
+
+#: What a cache takes where a Mask is taken.
+ALSO = "a LoweredMask, a BlockMask, None"
 
 
 class KVCache:
     """The keys and values of one attention layer, so that each token is projected once.
 
     ``module(x, cache=cache)`` appends the tokens of ``x`` and attends from them: a prompt at once or in chunks, then one token at
-    a time. Each row of the output equals that of the whole sequence under the same mask, which must hide all keys after the
-    tokens of the call. Data that shows one is an error. Masks without data, and ``start=``, show the tokens so far.
-    Data along keys, as ``keep=`` of ``key_padding``, has one value per token so far, the new ones included, or per token of the
-    whole sequence; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with
-    each call. The first call allocates memory for its batch, heads, dtype and device.
+    a time. With projections of your own write :meth:`step`. Each row of the output equals that of the whole sequence under the
+    same mask. So a mask that shows a key after the tokens of the call is an error, also no mask: write ``mask & causal()``, or,
+    where the first ``n`` tokens attend to each other, give these in one call and ``prefix_lm(n)`` in each. (Not checked: data on
+    a device other than the CPU, or in compiled code, a BlockMask, and a LoweredMask.) Data along keys, as ``keep=`` of
+    ``key_padding``, has one value per token so far, the new ones included, or per token of the whole sequence, which ends with
+    it; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each call.
+    The first call allocates memory for its batch, heads, dtype and device.
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
@@ -52,7 +58,7 @@ class KVCache:
     Each layer needs a cache of its own; the cache of another layer is an error. A layer that is applied twice to each token, as
     where layers share their weights, needs one cache per application, which is not checked.
 
-    In cross-attention the first call computes the keys of the context, and all others read them. They need no capacity. Call
+    In cross-attention the cache is ``KVCache()``: the first call computes the keys of the context, and all others read them. Call
     :meth:`reset` before another context or prompt: a context of another batch or length is an error, others are not read.
 
     Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
@@ -65,7 +71,7 @@ class KVCache:
     The cache holds no gradients: those of a call reach its own tokens, not earlier ones.
 
     Args:
-        capacity: tokens that fit. Optional with ``window``, and for the keys of a context.
+        capacity: tokens that fit. Optional with ``window``; without both the cache is for the keys of a context.
         window: the most keys that a query attends to, its own included, as in ``sliding_window(size=window)``. The cache drops
             older keys. A mask that shows a dropped key is an error, in the first call if no window is enough, as for
             ``sink_window``, and the mask holds no data. For masks whose expression limits the distance, as windows do, the
@@ -76,6 +82,7 @@ class KVCache:
         length: tokens so far, an int, or ``int64[B]`` once they differ between sequences.
         key: the keys, ``[B, n_kv_heads, capacity, d_head]``; with ``window`` or a context only those in use. None at first.
         value: the values, shaped as ``key``.
+        is_context: whether the cache is for the keys of a context.
         start: the position of the first key, an int, or ``int64[B]``. Keys at positions below 0 are masked out.
 
     Raises:
@@ -88,6 +95,7 @@ class KVCache:
             if number is not None:
                 checked_int(number, f"KVCache: {name}")
         self.capacity, self.window = capacity, window
+        self.is_context = capacity is None and window is None
         self.reset()
 
     def reset(self) -> None:
@@ -96,10 +104,8 @@ class KVCache:
         self.value: Tensor | None = None
         self.length: int | Tensor = 0
         self.start: int | Tensor = 0
-        self.holds_context = False
         self._owner: object = None
         self._padded: PaddedKeys | None = None
-        self._padded_next: PaddedKeys | None = None  # once the call that has appended last is counted in
         self._end = 0  # the greatest length, known without a host sync
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +114,11 @@ class KVCache:
     def __repr__(self) -> str:
         length = self.length.tolist() if isinstance(self.length, Tensor) else self.length
         return f"KVCache(capacity={self.capacity}, window={self.window}, length={length})"
+
+    @property
+    def holds_context(self) -> bool:
+        """Whether it holds the keys of a context."""
+        return self.is_context and self.key is not None
 
     def positions(self, number: int, device: torch.device) -> Tensor:
         """The positions of the next tokens, ``int64[number]``, or ``int64[B, number]``."""
@@ -133,36 +144,77 @@ class KVCache:
             )
         self._owner = owner
 
-    def append(self, key: Tensor, value: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-        """Writes new tokens after those in the cache. :meth:`advance` then counts them in.
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: MaskLike | LoweredMask | BlockMask | None,
+    ) -> Step:
+        """One call: its tokens after those in the cache, and what to give to :func:`flexmask.attention`::
+
+            step = cache.step(query, key, value, "causal")
+            out = flexmask.attention(query, step.key, step.value, step.mask, q_offset=step.q_offset)
+            step.commit()
 
         Args:
-            key: ``[B, n_kv_heads, length, d_head]``.
-            value: ``[B, n_kv_heads, length, d_head]``.
-            whole: whether to return all ``capacity`` keys, as a BlockMask over ``capacity`` keys needs.
-
-        Returns:
-            The keys and values to attend to.
+            query: ``[B, H, q_len, D]``.
+            key: ``[B, H_kv, q_len, D]``, those of the same tokens. Of a context ``[B, H_kv, kv_len, D]`` in the first call, and
+                None in later ones.
+            value: ``[B, H_kv, q_len, D_v]``, as ``key``.
+            mask: the mask of the whole sequence, or what it was lowered to for this call. None for no mask.
 
         Raises:
-            LoweringError: too many tokens, shapes or a device that differ from those of the tokens before, or a dtype that
-                :meth:`widen` refuses.
+            LoweringError: too many tokens, shapes, a device or a dtype that differ from those of the tokens before, or a mask
+                that :class:`KVCache` refuses.
         """
-        if self.holds_context:
-            raise LoweringError("the cache holds the keys of a context: give self-attention a KVCache of its own")
-        if self.capacity is None and self.window is None:
-            raise LoweringError("KVCache() without a capacity holds a context's keys only; give it as KVCache(capacity)")
-        end = self._end + key.shape[2]
+        if self.is_context:
+            step = self._step_over_context(query, key, value)
+        else:
+            is_lowered = isinstance(mask, LoweredMask | BlockMask)
+            whole = mask.shape[-1] == self.capacity if is_lowered else torch.compiler.is_compiling()  # type: ignore[union-attr]
+            step = self._step_over_tokens(query, cast(Tensor, key), cast(Tensor, value), whole=whole)
+        if isinstance(mask, LoweredMask | BlockMask):
+            _check_cached_keys(mask, query, step.key, self.capacity)
+            step.mask, step.q_offset = mask, 0
+        elif torch.compiler.is_compiling():
+            begin = torch.zeros((), dtype=torch.int64, device=query.device) + self.length  # a number would be one of the graph
+            mask = full() if mask is None else as_mask(mask)
+            places = mask_over_places(mask, None if self.is_context else begin + query.shape[2])
+            step.mask, step.q_offset = lower_in_graph(places, query, step.key, begin), 0
+        else:
+            step._set_mask(ALL_CELLS if mask is None else as_mask(mask, also=ALSO, device=query.device), query.shape[1])
+        return step
+
+    def _step_over_context(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> Step:
+        if self.key is None or self.value is None:
+            if key is None or value is None:
+                raise LoweringError("KVCache() has no keys of a context yet: give them in the first call")
+            return Step(self, query.shape[2], key, value, 0, held=(key.detach(), value.detach(), 0))
+        if key is not None:
+            raise LoweringError("the cache holds the keys of a context: give no others, or call reset() before")
+        self.widen(query, query)
+        return Step(self, query.shape[2], self.key, self.value, 0)
+
+    def _step_over_tokens(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Step:
+        """A step without its mask; with ``whole`` over all ``capacity`` places."""
+        number = key.shape[2]
+        end = self._end + number
         if self.capacity is not None and end > self.capacity:
             raise LoweringError(
-                f"the cache holds capacity={self.capacity} tokens, {self._end} are taken and {key.shape[2]} more do not fit: "
+                f"the cache holds capacity={self.capacity} tokens, {self._end} are taken and {number} more do not fit: "
                 "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
             )
         self._check(key, value)
         self.widen(key, value)
-        self._padded_next = self._padded
         if self.window is not None:
-            return self._shifted(key, value)
+            if torch.compiler.is_compiling():
+                raise LoweringError(
+                    "in code that torch.compile traces, the sizes of KVCache(window=...) change with each call: give "
+                    "KVCache(capacity), and a mask with the window, such as sliding_window(size=...)"
+                )
+            key, value, start = self._shifted(key, value)
+            return Step(self, number, key, value, start, held=(key.detach(), value.detach(), start))
         shape = (*key.shape[:2], cast(int, self.capacity))
         if self.key is None:
             with torch.inference_mode(False):  # so that later calls may run in any mode
@@ -175,13 +227,7 @@ class KVCache:
                 seen = seen.clone()
                 self._write(seen, new)
             pair.append(seen)
-        return pair[0], pair[1]
-
-    def advance(self, number: int) -> None:
-        """Counts the new tokens in."""
-        self._padded = self._padded_next
-        self.length = self.length + number
-        self._end += number
+        return Step(self, number, pair[0], pair[1], 0)
 
     def widen(self, key: Tensor, value: Tensor) -> None:
         """Converts what the cache holds where tokens are of a wider dtype, as after calls under autocast.
@@ -204,51 +250,6 @@ class KVCache:
             with torch.inference_mode(False):
                 self.key, self.value = self.key.to(wanted[0]), self.value.to(wanted[1])
 
-    def store(self, key: Tensor, value: Tensor) -> None:
-        """Stores the keys and values of a context, ``[B, n_kv_heads, kv_len, d_head]``.
-
-        Raises:
-            LoweringError: the cache holds tokens.
-        """
-        if self.key is not None:
-            raise LoweringError("the cache holds tokens: give cross-attention a KVCache of its own, or call reset()")
-        self.key, self.value, self.holds_context = key.detach(), value.detach(), True
-
-    def call_mask(
-        self, mask: Mask | None, query: Tensor, key: Tensor, parameters: dict[str, Tensor]
-    ) -> Mask | LoweredMask | None:
-        """The mask of the whole sequence as a mask over the keys that the last :meth:`append` returned, before :meth:`advance`.
-
-        Args:
-            mask: the mask, or None for no mask. In code that ``torch.compile`` traces its parameters are not bound yet.
-            query: ``[B, H, q_len, D]``.
-            key: ``[B, H_kv, kv_len, D]``, these keys.
-            parameters: the values of the mask's parameters.
-
-        Raises:
-            LoweringError: a mask that depends on the length of the whole sequence, data that ends before the tokens do, or keys
-                that the mask shows and that the window has dropped or that were padding. In code that ``torch.compile`` traces,
-                a cache with a window.
-        """
-        number, heads = query.shape[2], query.shape[1]
-        if torch.compiler.is_compiling():
-            check_no_window(None if self.holds_context else self.window)
-            begin = torch.zeros((), dtype=torch.int64, device=key.device) + self.length  # a number would be one of the graph
-            whole = mask_over_places(full() if mask is None else mask, None if self.holds_context else begin + number)
-            return lower_in_graph(whole, query, key, begin, parameters)
-        held, start = cast(Tensor, self.key), 0 if self.holds_context else self.start
-        tokens = CallTokens(held.shape[0], number, self.length, self._end + number, start, held.device, self.holds_context)
-        whole = ALL_CELLS if mask is None else mask
-        result = mask_over_cache(whole, tokens)
-        check_later_keys(whole, tokens, heads, self.capacity)
-        if not self.holds_context:
-            self._padded_next = padded_keys(whole, tokens, self._padded, heads)
-        if self.window is None and isinstance(self.length, Tensor) and not self.holds_context:
-            result = result & (kv < TensorTable(self.length + number)[b])
-        elif self.window is not None and not self.holds_context and (self.capacity is None or self.capacity > self.window):
-            check_window(whole, tokens, self.window, heads)
-        return None if result == ALL_CELLS else result
-
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Drops the tokens after a length: padding of a prompt, or a sequence of drafts that were not accepted.
 
@@ -269,7 +270,7 @@ class KVCache:
         many, held = (torch.as_tensor(n, device=device).expand(batch).tolist() for n in (wanted, self.length))
         if any(not 0 <= n <= most for n, most in zip(many, held, strict=True)):
             raise LoweringError(f"truncate: lengths must lie between 0 and those of the cache, {held}; got {many}")
-        if self.window is not None and not self.holds_context:
+        if self.window is not None:
             start = torch.as_tensor(self.start, device=device).expand(batch).tolist()
             if any(n < most and begin > max(0, n - self.window + 1) for n, most, begin in zip(many, held, start, strict=True)):
                 raise LoweringError(
@@ -383,24 +384,20 @@ class KVCache:
             sequences = torch.arange(new.shape[0], device=new.device)[:, None]
             room[sequences, :, self.positions(new.shape[2], new.device)] = new.transpose(1, 2)
 
-    def _shifted(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The last keys of the window followed by the new ones, which the cache then holds."""
+    def _shifted(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
+        """The last keys of the window followed by the new ones, and the position of the first."""
         number = min(cast(int, self.window) - 1, self._end)
         if self.key is None or self.value is None:
-            pair = key, value
+            return key, value, self.start
+        begin: Any = self.length - number
+        slots = begin - self.start
+        if isinstance(slots, Tensor):
+            at = (slots[:, None] + torch.arange(number, device=key.device)).clamp(min=0)
+            at = at[:, None, :, None]
+            old = [held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3])) for held in (self.key, self.value)]
         else:
-            begin: Any = self.length - number
-            slots = begin - self.start
-            if isinstance(slots, Tensor):
-                at = (slots[:, None] + torch.arange(number, device=key.device)).clamp(min=0)
-                at = at[:, None, :, None]
-                old = [held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3])) for held in (self.key, self.value)]
-            else:
-                old = [held[:, :, slots : slots + number] for held in (self.key, self.value)]
-            pair = torch.cat((old[0], key), 2), torch.cat((old[1], value), 2)
-            self.start = begin
-        self.key, self.value = pair[0].detach(), pair[1].detach()
-        return pair
+            old = [held[:, :, slots : slots + number] for held in (self.key, self.value)]
+        return torch.cat((old[0], key), 2), torch.cat((old[1], value), 2), begin
 
 
 def _integers(value: Any, what: str, wanted: str, device: torch.device) -> int | Tensor:
@@ -416,13 +413,82 @@ def _integers(value: Any, what: str, wanted: str, device: torch.device) -> int |
     return table.to_tensor().to(device, torch.int64)
 
 
-def score_mod_over_cache(score_mod: ScoreMod | None, offset: int | Tensor, start: int | Tensor, x: Tensor) -> ScoreMod | None:
-    """A score_mod over positions in the whole sequence as one over the queries of a call and the keys in the cache."""
-    if score_mod is None:
-        return None
-    rows, columns = (torch.as_tensor(position, device=x.device).expand(x.shape[0]) for position in (offset, start))
+class Step:
+    """One call with a :class:`KVCache`, from :meth:`KVCache.step`.
 
-    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
+    Attributes:
+        key: the keys to attend to, ``[B, H_kv, kv_len, D]``. Of one query whose mask without data is a window, those in it.
+        value: their values.
+        mask: the mask over these keys; None where the queries attend to all of them.
+        q_offset: position of the first query for the mask, an int or ``int64[B]``; 0 for a mask that is lowered.
+    """
 
-    return shifted
+    def __init__(
+        self,
+        cache: KVCache,
+        number: int,
+        key: Tensor,
+        value: Tensor,
+        start: int | Tensor,
+        *,
+        held: tuple[Tensor, Tensor, int | Tensor] | None = None,
+    ) -> None:
+        self.key, self.value = key, value
+        self.mask: Mask | LoweredMask | BlockMask | None = None
+        self.q_offset = self._begin = cache.length
+        self._cache, self._number, self._start, self._held, self._padded = cache, number, start, held, cache._padded
+
+    def commit(self) -> None:
+        """Counts the tokens of the call in. Without it the next step takes their place, as after a call that fails."""
+        cache = self._cache
+        if self._held is not None:
+            cache.key, cache.value, cache.start = self._held
+        cache._padded = self._padded
+        cache.length = self._begin + self._number
+        cache._end += self._number
+
+    def score_mod(self, score_mod: ScoreMod | None) -> ScoreMod | None:
+        """A ``score_mod`` over positions in the whole sequence as one over the queries and keys of this call."""
+        if score_mod is None:
+            return None
+        batch, device = self.key.shape[0], self.key.device
+        rows, columns = (torch.as_tensor(n, device=device).expand(batch) for n in (self._begin, self._start))
+
+        def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score_mod(score, b, h, q_idx + rows[b], kv_idx + columns[b])
+
+        return shifted
+
+    def _set_mask(self, mask: Mask, heads: int) -> None:
+        """Sets the mask from that of the whole sequence, where it hides all that the call must not see."""
+        cache, end = self._cache, self._cache._end + self._number
+        sizes = self.key.shape[0], self._number
+        tokens = CallTokens(*sizes, self._begin, end, self._start, self.key.device, cache.is_context)
+        last = last_keys(mask, tokens)
+        own = mask_over_cache(mask, tokens) if last is None else ALL_CELLS
+        hides_later = check_later_keys(mask, tokens, heads, cache.capacity)
+        if not cache.is_context:
+            self._padded = padded_keys(mask, tokens, cache._padded, heads)
+            if cache.window is not None and (cache.capacity is None or cache.capacity > cache.window):
+                check_window(mask, tokens, cache.window, heads)
+            if cache.window is None and isinstance(self._begin, Tensor) and not hides_later:
+                own = own & (kv < TensorTable(self._begin + self._number)[b])
+        if last is not None and last < self.key.shape[2]:
+            self._start = cast(int, self._begin) + 1 - last
+            self.key, self.value = self.key[:, :, -last:], self.value[:, :, -last:]
+        self.mask = None if own is ALL_CELLS else own
+
+
+def _check_cached_keys(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, capacity: int | None) -> None:
+    """Raises a LoweringError where a mask is lowered for another number of keys than a call with a cache has."""
+    kv_len, wanted = mask.shape[-1], key.shape[2]
+    if kv_len == wanted:
+        return
+    hint = ""
+    if capacity is not None:
+        hint = f", or once for its capacity: flexmask.plan(mask, {query.shape[2]}, {capacity}), called with q_offset=cache.length"
+    name = "LoweredMask" if isinstance(mask, LoweredMask) else "BlockMask"
+    raise LoweringError(
+        f"the {name} is for kv_len={kv_len}, but the call attends to {wanted} keys, those in the cache after it. Make the mask "
+        f"for kv_len={wanted}{hint}"
+    )

@@ -21,9 +21,9 @@ from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.call_masks import AnyMask, bound_mask, check_cached_keys, module_mask, unplaced
+from flexmask.nn.call_masks import bound_mask, module_mask, unplaced
 from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
-from flexmask.nn.kv_cache import KVCache, score_mod_over_cache
+from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike
 
@@ -206,42 +206,32 @@ class MultiheadFlexAttention(nn.Module):
         if cache is not None or context is not None:
             refuse_in_parallel("a cache" if context is None else "cross-attention")
         is_traced = torch.compiler.is_compiling() and parallel is None
-        in_cache = is_traced and cache is not None  # which binds the parameters with its own
-        mask = bound_mask(self, mask, parameters, x.device, bind=not in_cache and (parallel is not None or 0 not in x.shape))
-        is_lowered = isinstance(mask, LoweredMask | BlockMask)
-        offset = 0 if cache is None else cache.length
+        mask = bound_mask(self, mask, parameters, x.device, bind=parallel is not None or 0 not in x.shape)
         if positions is None and cache is not None and self.rope is not None:
             positions = cache.positions(x.shape[1], x.device)
         if positions is None and parallel is not None:
             positions = parallel.positions
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
-        start: int | Tensor = 0
-        call_mask = mask
-        if cache is None:
-            key, value = new
-        else:
-            key, value = self._cached(cache, query, new, mask, is_context=context is not None)
-            if isinstance(mask, LoweredMask | BlockMask):
-                check_cached_keys(mask, query, key, cache)
-            else:
-                call_mask = cache.call_mask(mask, query, key, parameters)
-            start = cache.start
-            if is_traced:  # dynamo drops writes to a new cache after FlexAttention
-                cache.advance(x.shape[1])
+        key, value = cast(tuple[Tensor, Tensor], new or (None, None))
+        step = None if cache is None else cache.step(query, key, value, mask)
+        if step is not None and is_traced:  # dynamo drops writes to a new cache after FlexAttention
+            step.commit()
+        if step is not None:
+            key, value = step.key, step.value
         call = Call(
             query,
             key,
             value,
-            score_mod=self.score_mod if cache is None else score_mod_over_cache(self.score_mod, offset, start, x),
+            score_mod=self.score_mod if step is None else step.score_mod(self.score_mod),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
-            q_offset=0 if is_lowered or is_traced else offset,
+            q_offset=0 if step is None else step.q_offset,
             dropout_p=self.dropout if self.training else 0.0,
             kernel_options=self.kernel_options,
         )
-        heads, _ = attend(checked_call(call, call_mask), self.backend)
-        if cache is not None and not is_traced:  # a call that fails must not change the cache
-            cache.advance(x.shape[1])
+        heads, _ = attend(checked_call(call, mask if step is None else step.mask), self.backend)
+        if step is not None and not is_traced:  # a call that fails must not change the cache
+            step.commit()
         out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
 
@@ -330,6 +320,13 @@ class MultiheadFlexAttention(nn.Module):
             raise OperandError(f"cache must be a flexmask.KVCache, got {type(cache).__name__}")
         if cache is not None:
             cache.claim(self._identity)
+            if cache.is_context and context is None and not cache.holds_context:
+                raise LoweringError(
+                    "KVCache() is for the keys of a context: for self-attention give KVCache(capacity), for cross-attention "
+                    "context= in the first call"
+                )
+            if context is not None and not cache.is_context:
+                raise LoweringError(f"cross-attention needs a cache of its own, KVCache() without a capacity; got {cache!r}")
         if positions is not None:
             fits = isinstance(positions, Tensor) and not not_plain_reason(positions)
             fits = fits and not (positions.is_floating_point() or positions.dtype == torch.bool)
@@ -378,19 +375,6 @@ class MultiheadFlexAttention(nn.Module):
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
                 parts = (*parts, *both.split(others, -1))
         return [part.view(*part.shape[:-1], part.shape[-1] // self.d_head, self.d_head).transpose(1, 2) for part in parts]
-
-    def _cached(
-        self, cache: KVCache, query: Tensor, new: list[Tensor], mask: AnyMask | None, *, is_context: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values to attend to: those of the context, or of all tokens so far."""
-        if new and not is_context:
-            whole = torch.compiler.is_compiling() if mask is None or isinstance(mask, Mask) else mask.shape[-1] == cache.capacity
-            return cache.append(new[0], new[1], whole=whole)
-        if new:
-            cache.store(new[0], new[1])
-            return new[0], new[1]
-        cache.widen(query, query)
-        return cast(Tensor, cache.key), cast(Tensor, cache.value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         """Says what to do with the weights of torch's module."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.data import as_table
 from flexmask.expr.index import b, kv
-from flexmask.expr.mask import And, Mask, Named, Or, PerHead, Truth
+from flexmask.expr.mask import And, Mask, Named, Or, PerHead
 from flexmask.expr.tables import TensorTable
-from flexmask.nn.cache_masks import CallTokens, described, mask_over_cache
-from flexmask.report.compare import difference
+from flexmask.nn.cache_masks import CallTokens
+from flexmask.nn.hidden_keys import described, first_shown
 
 __all__ = ["PaddedKeys", "padded_keys"]
 
@@ -55,6 +55,8 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads
     Raises:
         LoweringError: some query attends to a key that was padding when it was cached.
     """
+    if before is None and not _says_padding(mask):
+        return None
     if isinstance(tokens.q_offset, Tensor) and _sync.needs_sync(tokens.q_offset):
         return before
     if before is not None:
@@ -72,6 +74,13 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads
     return _trimmed(hidden)
 
 
+def _says_padding(mask: Mask) -> bool:
+    """Whether any part of a mask says what padding is."""
+    if "says padding" not in mask.memo:
+        mask.memo["says padding"] = any(isinstance(node, Named) and node.name in RULES for node in mask.walk())
+    return cast(bool, mask.memo["says padding"])
+
+
 def _trimmed(hidden: Tensor) -> PaddedKeys:
     """The keys of ``hidden``, without the positions after the last one."""
     last = hidden.any(0).nonzero()
@@ -83,10 +92,8 @@ def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, 
     if any(map(_sync.needs_sync, mask.tensors)):
         return
     first = TensorTable(tokens.kv_start.cpu())[b] if isinstance(tokens.kv_start, Tensor) else tokens.kv_start
-    shown = mask_over_cache(mask, replace(tokens, kv_start=0, device=torch.device("cpu")))
-    shown = shown & (TensorTable(padded.hidden)[b, kv] != 0) & (kv >= first)
-    number = padded.hidden.shape[1]
-    cell = difference(shown, Truth(False), tokens.q_len, number, tokens.batch, heads, tokens.q_offset, "cpu").first_self
+    keys = (TensorTable(padded.hidden)[b, kv] != 0) & (kv >= first)
+    cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), keys, padded.hidden.shape[1], heads)
     if cell is not None:
         raise LoweringError(
             f"{described(mask)} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding "

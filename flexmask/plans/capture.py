@@ -309,7 +309,6 @@ def lower_in_graph(
     query: Tensor,
     key: Tensor,
     q_offset: int | Tensor = 0,
-    parameters: dict[str, Any] | None = None,
     block_size: tuple[int, int] = (128, 128),
 ) -> LoweredMask:
     """A mask lowered in code that ``torch.compile`` traces: the lowering becomes a part of the whole graph.
@@ -319,19 +318,10 @@ def lower_in_graph(
         query: ``[B, H, q_len, D]``.
         key: ``[B, H_kv, kv_len, D]``.
         q_offset: position of the first query.
-        parameters: the values of the mask's parameters. Those that are not tensors become a part of the graph.
         block_size: see :class:`Setting`.
     """
-    parameters = parameters or {}
-    constants = {name: value for name, value in parameters.items() if not isinstance(value, Tensor)}
-    if constants:  # other ones are another graph
-        mask = mask.bind(**constants)
-    names = tuple(sorted(set(parameters) - set(constants)))
-    values = tuple([parameters[name] for name in names])
-    offset = -1 if isinstance(q_offset, Tensor) else q_offset
-    if isinstance(q_offset, Tensor):
-        values = (*values, q_offset)
+    offset, values = (-1, (q_offset,)) if isinstance(q_offset, Tensor) else (q_offset, ())
     setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
     from flexmask.plans.traced import lower_traced  # imports the compiler, which is already loaded here
 
-    return lower_traced(in_graph(mask), names, setting, values)
+    return lower_traced(in_graph(mask), (), setting, values)

@@ -96,14 +96,22 @@ def test_data_of_the_tokens_so_far_does_as_well() -> None:
             check_close(found, expected[:, place : place + 1])
 
 
-def test_no_mask_attends_to_the_tokens_so_far() -> None:
-    module, x = MultiheadFlexAttention(6, 8, 4).double(), inputs()
-    cache, ragged = KVCache(S), KVCache(S)
-    module(x[:, :4], cache=cache)
-    check_close(module(x[:, 4:6], cache=cache), module(x[:, :6])[:, 4:])
-    module(x[:, :4], cache=ragged)
-    ragged.truncate([4, 2])
-    check_close(module(x[:, 4:6], cache=ragged)[1], module(x[1:, [0, 1, 4, 5]])[0, 2:])
+@pytest.mark.parametrize(
+    "mask", ["causal", f"sliding_window(size={WINDOW})", "prefix_lm(2)", "causal & document(lengths=[5, 18])"]
+)
+def test_steps_with_projections_of_your_own(mask: str) -> None:
+    """A step that is not committed changes nothing; its tokens are taken again."""
+    query, key, value = torch.randn(3, 2, 4, S, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for cache in (KVCache(S), KVCache(S, window=S)):
+        found = []
+        for begin, end in ((0, 9), (9, 10), (10, 14), (14, S)):
+            part = slice(begin, end)
+            cache.step(-query[:, :, part], -key[:, :, part], -value[:, :, part], mask)
+            assert cache.length == begin
+            step = cache.step(query[:, :, part], key[:, :, part], value[:, :, part], mask)
+            found.append(fm.attention(query[:, :, part], step.key, step.value, step.mask, q_offset=step.q_offset))
+            step.commit()
+        check_close(torch.cat(found, 2), fm.attention(query, key, value, mask))
 
 
 @pytest.mark.parametrize("other", [(2, 5), (1, 7)])
@@ -133,7 +141,7 @@ def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
     check_close(torch.cat(found, 1), expected)
     assert cache.length == 9
     with pytest.raises(LoweringError, match="holds the keys of a context"):
-        cache.append(torch.ones(2, 2, 1, 2), torch.ones(2, 2, 1, 2))
+        cache.step(*torch.ones(3, 2, 2, 1, 2), None)
 
 
 def test_truncate_takes_drafts_back() -> None:
@@ -349,9 +357,11 @@ def test_left_padding_in_a_block_mask_does_not_move() -> None:
 
 def test_a_cache_belongs_to_one_layer() -> None:
     first, second = (MultiheadFlexAttention(6, 8, 4).double() for _ in range(2))
+    contexts: dict[str, Any]
     for contexts in ({}, {"context": inputs(5)}):
-        cache = KVCache(S)
-        second(inputs(0), cache=cache, **contexts) if not contexts else None
+        cache = KVCache() if contexts else KVCache(S)
+        contexts["mask"] = None if contexts else "causal"
+        second(inputs(0), cache=cache, **contexts) if contexts["mask"] else None
         found = first(inputs(3), cache=cache, **contexts)
         with pytest.raises(LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
             second(inputs(3), cache=cache, **contexts)
@@ -377,7 +387,7 @@ def test_a_copy_of_a_cache_goes_on_in_a_copy_of_the_layer(copied: Callable[[KVCa
 def test_a_cache_keeps_no_layer_alive() -> None:
     module, cache = MultiheadFlexAttention(6, 8, 4).double(), KVCache(8)
     with torch.no_grad():
-        module(inputs(3), cache=cache)
+        module(inputs(3), "causal", cache=cache)
     gone = weakref.ref(module)
     del module
     gc.collect()
@@ -415,7 +425,7 @@ def test_a_window_of_the_mask_is_not_compared_with_dropped_keys(monkeypatch: pyt
         compared.append(args)
         return difference(*args)
 
-    monkeypatch.setattr("flexmask.nn.cache_masks.difference", counted)
+    monkeypatch.setattr("flexmask.nn.hidden_keys.difference", counted)
     for name, times in (
         ("window, its keys only", 0),
         ("documents in a window, its keys only", 0),

@@ -20,7 +20,7 @@ from tests.nn.cache_cases import (
 
 
 def filled(number: int, cache: KVCache) -> KVCache:
-    mask = f"sliding_window(size={cache.window})" if cache.window else None
+    mask = f"sliding_window(size={cache.window})" if cache.window else "causal"
     MultiheadFlexAttention(6, 8, 4).double()(inputs(number), mask, cache=cache)
     return copy.deepcopy(cache)  # with which another layer may go on
 
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no capacity": (call(KVCache()), LoweringError, r"KVCache\(capacity\)"),
     "overflow": (call(filled(6, KVCache(8))), LoweringError, "capacity=8.*6 are taken.*3 more.*window=.*reset"),
     "another batch": (call(filled(3, KVCache(8)), inputs(1, batch=3)), LoweringError, "2 sequences.*reset"),
-    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), LoweringError, "holds tokens.*own"),
+    "context where tokens are": (call(filled(3, KVCache(8)), context=inputs(3)), LoweringError, r"of its own, KVCache\(\).*=8"),
     "truncate the empty": (lambda: KVCache(8).truncate(0), LoweringError, "empty"),
     "reorder the empty": (lambda: KVCache(8).reorder(torch.tensor([0])), LoweringError, "empty"),
     "reorder by numbers": (lambda: filled(3, KVCache(8)).reorder(torch.ones(2)), OperandError, r"integer tensor \[B\].*float32"),
@@ -128,10 +128,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"^causal lets queries at any distance attend to the key at position 0, so that no KVCache\(window=\.\.\.\) is enough.*"
         r"KVCache\(capacity\) for all keys.*sliding_window\(size=3\)",
     ),
-    "everything in a window": (
-        call(KVCache(window=3), inputs(1)),
+    "no mask": (
+        call(KVCache(window=3), inputs(2)),
         LoweringError,
-        "a call without a mask lets queries at any distance attend to the key at position 0",
+        r"a call without a mask lets the query at position 0 attend to the key at position 2, .* give the mask causal\(\)",
     ),
     "sinks in a window": (
         call(KVCache(window=8), inputs(1), mask="sink_window(1, size=3)"),
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"sink_window\(sinks=1, size=3\) lets queries at any distance attend to the key at position 0",
     ),
     "sinks of one head in a window": (
-        call(KVCache(window=8), inputs(1), mask="per_head([empty, empty, empty, (kv == 2) | (kv == q)])"),
+        call(KVCache(window=8), inputs(1), mask="causal & per_head([empty, empty, empty, (kv == 2) | (kv == q)])"),
         LoweringError,
         "per_head.* at any distance attend to the key at position 2",
     ),

@@ -14,7 +14,7 @@ from flexmask import KVCache
 from flexmask.errors import LoweringError
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.nn import CallTokens, first_dropped, mask_over_cache
-from flexmask.nn.cache_masks import check_window
+from flexmask.nn.hidden_keys import check_window
 from flexmask.nn.lookback import lookback_of
 from tests.nn.cache_cases import (
     CASES,
@@ -126,20 +126,27 @@ def test_later_keys_that_data_hides_are_no_error() -> None:
 
 
 def test_later_keys_are_compared_only_where_the_expression_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.nn.later_keys.difference", lambda *_: pytest.fail("rows are compared"))
+    monkeypatch.setattr("flexmask.nn.hidden_keys.difference", lambda *_: pytest.fail("rows are compared"))
     module, x = CASES["causal"].module(), inputs(6)
     for mask in (fm.causal() & fm.document(DATA["kind"]), fm.sliding_window(size=3) & fm.key_padding(keep=DATA["system"])):
         decode(module, x, [3, 1, 2], KVCache(8), mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("mask", "is_needed"), [("causal", False), ("sliding_window(size=6)", False), ("sliding_window(size=5)", True)]
+    ("mask", "keys", "is_needed"),
+    [
+        ("causal", 6, False),
+        ("sliding_window(size=6)", 6, False),
+        ("sliding_window(size=4)", 4, False),
+        ("sink_window(1, size=4)", 6, True),
+    ],
 )
-def test_a_step_that_attends_to_the_whole_cache_needs_no_mask(mask: str, is_needed: bool) -> None:
-    module, x, cache = CASES["causal"].module(), inputs(6), KVCache(12)
-    module(x[:, :5], "causal", cache=cache)
-    cache.append(*(torch.zeros_like(part[:, :, :1]) for part in (cache.key, cache.value) if part is not None))
-    assert (cache.call_mask(fm.parse(mask), torch.empty(1, 2, 1, 0), torch.empty(1, 2, 1, 0), {}) is not None) == is_needed
+def test_one_query_that_attends_to_the_last_keys_needs_no_mask(mask: str, keys: int, is_needed: bool) -> None:
+    cache, tokens = KVCache(12), torch.randn(3, 2, 2, 6, 4)
+    cache.step(*tokens[:, :, :, :5], "causal").commit()
+    step = cache.step(*tokens[:, :, :, 5:], mask)
+    assert (step.mask is not None) == is_needed
+    assert torch.equal(step.key, tokens[1, :, :, 6 - keys :])
 
 
 def test_a_window_on_another_device() -> None:
@@ -156,11 +163,11 @@ def test_a_window_on_another_device() -> None:
 
 
 def test_masks_for_a_cache_of_your_own() -> None:
-    """Cells are places in the cache, and a dropped key has its position. Data may be longer; where it fits nothing changes."""
+    """Cells are places in the cache, and a dropped key has its position. Data may be longer."""
     device, ids = torch.device("cpu"), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2]])
     mask = fm.causal() & fm.document(ids)
     whole = [[k <= q and bool(ids[0, q] == ids[0, k]) for k in range(8)] for q in range(8)]
-    assert mask_over_cache(mask, CallTokens(1, 9, 0, 9, 0, device)) is mask
+    assert mask_over_cache(fm.causal(), CallTokens(1, 9, 0, 9, 0, device)) == fm.causal()
     assert mask_over_cache(mask, CallTokens(1, 8, 0, 8, 0, device)).dense(8)[0, 0].tolist() == whole
     tokens = CallTokens(1, 2, 6, 8, 4, device)
     assert mask_over_cache(mask, tokens).dense(2, 4, q_offset=6)[0, 0].tolist() == [row[4:] for row in whole[6:]]

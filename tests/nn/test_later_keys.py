@@ -67,15 +67,46 @@ def test_keys_that_do_not_fit_in_the_cache_are_not_shown(n: int) -> None:
         module(x, mask, cache=KVCache(window=S))
 
 
-def test_a_limit_from_below_shows_the_tokens_so_far() -> None:
-    module, x = layer(), inputs()
-    window = fm.sliding_window(left=2, right=2)
-    start = fm.parse("kv >= start[b]").bind(start=torch.tensor([1, 5]))
-    for mask in (start, window & start, ~(~start | ~window)):
-        cache = KVCache(CAPACITY)
-        for begin, end in ((0, 3), (3, 6)):
-            found = module(x[:, begin:end], mask, cache=cache)
-            torch.testing.assert_close(found, module(x[:, :end], mask)[:, begin:])
+#: Masks that show keys which may come, with the first query of the first 3 that attends to one, or of the token after them.
+SHOWN: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "full": ((0, 3), (3, 4)),
+    "q >= 0": ((0, 3), (3, 4)),
+    "kv % 2 == 1": ((0, 3), (3, 5)),
+    "sliding_window(left=2, right=2)": ((1, 3), (3, 4)),
+    "sliding_window(left=2, right=2) & ((q + kv) % 3 == 0)": ((2, 4), (3, 3)),
+    "kv >= start[b]": ((0, 3), (3, 4)),
+    "sliding_window(left=2, right=2) & (kv >= start[b])": ((1, 3), (3, 4)),
+    "prefix_lm(5)": ((0, 3), (3, 4)),
+    "per_head([causal, full])": ((0, 3), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_mask_that_shows_keys_which_may_come_is_an_error(text: str) -> None:
+    """Whatever the capacity, and also for a mask whose cells are computed one by one."""
+    module, x, mask = layer(), inputs(), fm.parse(text)
+    mask = mask.bind(start=torch.tensor([1, 0])) if mask.params else mask
+    for capacity in (CAPACITY, 100_000):
+        for first, (query, key) in zip((0, 3), SHOWN[text], strict=True):
+            cache = KVCache(capacity)
+            if first:
+                module(x[:, :first], "causal", cache=cache)
+            if key == query:  # none
+                continue
+            with pytest.raises(
+                LoweringError, match=f"query at position {query} attend to the key at position {key}, which comes"
+            ):
+                module(x[:, first : first + (1 if first else 3)], mask, cache=cache)
+            assert cache.length == first
+            cache = KVCache(capacity)
+            hidden = [module(part, mask & fm.causal(), cache=cache) for part in x.split([3, 3], 1)]
+            torch.testing.assert_close(torch.cat(hidden, 1), module(x, mask & fm.causal()))
+
+
+@pytest.mark.parametrize("mask", ["prefix_lm(3)", "kv // 3 <= q // 3", "kv < 3", "(kv - 1) // 3 < q // 3"])
+def test_keys_of_the_tokens_of_a_call_may_come_after_the_query(mask: str) -> None:
+    module, x, cache = layer(), inputs(), KVCache(CAPACITY)
+    torch.testing.assert_close(torch.cat([module(part, mask, cache=cache) for part in x.split(3, 1)], 1), module(x, mask))
 
 
 def test_lengths_that_differ_end_each_sequence() -> None:
@@ -97,11 +128,11 @@ def test_lengths_that_differ_end_each_sequence() -> None:
 
 
 @pytest.mark.parametrize("capacity", [4, S])
-@pytest.mark.parametrize("mask", [None, "causal", "sink_window(1, size=2)"])
-def test_a_window_of_all_places_drops_nothing(mask: str | None, capacity: int) -> None:
+@pytest.mark.parametrize("mask", ["causal", "sink_window(1, size=2)"])
+def test_a_window_of_all_places_drops_nothing(mask: str, capacity: int) -> None:
     module, x, cache = layer(), inputs(4), KVCache(capacity, window=S)
     found = [module(x[:, n : n + 1], mask, cache=cache) for n in range(4)]
-    torch.testing.assert_close(torch.cat(found, 1), module(x, "causal" if mask is None else mask))
+    torch.testing.assert_close(torch.cat(found, 1), module(x, mask))
 
 
 @pytest.mark.parametrize("kv_end", [11, 20])
