@@ -141,7 +141,7 @@ def test_keys_of_a_context_are_computed_once(d_context: int, rope: Any) -> None:
     check_close(torch.cat(found, 1), expected)
     assert cache.length == 9
     with pytest.raises(LoweringError, match="holds the keys of a context"):
-        cache.step(*torch.ones(3, 2, 2, 1, 2), None)
+        cache.step(torch.ones(2, 4, 1, 2), torch.ones(2, 2, 1, 2), torch.ones(2, 2, 1, 2), None)
 
 
 def test_truncate_takes_drafts_back() -> None:
@@ -357,11 +357,9 @@ def test_left_padding_in_a_block_mask_does_not_move() -> None:
 
 def test_a_cache_belongs_to_one_layer() -> None:
     first, second = (MultiheadFlexAttention(6, 8, 4).double() for _ in range(2))
-    contexts: dict[str, Any]
-    for contexts in ({}, {"context": inputs(5)}):
-        cache = KVCache() if contexts else KVCache(S)
-        contexts["mask"] = None if contexts else "causal"
-        second(inputs(0), cache=cache, **contexts) if contexts["mask"] else None
+    calls: list[tuple[KVCache, dict[str, Any]]] = [(KVCache(S), {"mask": "causal"}), (KVCache(), {"context": inputs(5)})]
+    for cache, contexts in calls:
+        second(inputs(0), cache=cache, **contexts) if "mask" in contexts else None
         found = first(inputs(3), cache=cache, **contexts)
         with pytest.raises(LoweringError, match=r"another layer.*own.*reset\(\).*deepcopy"):
             second(inputs(3), cache=cache, **contexts)

@@ -142,11 +142,11 @@ def test_later_keys_are_compared_only_where_the_expression_shows_them(monkeypatc
     ],
 )
 def test_one_query_that_attends_to_the_last_keys_needs_no_mask(mask: str, keys: int, is_needed: bool) -> None:
-    cache, tokens = KVCache(12), torch.randn(3, 2, 2, 6, 4)
-    cache.step(*tokens[:, :, :, :5], "causal").commit()
-    step = cache.step(*tokens[:, :, :, 5:], mask)
+    cache, (query, key, value) = KVCache(12), torch.randn(3, 2, 2, 6, 4)
+    cache.step(query[:, :, :5], key[:, :, :5], value[:, :, :5], "causal").commit()
+    step = cache.step(query[:, :, 5:], key[:, :, 5:], value[:, :, 5:], mask)
     assert (step.mask is not None) == is_needed
-    assert torch.equal(step.key, tokens[1, :, :, 6 - keys :])
+    assert torch.equal(step.key, key[:, :, 6 - keys :])
 
 
 def test_a_window_on_another_device() -> None:
