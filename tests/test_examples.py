@@ -139,7 +139,7 @@ def test_tokens_distributed_over_processes(packed_text: ModuleType, tmp_path: Pa
         (b" \n\n ", [], "missing.txt has no text"),
         (b"one passage alone", [], "no sequence holds two documents"),
         (b"one\n\ntwo", ["-o", "mask.gif"], "mask.gif"),
-        (b"one\n\ntwo", ["-o", "no_such_folder/mask.png"], "no_such_folder"),
+        (b"one\n\ntwo", ["-o", "/dev/null/mask.png"], "/dev/null"),
         (b"one\n\ntwo", ["--steps", "0"], "--steps"),
         (b"one\n\ntwo", ["--context-parallel"], "run the script with torchrun --nproc-per-node 4"),
     ],

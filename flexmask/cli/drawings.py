@@ -99,5 +99,5 @@ def writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {str(output)!r}: {error.strerror or error}") from error
+        raise UserError(f"cannot write {str(error.filename or output)!r}: {error.strerror or error}") from error
     echo(f"wrote {output}", err=True)
