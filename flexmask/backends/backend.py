@@ -175,7 +175,8 @@ def select(call: Call, name: str = "auto") -> Backend:
             raise LoweringError(reason)
         return chosen
     reasons = []
-    call = call._replace(kernel_options=None)
+    if call.kernel_options:
+        call = call._replace(kernel_options=None)
     for backend in ordered_backends(call):
         reason = backend.reason_against(call)
         if reason is None:

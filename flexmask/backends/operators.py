@@ -75,10 +75,10 @@ def _is_differentiated(*tensors: Tensor) -> bool:
 
 def _save(ctx: Any, tensors: tuple[Tensor | None, ...], problem: Problem) -> None:
     """Saves tensors, those of a problem and its other values for derivatives."""
-    ctx.plain = [None if isinstance(value, Tensor) else value for value in problem]
-    kept = *tensors, *(value if isinstance(value, Tensor) else None for value in problem)
-    ctx.save_for_backward(*kept)
-    ctx.save_for_forward(*kept)
+    own = [value if isinstance(value, Tensor) else None for value in problem]
+    ctx.plain = [value if tensor is None else None for value, tensor in zip(problem, own, strict=True)]
+    ctx.save_for_backward(*tensors, *own)
+    ctx.save_for_forward(*tensors, *own)
 
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], Problem]:
@@ -114,7 +114,9 @@ def _with_own_bounds(problem: Problem) -> Problem:
 @_block_sdpa.register_fake
 def _(*values: Any) -> tuple[Tensor, Tensor]:
     problem = Problem(*values)
-    return empty_output(problem.query, problem.value), empty_logsumexp(problem.query, is_kept=problem.keeps_lse)
+    return empty_output(problem.query, problem.value), empty_logsumexp(
+        problem.query, is_kept=problem.is_fused or problem.with_lse
+    )
 
 
 @_block_sdpa_backward.register_fake

@@ -51,11 +51,6 @@ class Problem(NamedTuple):
         """Whether a tile is one call of the fused kernel."""
         return self.rows is None and has_fused_kernel(*self.tensors)
 
-    @property
-    def keeps_lse(self) -> bool:
-        """Whether the forward pass keeps the logsumexp: the fused kernel gives it, and its gradient takes it."""
-        return self.with_lse or self.is_fused
-
     def precise(self) -> Problem:
         """With query, key and value in the dtype in which scores and derivatives are computed."""
         query, key, value = (tensor.to(precise_dtype(tensor)) for tensor in self.tensors)

@@ -44,10 +44,11 @@ def empty_logsumexp(query: Tensor, *, is_kept: bool) -> Tensor:
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output, [B, H, Q, Dv], and the logsumexp of the scores, which the fused kernel keeps for `backward` in any case."""
     query, is_fused = problem.query, problem.is_fused
+    is_kept = is_fused or problem.with_lse
     has_kernel = is_fused or (problem.rows is None and not problem.with_lse)
     most_scores = FUSED_SCORES if has_kernel else _unfused_scores(query)
     tiling = problem.tiling(most_scores, in_bands=is_fused and problem.cells is None)
-    out, logsumexp = empty_output(query, problem.value), empty_logsumexp(query, is_kept=problem.keeps_lse)
+    out, logsumexp = empty_output(query, problem.value), empty_logsumexp(query, is_kept=is_kept)
     for tile, bias, fully_masked_rows in tiling.with_biases(problem.cells, query.dtype):
         q, k, v = problem.parts(tile)
         if is_fused:
@@ -64,7 +65,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             tile.write(logsumexp.unsqueeze(-1), lse.unsqueeze(-1))
     if tiling.fully_masked is not None:
         out.masked_fill_(tiling.fully_masked, 0)
-        if problem.keeps_lse:
+        if is_kept:
             logsumexp.masked_fill_(tiling.fully_masked.squeeze(-1), -math.inf)
     if has_nonfinite(out):  # computed again, so that NaN and inf reach only the rows that attend to them
         for tile in problem.tiling(_unfused_scores(query)).tiles:
