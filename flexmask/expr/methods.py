@@ -148,6 +148,8 @@ class MaskMethods(MaskPictures):
         block_size: int | tuple[int, int] = 128,
         form: Form = "auto",
         separate_full_blocks: bool = True,
+        compute_dq_write_order: bool = False,
+        dq_kv_order: bool = True,
     ) -> BlockMask:
         """The ``BlockMask`` that ``torch.nn.attention.flex_attention.create_block_mask`` would make, without its cost.
 
@@ -174,11 +176,17 @@ class MaskMethods(MaskPictures):
             separate_full_blocks: whether full blocks have lists of their own, for which kernels do not call ``mask_mod``. False
                 gives the key blocks of a row one order, which batch-invariant numerics need: see
                 :func:`flexmask.lowering.align_documents`.
+            compute_dq_write_order, dq_kv_order: see :func:`flexmask.create_block_mask`.
         """
         from flexmask.lowering.block_mask import block_mask
+        from flexmask.lowering.write_order import add_write_order, check_write_order
 
         context = self._context(q_len, kv_len, batch, heads, q_offset, device)
-        return block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
+        check_write_order(compute_dq_write_order, dq_kv_order)
+        made = block_mask(context, block_size, form, separate_full_blocks=separate_full_blocks)
+        if compute_dq_write_order:
+            add_write_order(made, descending=dq_kv_order)
+        return made
 
     @names_explained(EQUIVALENTS_OF_PLAN)
     def plan(

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.blocks.layout import rank_in_row
+from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_lists import BlockList, pack
 
-__all__ = ["add_write_order"]
+__all__ = ["add_write_order", "check_write_order"]
+
+
+def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
+    """Checks the arguments of :func:`flexmask.create_block_mask` for an order.
+
+    Raises:
+        OperandError: ``dq_kv_order`` is no truth value.
+        LoweringError: an order is asked for, and the BlockMask of this torch does not hold one.
+    """
+    if not isinstance(dq_kv_order, bool):
+        raise OperandError(f"dq_kv_order must be True or False, got {dq_kv_order!r}")
+    if is_asked and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
+        raise LoweringError(
+            f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
+            "install torch 2.13 or newer, or leave it out"
+        )
 
 
 def add_write_order(block_mask: BlockMask, *, descending: bool) -> None:

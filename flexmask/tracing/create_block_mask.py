@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from dataclasses import replace
 
 import torch
-from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int
 from flexmask.catalogue import empty
-from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
 from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import Form, MaskMod
-from flexmask.lowering.write_order import add_write_order
+from flexmask.lowering.write_order import add_write_order, check_write_order
 from flexmask.tracing.as_mask import MaskLike, as_mask
 from flexmask.tracing.trace import trace_function
 
@@ -67,13 +64,7 @@ def create_block_mask(
 
     Source: ``torch.nn.attention.flex_attention.create_block_mask``.
     """
-    if not isinstance(dq_kv_order, bool):
-        raise OperandError(f"dq_kv_order must be True or False, got {dq_kv_order!r}")
-    if compute_dq_write_order and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
-        raise LoweringError(
-            f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
-            "install torch 2.13 or newer, or leave it out"
-        )
+    check_write_order(compute_dq_write_order, dq_kv_order)
     B, H = (None if n is None else checked_int(n, name, least=None) for name, n in (("B", B), ("H", H)))  # noqa: N806
     form: Form | MaskMod = "auto"
     if not callable(mask_mod):

@@ -148,8 +148,18 @@ def test_write_order_of_a_part(way: str) -> None:
     check_order(found._adjust(160, 192), create_block_mask(slopes, **smaller, compute_dq_write_order=True))
 
 
+@with_order
+@pytest.mark.parametrize("descending", [True, False])
+def test_write_order_of_a_mask(descending: bool) -> None:
+    order: Any = {"compute_dq_write_order": True, "dq_kv_order": descending}
+    found = fm.causal().block_mask(LENGTH, block_size=16, **order)
+    check_order(found, create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16, **order))
+
+
 @pytest.mark.skipif("compute_dq_write_order" in THEIR_ARGUMENTS, reason="this torch has a write order")
 def test_no_write_order() -> None:
+    with pytest.raises(LoweringError, match=r"torch 2\.13 or newer"):
+        fm.causal().block_mask(40, compute_dq_write_order=True)
     with pytest.raises(LoweringError, match=r"torch 2\.13 or newer"):
         fm.create_block_mask(causal, 1, 1, 40, 40, device="cpu", compute_dq_write_order=True)
 
