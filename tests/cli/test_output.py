@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -205,51 +206,62 @@ def test_an_interrupt_says_so(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- progress
 
 
-def on_terminal(ran: list[str], cwd: Path) -> tuple[int, bytes, str]:
-    """Runs a command whose standard error is a terminal; gives its exit code, its output, and what the terminal showed.
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, bytearray]]:
+    """A terminal to write to, and in the end what it showed.
 
-    The terminal is read while the command runs: it holds a few thousand bytes, and a command that writes more would block.
+    It is read meanwhile: it holds a few thousand bytes, and a command that writes more would block.
     """
     import pty
 
-    terminal, stderr = pty.openpty()
+    reading, writing = pty.openpty()
     shown = bytearray()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # on Linux the end of a terminal is an error
-            while part := os.read(terminal, 4096):
+            while part := os.read(reading, 4096):
                 shown.extend(part)
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        done = subprocess.run(ran, stdout=subprocess.PIPE, stderr=stderr, cwd=cwd, env=environment(TERM="xterm", COLUMNS="80"))
+        yield writing, shown
     finally:
-        os.close(stderr)
+        os.close(writing)
         reader.join()
-        os.close(terminal)
-    return done.returncode, done.stdout, shown.decode()
+        os.close(reading)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 def test_a_sign_of_life_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=1.5))
     ran = ["check", "slow_masks:mask", "--seq-len", "4", "--backend", "sdpa"]
-    code, out, shown = on_terminal([sys.executable, "-m", "flexmask", *ran], tmp_path)
-    assert code == 0
-    assert "preparing" in shown
-    assert b"\x1b" not in out
+    with terminal() as (stderr, shown):
+        done = subprocess.run(
+            [sys.executable, "-m", "flexmask", *ran],
+            cwd=tmp_path,
+            env=environment(TERM="xterm", COLUMNS="80"),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+    assert done.returncode == 0
+    assert b"preparing" in shown
+    assert b"\x1b" not in done.stdout
     monkeypatch.syspath_prepend(tmp_path)
     piped = CliRunner(env=PLAIN).invoke(main, ran)
-    assert (piped.stdout, piped.stderr) == (out.decode(), "")
+    assert (piped.stdout, piped.stderr) == (done.stdout.decode(), "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
-def test_how_far_counting_is(tmp_path: Path) -> None:
+def test_how_far_counting_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A mask of many blocks, all of which differ: the share that is done on a terminal, nothing elsewhere."""
     options = ["random_cells(0.5)", "--seq-len", "4096", "--block-size", "16", "--json"]
-    _, out, shown = on_terminal([sys.executable, "-m", "flexmask", "stats", *options], tmp_path)
-    assert "% of the blocks" in shown
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with terminal() as (stderr, shown), open(stderr, "w", closefd=False) as stream, contextlib.redirect_stderr(stream):
+        main(["stats", *options], prog_name="flexmask", standalone_mode=False)
+    out = capsys.readouterr().out
+    assert b"% of the blocks" in shown
     assert 0.4 < json.loads(out)["visible_fraction"] < 0.6
     piped = CliRunner(env=PLAIN).invoke(main, ["stats", *options])
-    assert (piped.stdout, piped.stderr) == (out.decode(), "")
+    assert (piped.stdout, piped.stderr) == (out, "")
