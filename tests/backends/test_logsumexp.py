@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, merge_attention, q
-from flexmask.backends import Backend, backend, choose_backend, register_backend
+from flexmask.backends import Backend, backend, choose_backend, register_backend, tile_passes
 from flexmask.backends.dropout import dropout_cells
 from flexmask.errors import LoweringError, OperandError
 from tests.support import oracle
@@ -125,6 +125,15 @@ def test_gradient_of_one_of_them(name: str, only: str) -> None:
     out, lse = attention(*tensors, MASKS[name], return_lse=True)
     used = out.sum() if only == "out_only" else lse.masked_fill(lse == -math.inf, 0).sum()  # the other has no gradient at all
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(used, tensors))
+
+
+@pytest.mark.parametrize("name", ["fully masked rows", "cells"])
+def test_fully_masked_rows_are_not_computed_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows with NaN are: the kernel gets no -inf of theirs."""
+    monkeypatch.setattr(tile_passes, "_isolating_gradients", None)
+    tensors = inputs(torch.float32)
+    for out in (attention(*tensors, MASKS[name]), attention(*tensors, MASKS[name], return_lse=True)[0]):
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), tensors))
 
 
 def test_bfloat16_and_autocast() -> None:
