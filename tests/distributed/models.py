@@ -292,7 +292,7 @@ def check_errors() -> None:
     own = torch.randn(1, len(cp.positions), 8)
     calls: dict[str, Callable[[], object]] = {
         "cross-attention": lambda: layer(own, context=own),
-        "a cache": lambda: layer(own, cache=fm.KVCache()),
+        "a cache": lambda: layer(own, cache=fm.KVCache(LENGTH)),
         "attention_weights": lambda: layer.attention_weights(own),
         "choose_backend": lambda: choose_backend(x[0], x[1], x[2], "causal"),
     }
