@@ -70,7 +70,7 @@ class Packed:
         Raises:
             OperandError: other numbers of samples or of values.
         """
-        given = [torch.as_tensor(value) for value in values]
+        given = [value if isinstance(value, Tensor) else torch.tensor(value, device=self.position_ids.device) for value in values]
         if [value.shape[:1] for value in given] != [at.shape for at in self.places]:
             wanted = [len(at) for at in self.places]
             raise OperandError(
@@ -227,7 +227,7 @@ def _laid_out(
     """The trees of each row one after another: the fields of a :class:`Packed`, and lists of the trees as ``int64[B, size]``."""
     padding = {name: -1 if name == "previous" else 0 for name in names}
     tables = {name: [[fill] * size for _ in rows] for name, fill in padding.items()}
-    row_of, places = [0] * samples, [torch.empty(0)] * samples
+    row_of, places = [0] * samples, [torch.empty(0, device="cpu")] * samples
     for number, row in enumerate(rows):
         start = 0
         for tree in row:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence
 from flexmask.catalogue.local import with_local_positions
+from flexmask.errors import ExpressionError
 from flexmask.expr.choice import where
 from flexmask.expr.data import along
 from flexmask.expr.index import Index, kv, q
@@ -178,7 +179,7 @@ def block_diffusion(
         padding: see :func:`document`.
 
     Raises:
-        ExpressionError: a length or size below 1, or several sources of documents.
+        ExpressionError: a length or size below 1, several sources of documents, or ``padding`` without documents.
 
     Source: BD3-LM, https://arxiv.org/abs/2503.09573; ``generate_block_diffusion_mask`` of attention-gym.
     """
@@ -191,6 +192,8 @@ def block_diffusion(
         last = where(q < total, own_block - 1, own_block)
         clean_half = (kv >= total) & (kv < total * 2) & (block >= start) & (block <= last)
         return (along(documents, q % total) >= 0) & (own_half | clean_half)
+    if padding:
+        raise ExpressionError("block_diffusion: padding= goes with lengths or cu_seqlens, which are missing")
     noised, clean = kv // n, (kv - total) // n
     own = (q < total) & (kv < total) & (noised == q // n)
     before = (q < total) & (clean < q // n)

@@ -25,6 +25,7 @@ LISTED = 4
 #: Greater depths are compared cell by cell, so that their differences fit 64 bits.
 MOST = 2**61
 ROOT = "prefix_tree: position_ids, the depths of tokens, must begin with 0"
+LEAST = "prefix_tree: position_ids, the depths of tokens, must be at least 0; where there is padding give end="
 STEP = "prefix_tree: position_ids, the depths of tokens in depth-first order, must not rise by more than 1"
 
 
@@ -174,9 +175,12 @@ def subtree_ends(depth: Tensor) -> Tensor:
     n = depth.shape[-1]
     _sync.require(lambda: depth[..., :1] == 0, depth.device, ROOT)
     _sync.require(lambda: depth.diff(dim=-1) <= 1, depth.device, STEP)
+    _sync.require(lambda: depth >= 0, depth.device, LEAST)
     if not _sync.needs_sync(depth):
         if bool((depth[..., 0] != 0).any()):
             raise LoweringError(f"{ROOT}, got {int(depth[..., 0].max())}")
+        if bool((depth < 0).any()):
+            raise LoweringError(f"{LEAST}, got {int(depth.min())}")
         wrong = (depth.diff(dim=-1) > 1).nonzero()
         if len(wrong):
             *line, at = wrong[0].tolist()

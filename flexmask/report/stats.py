@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flexmask.blocks.classify import Blocks, classify, decide_open
+from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.block_mask import block_lists, block_sizes
+from flexmask.lowering.block_lists import grid_lists, interval_lists, no_lists
+from flexmask.lowering.block_mask import MAX_GRID, MAX_ROOM, block_count, block_lists, block_sizes
 
 __all__ = ["Stats", "row_counts", "stats"]
 
@@ -114,14 +117,26 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         blocks=groups * q_blocks * kv_blocks,
         partial_blocks=sets.count(blocks.partial),
         full_blocks=sets.count(blocks.full),
-        block_mask_bytes=_allocated(bounds, sets),
+        block_mask_bytes=_allocated(bounds, blocks, sets),
         torch_block_mask_bytes=context.full_batch * context.heads * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks)),
     )
 
 
-def _allocated(bounds: RowBounds, sets: BlockSets) -> int:
-    """The bytes that the lists of the BlockMask take; several may be views of one storage."""
-    lists = block_lists(bounds, sets.context, (sets.q_size, sets.kv_size))
+def _allocated(bounds: RowBounds, blocks: Blocks[Rows], sets: BlockSets) -> int:
+    """The bytes that the lists of the BlockMask take; several may be views of one storage. No cell is evaluated again."""
+    context, sizes, where = sets.context, (sets.q_size, sets.kv_size), bounds.upper.lo
+    count = block_count(context, sizes)
+    if bounds.exact:
+        lists = block_lists(bounds, context, sizes)
+    elif count > MAX_GRID.on(where):
+        packed = count > MAX_ROOM.on(where)
+        lists = interval_lists([blocks.partial, blocks.full], context.full_batch, None, packed=packed)
+    else:  # with room for each block, whatever is listed
+        shape = context.batch, context.heads, sets.q_blocks, sets.kv_blocks
+        grid = torch.zeros(shape, dtype=torch.bool, device=where.device)
+        is_split = BlockGrid(context, *sizes).may_have_full_blocks
+        lists = grid_lists([grid] * (1 + is_split), context.full_batch, None)
+        lists += [] if is_split else no_lists(lists)
     storages = [tensor.untyped_storage() for pair in lists for tensor in pair]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

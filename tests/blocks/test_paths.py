@@ -162,7 +162,7 @@ def test_no_host_sync(name: str) -> None:
 def test_data_along_queries_needs_no_host_sync() -> None:
     lengths, positions = torch.tensor([9, 8], device="meta"), torch.zeros((2, 1000), dtype=torch.long, device="meta")
     for mask in (fm.query_padding(lengths), fm.cross_length(lengths, q_lengths=lengths), fm.document(position_ids=positions)):
-        assert mask.block_mask(1000).kv_num_blocks.device.type == "meta"
+        assert mask.block_mask(1000, device="meta").kv_num_blocks.device.type == "meta"
 
 
 MASKS_WITH_HOST_SYNC = {

@@ -86,6 +86,7 @@ REFUSED: list[tuple[str, str]] = [
     ("per_chunk(4, 4)", r"per_chunk: wanted a mask first, got int 4"),
     ("block_causal(0)", r"block_causal: size must be at least 1"),
     ("chunk_window(4, left=-1)", r"chunk_window: left must be at least 0, got -1"),
+    ("block_diffusion(4, 1, padding=True)", r"block_diffusion: padding= goes with lengths or cu_seqlens"),
     ("block_diffusion(0, 1)", r"block_diffusion: length must be at least 1"),
     ("cross_document(q_lengths=[1])", r"give exactly one of kv_lengths and kv_cu_seqlens; got neither"),
     ("cross_document(q_lengths=[1], q_cu_seqlens=[0, 1])", r"one of q_lengths and q_cu_seqlens; got both"),

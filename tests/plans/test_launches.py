@@ -35,5 +35,5 @@ def test_launches_of_a_packed_mask() -> None:
     cu, lengths = (torch.zeros(*shape, dtype=torch.long, device="meta") for shape in ((1, 9), (1,)))
     mask = fm.causal() & fm.document(cu_seqlens=cu, padding=True) & fm.key_padding(lengths)
     with Launches() as launches:
-        mask.block_mask(LENGTH)
+        mask.block_mask(LENGTH, device="meta")
     assert 20 < len(launches.names) <= MOST, launches.names

@@ -177,7 +177,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["module_that_fails:mask"], "cannot import module_that_fails: ValueError: half written"),
     (["masks_to_explain:mask_mode"], "has no mask_mode. Did you mean mask_mod"),
     (["masks_to_explain:number"], "must be a Mask, its text or a mask_mod function, got int"),
-    (["masks_to_explain:broken"], "too many positional"),
+    (["masks_to_explain:broken"], "neither a mask_mod"),
     (["casual"], "causal"),
     (["causal", "--seq-len", "0"], "0"),
     (["document([0, 1])", "--seq-len", "9"], "9"),
