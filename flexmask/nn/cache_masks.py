@@ -87,7 +87,17 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
         _check_ends(mask, tokens)
         if not tokens.is_context:
             _check_padding(mask, tokens)
-    return _moved(growing, tokens)
+    return _moved(mask if _is_of_these_tokens(mask, tokens) else growing, tokens)
+
+
+def _is_of_these_tokens(mask: Mask, tokens: CallTokens) -> bool:
+    """Whether a call has all tokens so far, and a mask has data of these alone: it keeps its form."""
+    is_first = not isinstance(tokens.q_offset, Tensor) and not isinstance(tokens.kv_start, Tensor) and not tokens.is_context
+    if not is_first or (tokens.q_offset, tokens.kv_start, tokens.kv_end) != (0, 0, tokens.q_len):
+        return False
+    along = {lookup.key for lookup, _, size in sizes_along(mask) if size == tokens.kv_end}
+    tables = [node for node in mask.expand().walk() if isinstance(node, Lookup)]
+    return all(node.key in along and not isinstance(node.table, DocumentTable) for node in tables)
 
 
 def last_keys(mask: Mask, tokens: CallTokens) -> int | None:

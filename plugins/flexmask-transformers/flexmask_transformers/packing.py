@@ -135,7 +135,8 @@ def check_branches(documents: Documents, q_len: int) -> None:
         "prefixes, which would be taken for documents. Give the tree, with "
         "use_mask(model, prefix_tree(position_ids=position_ids), combine='replace'), or documents that begin at the same position"
     )
-    require_none(restarts(positions, keep) & (positions > first), message, "they go back")
+    begins = _starts(documents.ids[:, :q_len], keep) & restarts(positions, keep)  # not at gaps, nor inside images
+    require_none(begins & (positions > first), message, "they go back")
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
