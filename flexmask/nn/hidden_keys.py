@@ -68,8 +68,9 @@ def check_later_keys(mask: Mask, tokens: CallTokens, heads: int, capacity: int |
     """Checks that no query of a call attends to a key after the tokens of its sequence.
 
     For a mask whose expression hides later keys, such as ``causal() & any_mask``, the check is free. Others are compared up to
-    the capacity of the cache, and to the end of their data along queries and keys, after which there are no tokens. Data on a
-    device other than the CPU is not checked.
+    the capacity of the cache, and to the end of their data along queries and keys, after which there are no tokens; at most with
+    the next 2**20 keys, and with the next 1,024 where they are not separable in q and kv and are evaluated cell by cell. Data on
+    a device other than the CPU is not checked.
 
     Args:
         mask: the mask of the whole sequence.

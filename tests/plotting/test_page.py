@@ -432,19 +432,18 @@ LEGEND = """() => [...document.querySelectorAll(".flexmask-legend tbody tr")]
 
 #: Notes what is written on a canvas.
 LISTEN = """() => {
-  window.said = [];
-  const { prototype } = CanvasRenderingContext2D, own = prototype.fillText;
-  prototype.fillText = function (text, ...rest) { window.said.push(text); return own.call(this, text, ...rest); };
+  const pen = CanvasRenderingContext2D.prototype, own = pen.fillText;
+  pen.fillText = function (text, ...rest) { (window.said ??= []).push(text); return own.call(this, text, ...rest); };
 }"""
 
 
+@pytest.mark.browser
 def test_bands_have_their_label(chromium: Any, tmp_path: Path) -> None:
-    """Of padding the stretches say it themselves."""
     with opened(chromium, page(packed_text(tokens=False).view), tmp_path) as found:
         found.page.evaluate(LISTEN)
         found.page.set_viewport_size({"width": 900, "height": 700})
         found.settle()
-        said = found.page.evaluate("() => window.said")
+        said: list[str] = found.page.evaluate("() => window.said")
     assert {"document", "queries", "keys"} <= set(said)
     assert said.count("document") == 2 * said.count("keys")
 
