@@ -41,9 +41,10 @@ class KVCache:
     same mask. So a mask that shows a key after the tokens of the call is an error, also no mask: write ``mask & causal()``, or,
     where the first ``n`` tokens attend to each other, give these in one call and ``prefix_lm(n)`` in each. (Not checked: data on
     a device other than the CPU, or in compiled code, a BlockMask, a LoweredMask, and keys more than 1,024 positions after the
-    call of a mask that is not separable in q and kv.) Data along keys, as ``keep=`` of ``key_padding``, has one value per token so
-    far, the new ones included, or per token of the whole sequence, which ends with it; ``start=`` never changes. A mask that depends on ``kv_len`` or ``q_len`` is an error, since these change with each call.
-    The first call allocates memory for its batch, heads, dtype and device.
+    call of a mask that is not separable in q and kv.) Data along keys, as ``keep=`` of ``key_padding``, has one value per token
+    so far, the new ones included, or per token of the whole sequence, which ends with it; ``start=`` never changes. A mask that
+    depends on ``kv_len`` or ``q_len`` is an error, since these change with each call. The first call allocates memory for its
+    batch, heads, dtype and device.
 
     Sequences of different lengths: pad the prompts on the left and give ``key_padding(start=pad)``, the number of padding tokens
     of each, in every call. Or pad them on the right, give ``key_padding(lengths)`` with the prompt, and cut the padding with
