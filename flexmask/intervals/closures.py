@@ -23,7 +23,7 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.extent import Read, extent, fits
 from flexmask.intervals.operations import JOINED, operation, table_lookup
 
-__all__ = ["Closure", "Column", "closure_of", "mask_closure"]
+__all__ = ["Closure", "Column", "closure_of", "mask_closure", "without_unit_axes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -183,9 +183,11 @@ def _query(offset: int | Tensor) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def _column(node: Column) -> Callable[..., Any]:
-    values = node.values
-    if values.shape[:2] == (1, 1):
-        line = values.flatten()
-        return lambda b, h, position: line[position]
-    b_step, h_step = int(values.shape[0] > 1), int(values.shape[1] > 1)
-    return lambda b, h, position: values[b * b_step, h * h_step, position]
+    values, axes = without_unit_axes(node.values, 2)
+    return lambda b, h, position: values[(*[(b, h)[axis] for axis in axes], position)]
+
+
+def without_unit_axes(tensor: Tensor, count: int) -> tuple[Tensor, tuple[int, ...]]:
+    """A tensor without those of its first ``count`` axes that have size 1, and which of these it still has."""
+    axes = tuple(axis for axis in range(count) if tensor.shape[axis] != 1)
+    return tensor.squeeze([axis for axis in range(count) if axis not in axes]), axes

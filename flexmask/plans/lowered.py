@@ -19,6 +19,7 @@ from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Truth
 from flexmask.intervals.bounds import RowBounds
+from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_lists import BlockList, grid_lists
@@ -74,14 +75,13 @@ class LoweredMask:
     @property
     def mask_mod(self) -> MaskMod:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
-        batch, heads, q_len, _ = self.shape
         if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
         rows = self._rows()
-        # A graph is made for each number of intervals; elsewhere one kernel serves several numbers.
-        compiling = torch.compiler.is_compiling()
-        tested = rows.slots if compiling else next(count for count in ALL_INTERVALS if count >= rows.slots)
-        inside = interval_mod(rows, tested, (batch, heads, q_len), own_axes=compiling)
+        tested = rows.slots
+        if not torch.compiler.is_compiling():  # in a graph they are a part of it; elsewhere one kernel serves many masks
+            rows, tested = rows.expand(*self.shape[:3]), next(count for count in ALL_INTERVALS if count >= tested)
+        inside = interval_mod(rows, tested, self.shape[2])
         return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
 
     @property
@@ -177,9 +177,8 @@ def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[in
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:
-    # An axis of size 1 is broadcast: it is read at 0.
-    b_step, h_step, q_step = (int(size > 1) for size in cells.shape[:3])
-    return lambda b, h, q_idx, kv_idx: cells[b * b_step, h * h_step, q_idx * q_step, kv_idx]
+    own, axes = without_unit_axes(cells, 3)
+    return lambda b, h, q_idx, kv_idx: own[(*[(b, h, q_idx)[axis] for axis in axes], kv_idx)]
 
 
 def _both(one: MaskMod, two: MaskMod) -> MaskMod:
