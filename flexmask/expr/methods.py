@@ -269,6 +269,25 @@ class MaskMethods(MaskPictures):
 
         return difference(cast("Mask", self), other, q_len, kv_len, batch, heads, q_offset, device)
 
+    def recognize(self) -> Mask:
+        """The mask with its tables by :func:`flexmask.from_dense` as named masks, where these show the same cells.
+
+        ``from_dense(cells).recognize()`` prints as ``causal & key_padding(lengths=[5, 7])``, lowers without a table, and shows at
+        the lengths of the table exactly its cells; at others it goes on as its names say. A table, or ``~`` of one, becomes a
+        conjunction of ``causal``, windows, paddings, ``chunked``, ``document``, ``sink_window``, ``prefix_lm``, ``block_causal``,
+        ``chunk_window``, ``bidirectional_spans``, ``prefix_tree`` and ``eviction``, with data for each sequence where it differs,
+        or one such mask for each head. Otherwise it stays as it is, and so do tables in the arguments of named masks.
+
+        All cells are read: on a GPU this forces host syncs.
+
+        Raises:
+            OperandError: a table without values, on ``meta`` or in a graph.
+            LoweringError: a table of more than 4 GiB.
+        """
+        from flexmask.tracing.cells import recognize_tables
+
+        return recognize_tables(cast("Mask", self))
+
     def named(self, name: str) -> Mask:
         """The same mask with a name, which pictures, explanations and errors have in place of its expression.
 
