@@ -22,7 +22,7 @@ __all__ = ["coarse", "from_dense", "named", "paged", "per_head", "reorder", "shi
 
 @registry.named
 def from_dense(table: Data) -> Mask:
-    """A mask given cell by cell.
+    """A mask given cell by cell. :meth:`flexmask.Mask.recognize` finds the named masks that it is made of.
 
     Predicate: ``table[b, h, q, kv]``
 

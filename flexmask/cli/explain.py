@@ -45,7 +45,18 @@ def explain(
         found = explained(mask, **options.lowering(mask), block_size=block_size, cell=cell)
     if as_json:
         leaves = [{"text": leaf.text, "kind": leaf.kind, "separable": leaf.separable} for leaf in found.leaves]
-        plain = ("mask", "definition", "exact", "intervals", "mean_intervals", "form", "open_blocks", "row_bytes", "dense_bytes")
+        plain = (
+            "mask",
+            "definition",
+            "recognized",
+            "exact",
+            "intervals",
+            "mean_intervals",
+            "form",
+            "open_blocks",
+            "row_bytes",
+            "dense_bytes",
+        )
         document = {name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": statistics(found.stats)}
         if (reason := found.cell) is not None:
             document["cell"] = {**reason.cell._asdict(), "shown_by": reason.shown_by, "hidden_by": reason.hidden_by}

@@ -278,11 +278,10 @@ class MaskMethods(MaskPictures):
         ``chunk_window``, ``bidirectional_spans``, ``prefix_tree`` and ``eviction``, with data for each sequence where it differs,
         or one such mask for each head. Otherwise it stays as it is, and so do tables in the arguments of named masks.
 
-        All cells are read: on a GPU this forces host syncs.
+        All cells are read: on a GPU this forces host syncs, and a table without values, as on ``meta``, stays as it is.
 
         Raises:
-            OperandError: a table without values, on ``meta`` or in a graph.
-            LoweringError: a table of more than 4 GiB.
+            LoweringError: a table of more than 4 GiB, or of other integers than 0 and 1.
         """
         from flexmask.tracing.cells import recognize_tables
 

@@ -74,6 +74,8 @@ class Explanation:
     Attributes:
         mask: the mask as it was written, with the words of its named parts.
         definition: the mask with every named mask replaced by its definition.
+        recognized: the mask with named masks in place of its dense tables, as :meth:`flexmask.Mask.recognize` finds them; empty
+            where it has no table, or none is found.
         leaves: the conditions in it, solved for the key where possible.
         exact: whether its rows are exact key intervals; otherwise cells are evaluated in some blocks.
         intervals: the most key intervals of a row, or of its upper bound where the rows are not exact.
@@ -88,6 +90,7 @@ class Explanation:
 
     mask: str
     definition: str
+    recognized: str
     leaves: tuple[Leaf, ...]
     exact: bool
     intervals: int
@@ -120,6 +123,7 @@ class Explanation:
         return [
             ("mask", self.mask),
             *([("definition", self.definition)] if self.definition != self.mask else []),
+            *([("recognized", self.recognized)] if self.recognized else []),
             ("lengths", f"{stats.q_len:,} queries x {stats.kv_len:,} keys, {groups}"),
             *(("conditions" if i == 0 else "", f"{leaf.text}: {leaf.kind}") for i, leaf in enumerate(self.leaves)),
             ("rows", rows),
@@ -179,6 +183,7 @@ def explain(
     return Explanation(
         mask=mask.spoken(),
         definition=mask.expand().spoken(),
+        recognized="" if (found := mask.recognize()) is mask else found.spoken(),
         leaves=tuple(_leaf(condition, context, bounds) for condition in _conditions(separate(context.mask))),
         exact=bounds.exact,
         intervals=int(counts.max()),

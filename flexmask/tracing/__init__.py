@@ -1,7 +1,8 @@
 """Tracing: from the ``mask_mod`` functions that FlexAttention takes to masks.
 
 Takes a ``mask_mod``, which it calls once with proxies; gives a mask, in which named masks have their names and operations without
-an expression are opaque calls. ``create_block_mask`` replaces torch's function of this name.
+an expression are opaque calls. ``create_block_mask`` replaces torch's function of this name. `cells` finds named masks in dense
+tables, for :meth:`flexmask.Mask.recognize`.
 """
 
 from flexmask.tracing.as_mask import MaskLike, as_mask

@@ -36,7 +36,6 @@ from flexmask.catalogue import (
     sink_window,
     sliding_window,
 )
-from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask, Named, Not
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Table
@@ -62,7 +61,7 @@ def _named(node: Node) -> Node | None:
 
 def _of_table(mask: Mask, table: Table) -> Mask | None:
     if is_captured() or not has_values(table.to_tensor()):
-        raise OperandError(f"recognize reads the cells of {mask.brief()}, which have no values in a graph and on meta")
+        return None
     q_len, kv_len = cast("tuple[int, int]", table.shape[-2:])
     cells = mask.dense(q_len, kv_len)
     if not cells.numel():

@@ -232,7 +232,18 @@ def test_list_of_one() -> None:
 
 def test_explain() -> None:
     found = answer("explain", "causal & (q * kv % 3 == 1)", "--seq-len", "6", "--block-size", "3")
-    assert {"mask", "definition", "leaves", "exact", "intervals", "form", "open_blocks", "row_bytes", "dense_bytes"} <= set(found)
+    assert {
+        "mask",
+        "definition",
+        "recognized",
+        "leaves",
+        "exact",
+        "intervals",
+        "form",
+        "open_blocks",
+        "row_bytes",
+        "dense_bytes",
+    } <= set(found)
     assert found["mask"] == "causal & (q * kv % 3 == 1)"
     assert found["exact"] is False
     assert sorted(leaf["separable"] for leaf in found["leaves"]) == [False, True]

@@ -105,6 +105,14 @@ def test_traced_functions() -> None:
     assert [leaf.separable for leaf in found.leaves].count(False) == 1
 
 
+def test_dense_tables_have_the_masks_that_they_are() -> None:
+    cells = torch.ones(20, 20, dtype=torch.bool).tril() & (torch.arange(20) < 12)
+    assert "recognized  causal & key_padding(lengths=12)" in str(fm.explain(fm.from_dense(cells), 20)).splitlines()
+    for mask in (fm.causal(), fm.from_dense(cells ^ (torch.arange(20) % 7 == 3))):
+        assert not fm.explain(mask, 20).recognized
+        assert "recognized" not in str(fm.explain(mask, 20))
+
+
 def test_lengths_that_do_not_fit() -> None:
     with pytest.raises(LoweringError, match="4"):
         fm.explain(fm.document([0, 0, 1, 1]), 9)

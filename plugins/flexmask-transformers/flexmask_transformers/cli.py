@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import transformers
@@ -74,10 +74,23 @@ def check(ctx: click.Context, config: Path, implementations: tuple[str, ...], as
 @click.option(
     "--text", "texts", multiple=True, required=True, help="A document, of which each word is a token; several are packed."
 )
+@click.option(
+    "--attention",
+    type=click.Choice(["flexmask", "sdpa", "eager"]),
+    default="flexmask",
+    help="The attn_implementation. [default: flexmask]",
+)
 @click.option("--layer", metavar="NAME|N", help="Draw the mask of this layer alone. [default: each mask once]")
 @click.option("--why", is_flag=True, help="Color each hidden cell by the term of the mask that masks it out.")
 @output_option("instead of drawing in the terminal")
-def render(config: Path, texts: tuple[str, ...], layer: str | None, why: bool, output: Path | None) -> None:
+def render(
+    config: Path,
+    texts: tuple[str, ...],
+    attention: Literal["flexmask", "sdpa", "eager"],
+    layer: str | None,
+    why: bool,
+    output: Path | None,
+) -> None:
     """Draw the masks of a model for some texts, with their words on the axes.
 
     \b
@@ -89,7 +102,7 @@ def render(config: Path, texts: tuple[str, ...], layer: str | None, why: bool, o
     if not all(words):
         raise UserError("a --text has no word")
     with _questions(), spinner("running the model"):
-        masks = _masks(config, [len(document) for document in words])
+        masks = _masks(config, [len(document) for document in words], attention)
     chosen = _chosen(masks, layer, sum(map(len, words)))
     if output is not None and len(chosen) > 1:
         raise UserError(f"the layers have {len(chosen)} masks, and a file has one; choose with --layer, from {', '.join(masks)}")
@@ -104,7 +117,7 @@ def render(config: Path, texts: tuple[str, ...], layer: str | None, why: bool, o
         mask.show(len(tokens), **options)
 
 
-def _masks(config: Path, lengths: list[int]) -> dict[str, Mask]:
+def _masks(config: Path, lengths: list[int], attention: Literal["flexmask", "sdpa", "eager"]) -> dict[str, Mask]:
     """The mask of each layer for documents that are packed into one row."""
     import torch
 
@@ -112,8 +125,9 @@ def _masks(config: Path, lengths: list[int]) -> dict[str, Mask]:
     from flexmask_transformers.recording import masks_of
 
     positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
-    packed = {"position_ids": positions} if len(lengths) > 1 else {}
-    return masks_of(small_model(config), input_ids=torch.ones_like(positions), use_cache=False, **packed)
+    packed: dict[str, Any] = {"position_ids": positions} if len(lengths) > 1 else {}
+    model = small_model(config)
+    return masks_of(model, attention=attention, input_ids=torch.ones_like(positions), use_cache=False, **packed)
 
 
 def _chosen(masks: dict[str, Mask], layer: str | None, length: int) -> dict[str, Mask]:

@@ -150,6 +150,8 @@ def _takes_all(mask: Tensor, index: Any) -> bool:
 def to_mask(attention_mask: Tensor) -> Mask:
     """The Mask that a tensor of transformers stands for.
 
+    A tensor of four axes has names where it shows the cells of named masks: see :meth:`flexmask.Mask.recognize`.
+
     Args:
         attention_mask: what ``create_causal_mask`` and its relatives give: a :class:`ModelMask`, ``bool[B, H, q_len, kv_len]`` of
             ``"sdpa"``, or ``float[B, H, q_len, kv_len]`` of ``"eager"``, with 0 for visible and the least number or ``-inf`` for
@@ -168,7 +170,7 @@ def to_mask(attention_mask: Tensor) -> Mask:
     if attention_mask.dim() == 2:
         return key_padding(keep=attention_mask)
     if not attention_mask.is_floating_point():
-        return from_dense(truth_values(attention_mask))
+        return from_dense(truth_values(attention_mask)).recognize()
     if attention_mask.device.type == "meta":
         raise OperandError("to_mask reads the values of a float mask, and this one is on meta, where it has none")
     visible = attention_mask == 0
@@ -177,4 +179,4 @@ def to_mask(attention_mask: Tensor) -> Mask:
             "to_mask takes float masks of 0 and the least number of their dtype or -inf; this one has other values, as a "
             "position bias has, which is no mask"
         )
-    return from_dense(visible)
+    return from_dense(visible).recognize()

@@ -127,6 +127,12 @@ class TestCommandLine:
         assert "causal & document(ids=<int64[1, 7]>)" in out
         assert "slept" in out
 
+    def test_render_the_masks_of_sdpa(self, config: Path) -> None:
+        code, out, _ = run("render", config, "--text", "The black cat sat down", "--text", "and slept", "--attention", "sdpa")
+        assert code == 0
+        assert "sliding_window(left=3, right=0) & document(lengths=[5, 2])" in out
+        assert "causal & document(lengths=[5, 2])" in out
+
     def test_masks_of_one_text_with_other_data_are_drawn_each(self) -> None:
         masks = [flexmask.key_padding(torch.tensor([length])) for length in (3, 2, 3)]
         assert [str(mask) for mask in masks] == [str(masks[0])] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flexmask_transformers
 import pytest
@@ -53,6 +53,36 @@ class TestMasksOf:
     def test_masks_have_names(self, name: str, layer: str, inputs: dict[str, Any], text: str) -> None:
         assert str(flexmask_transformers.masks_of(pair(name)[0], input_ids=tokens(), **inputs)[layer]) == text
 
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize(
+        ("name", "inputs", "texts"),
+        [
+            ("llama", {}, ["causal"]),
+            ("llama", {"attention_mask": padding("left")}, ["causal & key_padding(start=[0, 3])"]),
+            ("llama", {"position_ids": positions(5, 7), "use_cache": False}, ["causal & document(lengths=[5, 7])"]),
+            ("llama", {"position_ids": positions(5, 7)}, ["causal"]),
+            ("gemma3", {}, ["sliding_window(left=3, right=0)", "causal"]),
+            ("llama4", {}, ["causal & chunked(size=4)", "causal"]),
+            ("bert", {"attention_mask": padding("right")}, ["key_padding(lengths=[12, 9])"]),
+            ("t5", {"decoder_input_ids": tokens()}, ["full", "causal"]),
+        ],
+    )
+    def test_implementations_of_transformers(
+        self, name: str, inputs: dict[str, Any], texts: list[str], attention: Literal["sdpa", "eager"]
+    ) -> None:
+        """Their own tensors, which leak between the documents of a row that comes with a cache."""
+        given = {"input_ids": tokens(), **inputs}
+        found = flexmask_transformers.masks_of(pair(name)[0], attention=attention, **given)
+        assert list(dict.fromkeys(map(str, found.values()))) == texts
+
+    def test_a_static_cache_of_sdpa(self) -> None:
+        _, ours = pair("llama")
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+        ours(tokens(1, 5), past_key_values=cache, use_cache=True)
+        mask = flexmask_transformers.masks_of(ours, attention="sdpa", input_ids=tokens(1, 3), past_key_values=cache)[LAST]
+        assert str(mask) == "causal(offset=5)"
+        assert ours.config._attn_implementation == "flexmask"
+
     @pytest.mark.parametrize("side", ["right", "left"])
     @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "mistral"])
     def test_cells_are_those_of_transformers(self, name: str, side: str) -> None:
@@ -91,6 +121,10 @@ class TestMasksOf:
         config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
         with pytest.raises(ValueError, match="FalconForCausalLM does not support"):
             flexmask_transformers.masks_of(transformers.FalconForCausalLM(config), input_ids=tokens())
+        with pytest.raises(OperandError, match="no layer of FalconForCausalLM calls the attention of transformers"):
+            flexmask_transformers.masks_of(transformers.FalconForCausalLM(config), attention="eager", input_ids=tokens())
+        with pytest.raises(ExpressionError, match="must be 'flexmask', 'sdpa' or 'eager', got 'flash'"):
+            flexmask_transformers.masks_of(pair("llama")[0], attention="flash", input_ids=tokens())  # type: ignore[arg-type]
 
 
 def with_dense_mask(eager: Any, cells: torch.Tensor) -> Any:
@@ -328,6 +362,8 @@ class TestToMask:
             )
             mask = flexmask_transformers.to_mask(made)
             assert mask.equals(causal() & flexmask.key_padding(keep=padding("left")), 12, batch=2), implementation
+            start = "keep=<bool[2, 12]>" if implementation == "flexmask" else "start=[0, 3]"
+            assert str(mask) == f"causal & key_padding({start})"
 
     def test_of_a_tokenizer(self) -> None:
         assert str(flexmask_transformers.to_mask(padding("left"))) == "key_padding(keep=<int64[2, 12]>)"

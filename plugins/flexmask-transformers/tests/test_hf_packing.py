@@ -83,7 +83,7 @@ class TestSeveralDescriptions:
         eager, ours = pair("llama")
         wanted = documents_alone(eager, tokens(1), LENGTHS)
         for use_cache in (False, True):
-            given = {**OTHERS, "position_ids": positions(*LENGTHS), "use_cache": use_cache}
+            given: dict[str, Any] = {**OTHERS, "position_ids": positions(*LENGTHS), "use_cache": use_cache}
             assert_close(ours(tokens(1), **given).logits, wanted, **CLOSE)
             masks = masks_of(ours, input_ids=tokens(1), **given)
             assert {str(mask) for mask in masks.values()} == {"causal & document(ids=<int64[1, 12]>)"}
@@ -337,7 +337,7 @@ def test_a_layer_without_a_mask_refuses_packed_rows(is_graph: bool) -> None:
 def test_masks_next_to_a_tensor_have_the_documents() -> None:
     _, ours = pair("llama")
     visible = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
-    packed = {"attention_mask": visible, "cu_seq_lens_q": torch.tensor([0, 5, 9, 12], dtype=torch.int32)}
+    packed: dict[str, Any] = {"attention_mask": visible, "cu_seq_lens_q": torch.tensor([0, 5, 9, 12], dtype=torch.int32)}
     ids = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
     for mask in masks_of(ours, input_ids=tokens(1), **packed).values():
         assert torch.equal(mask.dense(12), visible & (ids[:, None] == ids))

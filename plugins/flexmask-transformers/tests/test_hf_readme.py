@@ -27,6 +27,7 @@ def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(block.replace("use_cpu=True", "use_cpu=True, disable_tqdm=True"), names)
     printed = capsys.readouterr().out
     assert "causal & key_padding(keep=<bool[2, 6]>)" in printed
+    assert "causal & document(ids=<int64[1, 6]>)\ncausal\n" in printed
     assert "flexmask  position_ids, with a cache                  isolated" in printed
     assert re.search(r"sdpa      position_ids, with a cache                  LEAKS by [\d.e-]+ into positions 5-15", printed)
 
