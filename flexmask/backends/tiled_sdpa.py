@@ -165,7 +165,7 @@ def _bound(mask: Mask, call: Call) -> Context:
 def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) -> tuple[Fused, Visible | None]:
     """As :func:`_visible`. With ``shapes_only`` the mask is only checked, and the bounds are placeholders."""
     context = _bound(mask, call)
-    if plain and (fused := fused_kind(context)):
+    if plain and (fused := fused_kind(context.with_lengths(context.mask), context.q_offset)):
         return fused, None
     if shapes_only:
         return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32, device="cpu").to(context.device), None)

@@ -207,7 +207,8 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
-    return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context))
+    # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
+    return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context.mask, context.q_offset))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

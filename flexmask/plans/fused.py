@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from torch import Tensor
+
 from flexmask.expr.index import q
 from flexmask.expr.linear import Linear
-from flexmask.expr.mask import Truth
-from flexmask.intervals.context import Context
+from flexmask.expr.mask import Mask, Truth
 from flexmask.intervals.solve import Span, separate
 
 __all__ = ["Fused", "fused_kind"]
@@ -19,10 +20,8 @@ Fused: TypeAlias = Literal["whole", "causal"] | None
 CAUSAL = Span(None, Linear.of(q + 1).index())
 
 
-def fused_kind(context: Context) -> Fused:
-    """The kind of the mask of a lowering context."""
-    mask = context.with_lengths(context.mask)
+def fused_kind(mask: Mask, q_offset: int | Tensor) -> Fused:
+    """The kind of a mask whose queries begin at an offset."""
     if mask == Truth(True):
         return "whole"
-    starts_at_0 = isinstance(context.q_offset, int) and context.q_offset == 0
-    return "causal" if starts_at_0 and separate(mask) == CAUSAL else None
+    return "causal" if isinstance(q_offset, int) and q_offset == 0 and separate(mask) == CAUSAL else None

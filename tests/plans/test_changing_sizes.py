@@ -188,7 +188,7 @@ def test_code_of_inductor_for_20_sizes(name: str, dynamic: bool | None) -> None:
 
 
 #: Those of which each run has the traced graph: `eager` lowers a mask again at each call. The tests of 20 sizes have three more.
-TRACED = ["contiguous ids", "ids, evaluated cell by cell", "prefix", "heads", "aligned right"]
+TRACED = ["contiguous ids", "ids, evaluated cell by cell", "prefix", "heads"]
 UNTRACED = [name for name in MASKS if name not in TRACED]
 
 
