@@ -27,10 +27,10 @@ from tests.support.ranks import exit_codes, run_ranks
 
 def two_ranks(rank: int) -> None:
     checks = Checks()
-    check_cases(checks, every=4)
+    check_cases(checks, every=6)
     check_drawn(checks, 6)
+    checks("a model", models.check_model, "heads")  # the compiled one below distributes keys
     for strategy in ("keys", "heads"):
-        checks(f"a model, {strategy}", models.check_model, strategy)
         checks(
             f"a model with checkpoints and dropout, {strategy}",
             lambda s=strategy: models.check_model(s, dropout=0.3, checkpointed=True),
@@ -41,7 +41,6 @@ def two_ranks(rank: int) -> None:
     checks("compiled once", models.check_compiled_once)
     checks("tokens", models.check_tokens)
     checks("torch's own context parallelism", models.check_torch_context_parallel)
-    checks("backward outside", models.check_backward_outside)
     checks("errors", models.check_errors)
     checks("calls that differ", models.check_calls_that_differ)
     checks.report()
@@ -78,6 +77,7 @@ def many_checks(rank: int) -> None:
     check_drawn(checks, 100)
     if dist.get_world_size() == 2:
         checks("compiled FlexAttention", models.check_compiled_flex)
+        checks("backward outside", models.check_backward_outside)
         checks("a compiled model", models.check_model, "keys", "aot_eager")
     checks.report()
 

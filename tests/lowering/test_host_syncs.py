@@ -62,7 +62,7 @@ def truths(device: str, *sizes: int) -> Tensor:
 #: Each named mask with its sources of data, under the name that the documentation has for it, at a length on a device.
 MASKS: dict[str, Callable[[int, str], Mask]] = {
     "bidirectional_spans": lambda n, at: fm.masks.bidirectional_spans(numbers(at, n)),
-    "bigbird": lambda n, at: fm.masks.bigbird(n // 32, 32),
+    "bigbird": lambda n, at: fm.masks.bigbird(8, n // 8),
     "block_causal": lambda n, at: fm.masks.block_causal(64),
     "block_diffusion": lambda n, at: fm.masks.block_diffusion(n // 2, 32),
     "block_diffusion(ids=)": lambda n, at: fm.masks.block_diffusion(n // 2, 32, numbers(at, n // 2)),
