@@ -197,7 +197,7 @@ def block_diffusion(
     noised, clean = kv // n, (kv - total) // n
     own = (q < total) & (kv < total) & (noised == q // n)
     before = (q < total) & (clean < q // n)
-    upto = (q >= total) & (clean <= (q - total) // n)
+    upto = (q >= total) & (clean <= q % total // n)
     return own | ((kv >= total) & (kv < total * 2) & (before | upto))
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
 
+#: Each random block of a row is a condition of the mask.
+MAX_RANDOM = 64
+
 
 @named
 def bigbird(
@@ -26,7 +29,7 @@ def bigbird(
     """Blocks attend to global blocks, the blocks around their own and a fixed number of random ones; global blocks to all.
 
     Predicate: ``(x < global_blocks) | (y < global_blocks) | (abs(x - y) <= around) | (y in chosen[x])`` with the blocks
-    ``x = q // size`` and ``y = kv // size``; keys after the blocks are masked out
+    ``x = q // size`` and ``y = kv // size``; keys after the blocks are masked out, and queries after them have no ``chosen[x]``
 
     ``bigbird(blocks=6, size=1, random_blocks=1, seed=1)`` at 6 x 6::
 
@@ -40,24 +43,26 @@ def bigbird(
     Args:
         blocks: the number of blocks of the sequence.
         size: tokens in a block.
-        random_blocks: how many other blocks each block attends to by chance; fewer where there are not so many.
+        random_blocks: how many other blocks each block attends to by chance, at most 64; fewer where there are not so many.
         global_blocks: the first blocks, which attend to and are attended to by all.
         around: blocks to either side of its own that a block attends to.
         seed: of the choice, which is the same on every device.
 
     Raises:
-        ExpressionError: fewer than one block, a size below 1, or another number below 0.
+        ExpressionError: fewer than one block, a size below 1, another number below 0, or more than 64 random blocks.
 
     Source: BigBird, https://arxiv.org/abs/2007.14062
     """
     n, count = fixed_int(blocks, "bigbird: blocks", 1), int_or_index(size, "bigbird: size", 1)
-    most, few = fixed_int(random_blocks, "bigbird: random_blocks"), fixed_int(global_blocks, "bigbird: global_blocks")
+    most = fixed_int(random_blocks, "bigbird: random_blocks", most=MAX_RANDOM)
+    few = fixed_int(global_blocks, "bigbird: global_blocks")
     reach, draw = fixed_int(around, "bigbird: around"), Random(fixed_int(seed, "bigbird: seed"))
     others = [[block for block in range(few, n) if abs(own - block) > reach] for own in range(n)]
     chosen = [sorted(draw.sample(row, min(most, len(row)))) for row in others]
-    table = as_table([row + [-1] * (most - len(row)) for row in chosen], "bigbird: chosen") if most else None
+    width = max(map(len, chosen))
+    table = as_table([row + [-1] * (width - len(row)) for row in [*chosen, []]], "bigbird: chosen") if width else None
     x, y = q // count, kv // count
-    by_chance = [] if table is None else [table[minimum(x, n - 1), place] == y for place in range(most)]
+    by_chance = [] if table is None else [table[minimum(x, n), place] == y for place in range(width)]
     return Or.make((x < few, y < few, (y >= x - reach) & (y <= x + reach), *by_chance)) & (y < n)
 
 

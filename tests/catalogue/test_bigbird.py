@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexmask as fm
+from flexmask.errors import ExpressionError
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,17 @@ def test_the_number_of_blocks(blocks: int, random_blocks: int, global_blocks: in
         found = {y for y in range(blocks) if seen[own, y]}
         assert near <= found
         assert len(found - near) == min(random_blocks, blocks - len(near))
+
+
+def test_queries_after_the_blocks_have_no_random_ones() -> None:
+    cells = fm.masks.bigbird(12, 1, random_blocks=4).dense(16, 12)[0, 0]
+    assert cells[12:].nonzero().tolist() == [[0, 0], [0, 11], [1, 0], [2, 0], [3, 0]]
+
+
+def test_limit() -> None:
+    assert fm.masks.bigbird(3, 1, random_blocks=64).dense(3).all()
+    with pytest.raises(ExpressionError, match=r"bigbird: random_blocks must be at most 64, got 65"):
+        fm.masks.bigbird(200, 1, random_blocks=65)
 
 
 def test_seeds() -> None:

@@ -44,6 +44,7 @@ PLAIN: dict[str, Build] = {
     "chunk_window": (lambda: fm.masks.chunk_window(3, left=1), oracle.chunk_window(3, 1)),
     "chunk_window own": (lambda: fm.masks.chunk_window(2, left=0), oracle.chunk_window(2, 0)),
     "block_diffusion": (lambda: fm.masks.block_diffusion(8, 3), oracle.block_diffusion(8, 3)),
+    "block_diffusion beyond its halves": (lambda: fm.masks.block_diffusion(3, 2), oracle.block_diffusion(3, 2)),
     "svg_spatial": (lambda: fm.masks.svg_spatial(3, width=1, prompt=2), oracle.svg_spatial(3, 1, 2)),
     "svg_spatial sinks": (
         lambda: fm.masks.svg_spatial(4, width=1.5, sinks=1, round_to=4),

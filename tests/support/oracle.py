@@ -231,7 +231,7 @@ def block_diffusion(length: int, size: int) -> Predicate:
         own, other = q % length // size, kv % length // size
         if kv < length:
             return q < length and own == other
-        return own > other if q < length else own >= other
+        return kv < 2 * length and (own > other if q < length else own >= other)
 
     return allowed
 
