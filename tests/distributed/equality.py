@@ -20,6 +20,7 @@ from torch import Tensor
 import flexmask as fm
 from flexmask import Mask
 from flexmask.distributed import ContextParallel
+from flexmask.packing import pack_prefixes
 from tests.support import oracle
 from tests.support.strategies import Shape, mask_cases
 
@@ -55,6 +56,20 @@ def document_of(length: int) -> Tensor:
     return torch.searchsorted(boundaries(length)[1:], torch.arange(length), right=True)
 
 
+def depths(length: int) -> Tensor:
+    """The depths of the tokens of trees in two sequences."""
+    places = torch.arange(length)
+    return torch.stack([places % 16 % 5 + places % 16 // 10, places % 7])
+
+
+def is_ancestor(depths: Tensor) -> Cells:
+    """Whether a key is the query itself or above it: no token from behind the key up to the query is as high as the key."""
+    found = torch.eye(depths.shape[1], dtype=torch.bool).repeat(BATCH, 1, 1)
+    for query in range(1, depths.shape[1]):
+        found[:, query] |= found[:, query - 1] & (depths[:, query, None] > depths)
+    return lambda b, h, q, kv: found[b, q, kv]
+
+
 def opaque(b: Any, h: Any, q: Any, kv: Any) -> Any:
     """A mask_mod with an operation that no expression has."""
     return (torch.bitwise_xor(q, kv) % 5 < 3) & (kv <= q + 3)
@@ -85,6 +100,7 @@ CASES = {
         lambda n: fm.prefix_lm([n // 2, n // 5]),
         lambda n: lambda b, h, q, kv: (kv < torch.tensor([n // 2, n // 5])[b]) | (kv <= q),
     ),
+    "prefix trees": Case(lambda n: fm.masks.prefix_tree(position_ids=depths(n)), lambda n: is_ancestor(depths(n))),
     "padding of each sequence": Case(
         lambda n: fm.causal() & fm.key_padding([n, n // 2]) & fm.query_padding([n, n // 2]),
         lambda n: lambda b, h, q, kv: (kv <= q) & (torch.maximum(q, kv) < torch.tensor([n, n // 2])[b]),
@@ -160,6 +176,33 @@ def check_case(case: Case, length: int, balance: Any, strategy: Any, kv_heads: i
     mask = case.mask(length)
     cp = ContextParallel(None, mask, length, balance=balance, strategy=strategy, batch=BATCH, heads=HEADS, block_size=16)
     check_attention(cp, mask, table(case.cells(length), length), kv_heads)
+
+
+def check_packed_prefixes(strategy: Any) -> None:
+    """The outputs, the losses and the gradients of samples that share their prefixes are those of each sample alone."""
+    samples = [[3, 1, 4, 1, 5], [3, 1, 4, 2], [2, 7], [3, 1], [3, 1, 4, 1, 5, 9, 2, 6], [2, 8, 1]]
+    packed, generator = pack_prefixes(samples), torch.Generator().manual_seed(0)
+    sizes = [(10, 8, 3, HEADS, WIDTH), *((len(sample), HEADS, WIDTH) for sample in samples)]
+    states, *weights = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    states.requires_grad_()  # the query, key and value of each token at each position
+
+    def heads(tokens: Tensor, positions: Tensor) -> list[Tensor]:
+        return [x.transpose(1, 2) for x in states[tokens, positions].unbind(2)]
+
+    cp = ContextParallel(None, packed.mask, packed.tokens.shape[1], strategy=strategy, batch=1, heads=HEADS)
+    weight = cp.shard(packed.scatter(weights).transpose(1, 2), 2)
+    with cp:
+        out = attention(*(cp.shard(x, 2) for x in heads(packed.tokens, packed.position_ids)), packed.mask)
+        (grad,) = torch.autograd.grad((out * weight).sum(), states)
+    dist.all_reduce(grad)
+    wanted = []
+    for sample in samples:
+        query, key, value = heads(torch.tensor([sample]), torch.arange(len(sample))[None])
+        wanted.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[0].transpose(0, 1))
+    for found, one in zip(packed.gather(cp.unshard(out.detach(), 2).transpose(1, 2)), wanted, strict=True):
+        torch.testing.assert_close(found, one.detach(), **EXACT)
+    loss = torch.stack([(one * own).sum() for one, own in zip(wanted, weights, strict=True)]).sum()
+    torch.testing.assert_close(grad, torch.autograd.grad(loss, states)[0], **EXACT)
 
 
 def check_drawn(checks: Checks, count: int) -> None:

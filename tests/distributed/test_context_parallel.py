@@ -20,7 +20,7 @@ from flexmask.distributed import ContextParallel
 from flexmask.distributed.agreement import fingerprint
 from flexmask.errors import LoweringError
 from tests.distributed import models
-from tests.distributed.equality import LONG, Checks, attention, check_cases, check_drawn
+from tests.distributed.equality import LONG, Checks, attention, check_cases, check_drawn, check_packed_prefixes
 from tests.support.exhaustive import exhaustive
 from tests.support.ranks import exit_codes, run_ranks
 
@@ -36,6 +36,7 @@ def two_ranks(rank: int) -> None:
             lambda s=strategy: models.check_model(s, dropout=0.3, checkpointed=True),
         )
         checks(f"calls, {strategy}", models.check_calls, strategy)
+        checks(f"packed prefixes, {strategy}", check_packed_prefixes, strategy)
         checks(f"mixed precision, {strategy}", models.check_mixed_precision, strategy)
     checks("a compiled model", models.check_model, "keys", "eager")
     checks("compiled once", models.check_compiled_once)
