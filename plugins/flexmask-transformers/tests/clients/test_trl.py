@@ -8,8 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from hf_alone import DOCUMENTS, SETTINGS, check_trainer, llama, loss_alone, next_tokens, saved_llama, text, tokenizer
+from hf_alone import (
+    DOCUMENTS,
+    SETTINGS,
+    assert_same_training,
+    check_trainer,
+    llama,
+    logged,
+    loss_alone,
+    next_tokens,
+    saved_llama,
+    text,
+    tokenizer,
+)
 from torch.nn.functional import logsigmoid
+
+from tests.support.pages import run_page
 
 trl: Any = pytest.importorskip("trl")
 peft: Any = pytest.importorskip("peft")
@@ -18,6 +32,7 @@ datasets: Any = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning")  # names of transformers 5 for checkpointing
 #: Tokens in the prompt of each document.
 PROMPTS = [len(document) // 3 for document in DOCUMENTS]
+RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "grpo.md"
 MIXED = pytest.mark.parametrize("is_mixed", [False, True], ids=["float32", "bf16"])
 
 
@@ -146,3 +161,46 @@ def test_dpo(tmp_path: Path, is_mixed: bool) -> None:
 
     parts = [part(prompt, *both) for prompt, both in zip(prompts, completions, strict=True)]
     check_trainer(trainer, llama("eager"), parts, is_mixed)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_recipe_of_grpo_on_a_tree(tmp_path: Path, loss_type: str) -> None:
+    """As TRL's own trainer, with a reference model and with samples that are used twice, so that probabilities change."""
+    names: Any = run_page(RECIPE)
+    options = {
+        "bf16": False,
+        "loss_type": loss_type,
+        "beta": 0.1,
+        "num_iterations": 2,
+        "num_generations": 4,
+        "max_completion_length": 6,
+    }
+    saved, prompts = saved_llama(tmp_path / "model"), [text(document[:4]) for document in DOCUMENTS[:2]]
+    trainers, sizes = [], []
+
+    class Counting(names["TreeGRPOTrainer"]):  # type: ignore[misc]
+        """Notes the tokens that the model is given for its log-probabilities."""
+
+        def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+            hook = model.register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
+            with hook:
+                return super()._get_per_token_logps_and_entropies(model, *args, **options)
+
+    for kind, attention in ((trl.GRPOTrainer, "eager"), (Counting, "flexmask")):
+        made = kind(
+            saved,
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            args=trl.GRPOConfig(
+                **SETTINGS, **options, output_dir=str(tmp_path / "out"), model_init_kwargs={"attn_implementation": attention}
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer(),
+        )
+        start = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+        made.train()
+        trainers.append(made)
+    theirs, ours = trainers
+    assert_same_training(logged(ours), ours.model, logged(theirs), theirs.model, start, is_mixed=False)
+    padded = 8 * (4 + 6)
+    assert sizes
+    assert max(sizes) < 0.8 * padded
