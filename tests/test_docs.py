@@ -19,7 +19,7 @@ from tests.support.pages import blocks_of, run_page
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "auto_tutorials" not in page.parts and blocks_of(page)]
 #: Packages that pages import, and that not every environment has.
-OPTIONAL = ["attn_gym", "flexmask_attention_gym", "flexmask_transformers", "transformers", "trl"]
+OPTIONAL = ["attn_gym", "diffusers", "flexmask_attention_gym", "flexmask_transformers", "transformers", "trl", "x_transformers"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
