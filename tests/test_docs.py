@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -22,12 +24,26 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "auto_tutorials" not in 
 OPTIONAL = ["attn_gym", "diffusers", "flexmask_attention_gym", "flexmask_transformers", "transformers", "trl", "x_transformers"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
+def forks(page: Path) -> bool:
+    """Whether a page starts ranks as forks, which need a parent without threads: a process of its own."""
+    return 'start_method="fork"' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if forks(page) else []) for page in PAGES],
+    ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix(),
+)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.MULTILINE))
     for package in imported.intersection(OPTIONAL):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    if forks(page):
+        code = f"from pathlib import Path; from tests.support.pages import run_page; run_page(Path({str(page)!r}))"
+        ran = subprocess.run([sys.executable, "-c", code], cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        return
     monkeypatch.chdir(tmp_path)
     run_page(page)
     plt.close("all")
