@@ -114,6 +114,7 @@ def train(rank: int, world: int, port: int, folder: Path, arguments: list[str]) 
         load("packed_text").main(arguments, standalone_mode=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [by_forks, *exhaustive([by_torchrun])])
 def test_tokens_distributed_over_processes(packed_text: ModuleType, tmp_path: Path, launch: Any) -> None:
     """The losses are those of one process, also after a run that was stopped, with another number of processes."""

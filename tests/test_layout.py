@@ -14,7 +14,7 @@ import pytest
 import flexmask
 from flexmask.expr.names import NAMES
 from tests.support.examples import OWN_MASKS
-from tests.support.imports import HEAVY, loaded_after
+from tests.support.imports import HEAVY, loaded_after, loaded_after_each
 
 PACKAGE = Path(flexmask.__file__).parent
 
@@ -30,11 +30,22 @@ def test_expressions_import_without_torch() -> None:
     assert loaded_after(statement, HEAVY) == set()
 
 
-def test_attention_imports_neither_drawing_nor_the_compiler() -> None:
-    """The compiler takes longer to import than everything else, and only code that is compiled needs it."""
-    statement = "import flexmask; flexmask.attention; flexmask.plan; flexmask.MultiheadFlexAttention"
-    loaded = loaded_after(statement, {*HEAVY, "torch._dynamo"})
-    assert {"torch"} <= loaded <= {"torch", "numpy"}  # so that the check can fail
+def test_attention_imports_neither_drawing_nor_the_compiler_and_drawing_no_pyplot() -> None:
+    """The compiler takes longer to import than everything else, and only code that is compiled needs it.
+
+    What one statement may import shows that the check of the next can fail.
+    """
+    attention, drawing, pyplot = loaded_after_each(
+        [
+            "import flexmask; flexmask.attention; flexmask.plan; flexmask.MultiheadFlexAttention",
+            "flexmask.causal().plot(4)",
+            "import matplotlib.pyplot",
+        ],
+        {*HEAVY, "torch._dynamo", "matplotlib.pyplot"},
+    )
+    assert {"torch"} <= attention <= {"torch", "numpy"}
+    assert {"matplotlib"} <= drawing - attention <= {"matplotlib", "numpy"}
+    assert "matplotlib.pyplot" in pyplot
 
 
 def test_exports_are_sorted_and_exist() -> None:
