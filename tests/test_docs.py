@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from flexmask import registry
 from flexmask._suggestions import PACKAGES
 from tests.support.examples import OWN_MASKS
 from tests.support.pages import blocks_of, run_page
+from tests.support.ranks import fork_ranks
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "auto_tutorials" not in page.parts and blocks_of(page)]
@@ -27,6 +26,10 @@ OPTIONAL = ["attn_gym", "diffusers", "flexmask_attention_gym", "flexmask_transfo
 def forks(page: Path) -> bool:
     """Whether a page starts ranks as forks, which need a parent without threads: a process of its own."""
     return 'start_method="fork"' in page.read_text()
+
+
+def run_in_fork(_: int, page: Path) -> None:
+    run_page(page)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +43,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if forks(page):
-        code = f"from pathlib import Path; from tests.support.pages import run_page; run_page(Path({str(page)!r}))"
-        ran = subprocess.run([sys.executable, "-c", code], cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran.stderr
+        fork_ranks(1, run_in_fork, (page,))
         return
     monkeypatch.chdir(tmp_path)
     run_page(page)
