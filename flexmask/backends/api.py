@@ -21,6 +21,7 @@ from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
+from flexmask.backends.varlen import VARLEN
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
@@ -40,7 +41,7 @@ FEWER_AXES_HINTS = {
 #: The names of the options of FlexAttention's kernels.
 KERNEL_OPTIONS = tuple(sorted(FlexKernelOptions.__annotations__))
 
-for _backend in (TILED_SDPA, FLEX):
+for _backend in (TILED_SDPA, FLEX, VARLEN):
     register_backend(_backend)
 
 #: For the padding masks of other libraries, what to write.
@@ -127,7 +128,8 @@ def attention(
         backend: the name of a registered backend, or ``"auto"`` for the first that supports the call: see
             :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
             gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
-            blocks of queries, each against the keys that it attends to, with gradients on every device.
+            blocks of queries, each against the keys that it attends to, with gradients on every device. ``"varlen"``, by its name
+            alone, is ``torch.nn.attention.varlen.varlen_attn`` on CUDA, for the masks of :meth:`flexmask.Mask.varlen`.
         kernel_options: of ``"flex"``, which gives them to FlexAttention: see torch's ``FlexKernelOptions``. Where ``"auto"``
             takes ``"sdpa"``, as on the CPU, they have no effect; ``"sdpa"`` by name refuses them. What they promise must hold:
             ``ROWS_GUARANTEED_SAFE`` of a mask with fully masked rows gives NaN.

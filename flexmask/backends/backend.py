@@ -84,12 +84,14 @@ class Backend:
         run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts; where its
             ``return_lse`` is True, a pair of it and the logsumexp ``[B, H, q_len]``. It runs without autocast.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
+        automatic: whether ``backend="auto"`` may take it; else it is taken by its name alone.
     """
 
     name: str
     supports: Callable[[Call], str | None]
     run: Callable[[Call], Output]
     preferred_on: tuple[str, ...] = ()
+    automatic: bool = True
 
     def reason_against(self, call: Call) -> str | None:
         """The answer of ``supports``.
@@ -160,7 +162,8 @@ def check_backend(name: object) -> None:
 
 def ordered_backends(call: Call) -> list[Backend]:
     """The backends in the order in which ``backend="auto"`` tries them: those that prefer the query's device come first."""
-    return sorted(_BACKENDS.values(), key=lambda backend: call.query.device.type not in backend.preferred_on)
+    automatic = [backend for backend in _BACKENDS.values() if backend.automatic]
+    return sorted(automatic, key=lambda backend: call.query.device.type not in backend.preferred_on)
 
 
 def select(call: Call, name: str = "auto") -> Backend:

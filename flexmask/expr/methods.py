@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexmask.intervals.bounds import RowBounds
     from flexmask.intervals.context import Context
     from flexmask.lowering.mask_mod import Form, MaskMod
+    from flexmask.lowering.varlen import VarlenArguments
     from flexmask.plans.api import Plan
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
@@ -187,6 +188,38 @@ class MaskMethods(MaskPictures):
         if compute_dq_write_order:
             add_write_order(made, descending=dq_kv_order)
         return made
+
+    @names_explained(EQUIVALENTS)
+    def varlen(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> VarlenArguments:
+        """The arguments of ``torch.nn.attention.varlen.varlen_attn`` for the tokens of all sequences, one after the other.
+
+        It computes masks in which the queries and the keys are cut into segments, each query attends to keys of its own segment
+        alone, and one window ``(left, right)`` holds in all of them: packed documents that are full, causal or have a window,
+        also of other keys, and sequences with padding. They are found in the key intervals, however the mask is written, on the
+        CPU: data on another device is copied there, which forces a host sync.
+
+        Raises:
+            LoweringError: the mask is none of these; the message has the first query that does not fit.
+        """
+        from torch import Tensor
+
+        from flexmask._sync import resolve_device
+        from flexmask.lowering.varlen import varlen_arguments
+
+        mask = cast("Mask", self)
+        where = next((tensor.device for tensor in mask.tensors), None) if device is None else resolve_device(device)
+        offset = q_offset.cpu() if isinstance(q_offset, Tensor) else q_offset
+        made = varlen_arguments(mask.to("cpu")._context(q_len, kv_len, batch, heads, offset, None))
+        return made if where is None else made.to(where)
 
     @names_explained(EQUIVALENTS_OF_PLAN)
     def plan(

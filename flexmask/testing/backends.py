@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask._checks import checked_number, kind_of
 from flexmask.backends.api import attention
-from flexmask.backends.backend import Backend, Call, backend_names, get_backend
+from flexmask.backends.backend import Backend, Call, get_backend, ordered_backends
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.testing.findings import Finding
 from flexmask.testing.settings import Setting
@@ -35,7 +35,7 @@ def own_backends(setting: Setting) -> tuple[str, ...]:
         query = torch.empty(batch, heads, q_len, WIDTH, device=setting.device, requires_grad=True)
         key = torch.empty(batch, heads, kv_len, WIDTH, device=setting.device)
         call = Call(query, key, key, setting.mask, q_offset=setting.q_offset)
-        return tuple(name for name in backend_names() if get_backend(name).reason_against(call) is None)
+        return tuple(backend.name for backend in ordered_backends(call) if backend.reason_against(call) is None)
 
 
 def check_backends(

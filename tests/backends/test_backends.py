@@ -107,7 +107,7 @@ def test_a_wrong_backend_is_found(dense: list[Call]) -> None:
 
 
 def test_a_wrong_name_lists_those_there_are(dense: list[Call]) -> None:
-    listed = r"no backend has the name 'cudnn'; the registered backends are 'sdpa', 'flex', 'dense'"
+    listed = r"no backend has the name 'cudnn'; the registered backends are 'sdpa', 'flex', 'varlen', 'dense'"
     with pytest.raises(ExpressionError, match=listed):
         attention(QUERY, QUERY, QUERY, MASK, backend="cudnn")
     with pytest.raises(ExpressionError, match=listed):
@@ -153,4 +153,4 @@ def test_names_are_registered_once(name: str) -> None:
         register_backend(Backend(name, supports=supports_dense, run=run_dense))
     with pytest.raises(OperandError, match=r"flexmask.backends.Backend, got str"):
         register_backend("toy")  # type: ignore[arg-type]
-    assert backend_names() == before == ("sdpa", "flex")
+    assert backend_names() == before == ("sdpa", "flex", "varlen")
