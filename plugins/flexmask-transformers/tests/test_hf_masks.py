@@ -365,6 +365,15 @@ class TestToMask:
             start = "keep=<bool[2, 12]>" if implementation == "flexmask" else "start=[0, 3]"
             assert str(mask) == f"causal & key_padding({start})"
 
+    def test_a_dense_mask_in_place_of_the_own(self) -> None:
+        eager, ours = pair("llama")
+        cells = (causal() & document(lengths=[[5, 7], [12, 0]])).dense(12)
+        mask = flexmask_transformers.to_mask(torch.where(cells, 0.0, torch.finfo(torch.float32).min))
+        assert str(mask) == "causal & document(lengths=[[5, 7], [12, 0]])"
+        with flexmask_transformers.use_mask(ours, mask, combine="replace"):
+            found = ours(tokens()).logits
+        assert_close(found, with_dense_mask(eager, cells), rtol=1e-4, atol=2e-5)
+
     def test_of_a_tokenizer(self) -> None:
         assert str(flexmask_transformers.to_mask(padding("left"))) == "key_padding(keep=<int64[2, 12]>)"
 
