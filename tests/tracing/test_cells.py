@@ -47,6 +47,7 @@ TEXTS: dict[str, tuple[oracle.Predicate, int]] = {
     "sliding_window(left=2, right=None)": (oracle.sliding_window(2, None), 1),
     "shift(sliding_window(left=2, right=0), kv=-1)": (oracle.shift(oracle.sliding_window(2, 0), 0, -1), 1),
     "key_padding(lengths=7)": (oracle.key_padding(7), 2),
+    "key_padding(lengths=[7, 0])": (oracle.key_padding([7, 0]), 2),
     "causal & key_padding(start=[0, 3])": (oracle.both(oracle.causal(), oracle.key_start([0, 3])), 2),
     "key_padding(start=[2, 4]) & key_padding(lengths=[9, 12])": (
         oracle.both(oracle.key_padding([9, 12]), oracle.key_start([2, 4])),
@@ -61,6 +62,15 @@ TEXTS: dict[str, tuple[oracle.Predicate, int]] = {
         oracle.both(oracle.causal(), oracle.document([[0] * 5 + [1] * 7, [0] * 4 + [1] * 4 + [2] * 4])),
         2,
     ),
+    "document(lengths=[8, 4])": (oracle.document([0] * 8 + [1] * 4), 1),
+    "causal & document(lengths=[5, 4, 3]) & key_padding(start=5)": (
+        oracle.both(oracle.causal(), oracle.document([-1] * 5 + [0] * 4 + [1] * 3)),
+        1,
+    ),
+    "causal & document(lengths=[4, 3, 5]) & key_padding(keep=<bool[12]>)": (
+        oracle.both(oracle.causal(), oracle.document([0] * 4 + [-1] * 3 + [1] * 5)),
+        1,
+    ),
     "document(lengths=[3, 2, 4], padding=True)": (oracle.document(IDS), 1),
     "sliding_window(left=2, right=0) & document(lengths=[3, 2, 4], padding=True)": (
         oracle.both(oracle.sliding_window(2, 0), oracle.document(IDS)),
@@ -73,6 +83,7 @@ TEXTS: dict[str, tuple[oracle.Predicate, int]] = {
         oracle.both(oracle.both(oracle.causal(), oracle.key_start([1, 3])), oracle.chunked(4, [1, 3])),
         2,
     ),
+    "sink_window(sinks=2, left=0)": (oracle.sink_window(2, 0), 1),
     "sink_window(sinks=2, left=3)": (oracle.sink_window(2, 3), 1),
     "sink_window(sinks=2, left=3) & key_padding(start=[1, 0])": (
         oracle.both(oracle.sink_window(2, 3), oracle.key_start([1, 0])),
@@ -87,9 +98,14 @@ TEXTS: dict[str, tuple[oracle.Predicate, int]] = {
         oracle.both(oracle.causal(), oracle.eviction([4, 12, 7, 5, 8, 7, 12, 9, 10, 12, 11, 12])),
         1,
     ),
+    "eviction(steps=<int64[12]>)": (oracle.eviction([4] * 4 + [12] * 8), 1),
     "block_causal(size=3)": (oracle.block_causal(3), 1),
     "chunk_window(size=2, left=1)": (oracle.chunk_window(2, 1), 1),
     "bidirectional_spans(ids=<int64[12]>)": (oracle.bidirectional_spans([-1, 0, 0, -1, 1, 1, 1, 1, -1, -1, 2, 2]), 1),
+    "bidirectional_spans(ids=<int64[12]>) & key_padding(lengths=11)": (
+        oracle.both(oracle.bidirectional_spans([0] * 7 + [1] * 5), oracle.key_padding(11)),
+        1,
+    ),
     "per_head([causal, sliding_window(left=1, right=1)])": (
         oracle.per_head([oracle.causal(), oracle.sliding_window(1, 1)]),
         1,
@@ -194,7 +210,7 @@ def test_noise(seed: int) -> None:
 def test_what_has_no_name_is_unchanged() -> None:
     mask = from_dense(torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.5)
     assert mask.recognize() is mask
-    for other in (fm.causal() | (fm.kv < 3), fm.parse("from_dense(cells)"), fm.masks.shift(mask, q=1)):
+    for other in (fm.causal() | (fm.kv < 3), fm.parse("from_dense(cells)"), fm.masks.shift(from_dense([[1, 0], [1, 1]]), q=1)):
         assert other.recognize() is other
 
 
