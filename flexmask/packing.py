@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class Packed:
     previous: Tensor
     rows: list[int]
     places: list[Tensor]
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with all tensors, those of the mask too, on a device. Trainers call it for what a data loader gives."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Mask)}
+        return replace(self, **moved, places=[at.to(device) for at in self.places])
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """What rows have, ``[B, S, ...]``, for the tokens of each sample, a list of ``[n, ...]``; differentiable.

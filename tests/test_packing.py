@@ -114,6 +114,21 @@ def test_the_best_fit() -> None:
     assert packed.previous.tolist() == [[-1, 0, 1, 2, 3, 4, 5, -1], [-1, 0, 1, 2, 3, -1, 5, 6], [-1, 0, 1, 2, -1, 4, -1, -1]]
 
 
+@pytest.mark.parametrize(
+    "packed", [pack_prefixes([[1, 2, 3], [1, 4]]), pack_documents(torch.tensor([3, 2]), 4)], ids=["prefixes", "documents"]
+)
+def test_another_device(packed: Packed) -> None:
+    def tensors(of: Packed) -> list[Tensor]:
+        return [*of.mask.tensors, *of.places, *[value for value in vars(of).values() if isinstance(value, Tensor)]]
+
+    moved = packed.to("meta")
+    assert type(moved) is type(packed)
+    assert moved.rows == packed.rows
+    wanted = [("meta", own.shape, own.dtype) for own in tensors(packed)]
+    assert [(found.device.type, found.shape, found.dtype) for found in tensors(moved)] == wanted
+    assert len(wanted) >= 5
+
+
 def test_one_graph_for_other_samples() -> None:
     """Two lengths are compiled, the second one for all that follow."""
     torch.manual_seed(0)
