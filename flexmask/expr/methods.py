@@ -303,7 +303,7 @@ class MaskMethods(MaskPictures):
         return difference(cast("Mask", self), other, q_len, kv_len, batch, heads, q_offset, device)
 
     def recognize(self) -> Mask:
-        """The mask with its tables by :func:`flexmask.from_dense` as named masks, where these show the same cells.
+        """The mask with its tables of cells, as by :func:`flexmask.from_dense`, as named masks, where these show the same cells.
 
         ``from_dense(cells).recognize()`` prints as ``causal & key_padding(lengths=[5, 7])``, lowers without a table, and shows at
         the lengths of the table exactly its cells; at others it goes on as its names say. A table, or ``~`` of one, becomes a

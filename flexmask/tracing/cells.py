@@ -36,9 +36,10 @@ from flexmask.catalogue import (
     sink_window,
     sliding_window,
 )
-from flexmask.expr.mask import Mask, Named, Not
+from flexmask.expr.index import Constant, Symbol
+from flexmask.expr.mask import Compare, Mask, Named, Not
 from flexmask.expr.node import Node
-from flexmask.expr.tables import Table
+from flexmask.expr.tables import Lookup, Table
 
 __all__ = ["recognize_tables"]
 
@@ -50,9 +51,10 @@ def recognize_tables(mask: Mask) -> Mask:
 
 def _named(node: Node) -> Node | None:
     """A table, or the complement of one, as named masks; None to visit what is below."""
-    match node.operand if isinstance(node, Not) else node:
-        case Named("from_dense", (("table", Table() as table),)):
-            found = _of_table(cast(Mask, node), table)
+    table = node.operand if isinstance(node, Not) else node
+    match table.body if isinstance(table, Named) and table.name == "from_dense" else table:
+        case Compare(_, Lookup(Table() as data, (*_, Symbol("q"), Symbol("kv"))), Constant()):
+            found = _of_table(cast(Mask, node), data)
             return node if found is None else found
         case Named():  # its definition is made of its arguments
             return node

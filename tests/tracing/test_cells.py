@@ -222,6 +222,19 @@ def test_parts_of_masks() -> None:
     assert str((fm.key_padding([1, 2]) & table | (fm.kv == 0)).recognize()) == "key_padding(lengths=[1, 2]) & causal | (kv == 0)"
 
 
+def test_tables_of_traced_functions() -> None:
+    cells = cells_of(oracle.both(oracle.causal(), oracle.key_padding([3, 6])), 6, 6, 2)
+    kinds = torch.tensor([[1, 2], [2, 1]]).repeat_interleave(3, 0).repeat_interleave(3, 1)
+    for mask_mod, text in (
+        (lambda b, h, q, kv: cells[b, 0, q, kv], "causal & key_padding(lengths=[3, 6])"),
+        (lambda b, h, q, kv: ~cells[0, 0, q, kv] | (q < 1), "eviction(steps=<int64[6]>) | (q < 1)"),
+        (lambda b, h, q, kv: kinds[q, kv] == 1, "chunked(size=3)"),
+    ):
+        found = fm.from_mask_mod(mask_mod).recognize()
+        assert str(found) == text
+        assert found.equals(mask_mod, 6, batch=2)
+
+
 def test_result_lowers_without_a_table() -> None:
     cells = fm.parse("causal & document(lengths=[100, 156])").dense(256)
     found = from_dense(cells).recognize()
