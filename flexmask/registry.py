@@ -24,6 +24,7 @@ from flexmask._checks import call_error, is_tensor, kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import along, as_table
 from flexmask.expr.deferral import deferrable
+from flexmask.expr.form import made
 from flexmask.expr.index import Index
 from flexmask.expr.mask import Mask, Named, Truth
 from flexmask.expr.names import NAMES
@@ -85,7 +86,8 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     """Registers a function that returns a mask as a named mask.
 
     The mask prints as the function's name with the arguments that differ from their defaults, can be called in text, and
-    calls the function again when a parameter is bound. Data arrives as tables, lists of masks as tuples.
+    calls the function again when a parameter is bound. Data arrives as tables, lists of masks as tuples. The mask must follow
+    from the arguments alone: of a function that does not read its data, calls that differ in the data have one form.
 
     Raises:
         DuplicateNameError: a mask of that name exists.
@@ -109,12 +111,15 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise OperandError(call_error(define, error, args, kwargs)) from None
-        arguments = {key: _argument(value, f"{name}: {key}") for key, value in given.arguments.items()}
-        body = cast(Callable[..., Mask], define)(**arguments)
+        arguments = [(key, _argument(value, f"{name}: {key}")) for key, value in given.arguments.items()]
+        return within_depth(cast(Mask, made(defined, *arguments)))
+
+    def defined(*arguments: tuple[str, Any]) -> Mask:
+        body = cast(Callable[..., Mask], define)(**dict(arguments))
         if isinstance(body, Truth):
             return body
-        changed = tuple((k, v) for k, v in arguments.items() if not _is_default(v, signature.parameters[k].default))
-        return within_depth(Named(name, changed, body, build))
+        changed = [(key, value) for key, value in arguments if not _is_default(value, signature.parameters[key].default)]
+        return cast(Mask, made(Named, name, tuple(changed), body, build))
 
     NAMES[name] = build
     RESERVED.add(name)

@@ -94,7 +94,7 @@ class MaskCache:
             return result
         # Tensors made in inference mode cannot be used in training.
         offset = ("tensor", tuple(q_offset.shape)) if isinstance(q_offset, Tensor) else q_offset
-        key = (mask.key, setting, offset, torch.is_inference_mode_enabled())
+        key = (mask.form.digest, *map(id, mask.tensors), setting, offset, torch.is_inference_mode_enabled())
         with self._lock:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.stamp.holds(tensors, mask):

@@ -15,8 +15,7 @@ from flexmask._checks import kind_of
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import And, Mask, Or, Xor
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import CapturedTensor
-from flexmask.expr.tables import TensorTable
+from flexmask.expr.tables import CapturedTensor, TensorTable
 
 __all__ = ["check_agreement", "device_of", "fingerprint", "group_of"]
 

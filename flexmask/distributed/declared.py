@@ -65,7 +65,7 @@ def find_declared(declared: Sequence[Declared], mask: Mask) -> Declared:
             return own
     if is_traced:
         hint = "; in code that torch.compile traces, pass the declared mask itself, or write its text"
-    elif any(own.mask.structure == mask.structure for own in declared):
+    elif any(own.mask.form.digest == mask.form.digest for own in declared):
         hint = "; its tensors are other objects, though the text is the same: use the declared mask"
     else:
         hint = ", with the same tensors"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from flexmask.errors import OperandError
 from flexmask.expr.deferral import deferrable
+from flexmask.expr.form import made
 from flexmask.expr.index import Choice, Index, as_index
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask
@@ -47,4 +48,4 @@ def where(condition: Mask, a: Any, b: Any) -> Any:
         raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
     if isinstance(a, Mask):
         return (condition & a) | (~condition & b)
-    return within_depth(Choice.make(condition, as_index(a), as_index(b)))
+    return within_depth(cast(Index, made(Choice.make, condition, as_index(a), as_index(b))))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from flexmask._checks import is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.index import Constant, Index, Symbol, as_index, b
+from flexmask.expr.form import made
+from flexmask.expr.index import Index, Symbol, as_index, b
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, TensorTable, named_table
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def truths(data: object, what: str, meaning: str) -> Table:
         return values
     wanted = f"boolean, True for {meaning}, or of 0 and 1"
     if not isinstance(values, Literal):
-        return Ranged(values, f"{what}, which must be {wanted},", 0, Constant(1))
+        return cast(Table, made(Ranged, values, f"{what}, which must be {wanted},", 0, as_index(1)))
     numbers = _flatten(values.tolist(), len(values.size))
     strange = next((number for number in numbers if number not in (0, 1)), None)
     if strange is not None:
@@ -229,4 +230,4 @@ def ranged(data: object, what: str, low: int, high: Symbol | None, *, role: Role
         worst = min(_flatten(source.tolist(), len(source.size)))
         if worst < low:
             raise ExpressionError(f"{what} must be at least {low}, got {worst}")
-    return Ranged(source, what, low, high, role)
+    return cast(Table, made(Ranged, source, what, low, high, role))

@@ -13,9 +13,10 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.choice import where
 from flexmask.expr.data import table
 from flexmask.expr.deferral import FUNCTIONS, Deferred, name_of
+from flexmask.expr.form import of_digest
 from flexmask.expr.index import Index, Symbol, absolute, arithmetic
 from flexmask.expr.mask import Mask
-from flexmask.expr.node import Node, Structure
+from flexmask.expr.node import Node
 from flexmask.expr.tables import Table, looked_up, param
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeferredIndex", "DeferredMask", "DeferredTable", "KINDS", "deferred", "in_graph"]
 
-#: The name of a call whose arguments are the structure of a mask and its tensors.
+#: The name of a call whose arguments are the digest of a mask's form and its tensors.
 GIVEN = "given"
 #: The name of a call that stands for None, which a graph does not take.
 NONE = "none"
@@ -34,7 +35,7 @@ BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
 
 #: What is known of an expression once its call is made.
-DERIVED = ("key", "symbols", "depth", "below", "held", "tensors", "memo")
+DERIVED = ("key", "symbols", "depth", "below", "form", "held", "tensors", "memo")
 
 
 def _of_made(name: str) -> Any:
@@ -118,13 +119,11 @@ class DeferredNode(Deferred):
         """See :meth:`flexmask.expr.node.Node.replace`."""
         return cast(Node, self._outside().replace(function))
 
-    key, symbols, depth, below, held, tensors, memo = map(_of_made, DERIVED)
+    key, symbols, depth, below, form, held, tensors, memo = map(_of_made, DERIVED)
 
 
 class DeferredMask(DeferredNode, Mask):
     """A mask as a call."""
-
-    structure = _of_made("structure")
 
 
 class DeferredIndex(DeferredNode, Index):
@@ -191,7 +190,7 @@ def _operand(value: Any) -> str:
 
 def in_graph(mask: Mask) -> DeferredMask:
     """A mask as one that a graph takes, with its tensors as inputs."""
-    return mask if isinstance(mask, DeferredMask) else DeferredMask(GIVEN, (mask.structure, mask.tensors), {}, mask.params)
+    return mask if isinstance(mask, DeferredMask) else DeferredMask(GIVEN, (mask.form.digest, mask.tensors), {}, mask.params)
 
 
 def _argument(value: Any) -> Any:
@@ -216,8 +215,8 @@ def _argument(value: Any) -> Any:
 
 def _made(value: Any) -> Any:
     match value:
-        case DeferredNode(call="given", args=(Structure() as structure, tensors)):
-            return cast(Mask, structure.node).with_tensors(cast("tuple[Tensor, ...]", tensors))
+        case DeferredNode(call="given", args=(digest, tensors)):
+            return of_digest(digest, tensors)
         case DeferredNode(call="none"):
             return None
         case DeferredNode(call="symbol", args=(name,)):

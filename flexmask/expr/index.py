@@ -10,12 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.node import Key, Node, within_depth
+from flexmask.expr.form import Key, made
+from flexmask.expr.node import Node, within_depth
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -189,7 +189,7 @@ def as_index(value: object) -> Index:
     if isinstance(value, bool):
         raise OperandError(f"an index is an integer, not the truth value {value}: write {int(value)}")
     try:
-        return _constant(operator.index(cast(Any, value)))
+        return cast(Index, made(Constant, operator.index(cast(Any, value))))
     except TypeError:
         given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
         axes = len(getattr(value, "shape", ())) if isinstance(value, Node) else getattr(value, "ndim", None)
@@ -199,21 +199,16 @@ def as_index(value: object) -> Index:
         ) from None
 
 
-@lru_cache(maxsize=256)  # small numbers come again and again: this saves a fifth of the time that a new mask takes
-def _constant(value: int) -> Constant:
-    return Constant(value)
-
-
 @deferrable
 def arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
     """``left sign right`` for a key of :data:`FOLD`."""
-    return within_depth(Arithmetic.make(sign, as_index(left), as_index(right)))
+    return within_depth(cast(Index, made(Arithmetic.make, sign, as_index(left), as_index(right))))
 
 
 @deferrable
 def absolute(operand: Index) -> Index:
     """``abs(operand)``."""
-    return within_depth(Absolute.make(operand))
+    return within_depth(cast(Index, made(Absolute.make, operand)))
 
 
 @deferrable
@@ -227,7 +222,7 @@ def compare(sign: str, left: object, right: object) -> Mask:
         )
     if isinstance(right, bool):
         raise OperandError(f"an index expression is compared with an integer: write {left!s} {sign} {int(right)}, not {right}")
-    return within_depth(Compare.make(sign, as_index(left), as_index(right)))
+    return within_depth(cast(Mask, made(Compare.make, sign, as_index(left), as_index(right))))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -268,7 +263,7 @@ class Arithmetic(Index):
 
     def _make_key(self) -> Key:
         pair = (self.left.key, self.right.key)
-        return Key(("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair))
+        return Key("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair)
 
     @classmethod
     def make(cls, *values: Any) -> Index:
@@ -348,9 +343,9 @@ def maximum(left: Index | int, right: Index | int) -> Index:
     return arithmetic("maximum", left, right)
 
 
-b = Symbol("b")
-h = Symbol("h")
-q = Symbol("q")
-kv = Symbol("kv")
-q_len = Symbol("q_len")
-kv_len = Symbol("kv_len")
+b: Symbol = made(Symbol, "b")
+h: Symbol = made(Symbol, "h")
+q: Symbol = made(Symbol, "q")
+kv: Symbol = made(Symbol, "kv")
+q_len: Symbol = made(Symbol, "q_len")
+kv_len: Symbol = made(Symbol, "kv_len")

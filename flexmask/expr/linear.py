@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
 
+from flexmask.expr.form import Key
 from flexmask.expr.index import PRECEDENCE, Arithmetic, Constant, Index, wrap
-from flexmask.expr.node import Key
 
 __all__ = ["Linear", "Quotient", "Sum"]
 
@@ -105,7 +105,7 @@ class Sum(Index):
     constant: int
 
     def _make_key(self) -> Key:
-        return Key(("Sum", frozenset((index.key, factor) for index, factor in self.terms), self.constant))
+        return Key("Sum", frozenset([(index.key, factor) for index, factor in self.terms]), self.constant)
 
     @classmethod
     def make(cls, *values: Any) -> Index:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_number, as_table, named_data
 from flexmask.expr.deferral import deferrable
+from flexmask.expr.form import PLAIN, Key, filled, made
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, Symbol, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
-from flexmask.expr.node import Key, Node, Structure, key_of, nodes_in, within_depth
-from flexmask.expr.opaque import CapturedTensor
+from flexmask.expr.node import Node, key_of, nodes_in, within_depth
 from flexmask.expr.packing import DocumentTable, document_ids, document_starts, subtree_ends
-from flexmask.expr.tables import Lookup, Param, TensorTable, named_table
+from flexmask.expr.tables import Lookup, Param, named_table
 
 if TYPE_CHECKING:
     import torch
@@ -36,25 +36,20 @@ class Mask(MaskMethods):
 
     Masks are values: immutable, hashable, equal where they are the same expression. ``a & b``, ``a | b``, ``a ^ b``,
     ``a - b`` (a and not b) and ``~a`` compose them. Lengths come in when a mask is lowered.
-
-    Attributes:
-        structure: the mask apart from its tensors.
     """
-
-    structure: Structure = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        MaskMethods.__post_init__(self)
-        object.__setattr__(self, "structure", Structure(self))
 
     def __getitem__(self, index: object) -> NoReturn:
         raise OperandError("a Mask is not indexed: its cells are mask.dense(q_len, kv_len)[b, h, q, kv]")
 
     if not TYPE_CHECKING:  # where an attribute that does not exist stays an error
 
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = "; a BlockMask is mask.block_mask(q_len, kv_len)" if name in BLOCK_MASK_ATTRIBUTES else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+        def __getattr__(self, name: str) -> Any:
+            if name in BLOCK_MASK_ATTRIBUTES:
+                message = (
+                    f"{type(self).__name__!r} object has no attribute {name!r}; a BlockMask is mask.block_mask(q_len, kv_len)"
+                )
+                raise AttributeError(message, name=name, obj=self)
+            return MaskMethods.__getattr__(self, name)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Index):
@@ -89,7 +84,7 @@ class Mask(MaskMethods):
 
     @deferrable
     def __invert__(self) -> Mask:
-        return within_depth(Not.make(self))
+        return within_depth(cast(Mask, made(Not.make, self)))
 
     def __bool__(self) -> NoReturn:
         raise OperandError(
@@ -115,7 +110,11 @@ class Mask(MaskMethods):
     def expand(self) -> Mask:
         """The same mask with every named mask replaced by its definition."""
         if "expanded" not in self.memo:
-            self.memo["expanded"] = self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
+            self.memo["expanded"] = (
+                filled(self.form.expand(), self.held)
+                if self.held
+                else self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
+            )
         return cast(Mask, self.memo["expanded"])
 
     def spoken(self) -> str:
@@ -148,26 +147,15 @@ class Mask(MaskMethods):
                 raise LoweringError(f"{found}, and cannot move to {device}; {move_remedy(tensor.device, device)}")
         return self.with_tensors([tensor.to(device) for tensor in self.tensors])
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Mask:
-        """The same mask with other tensors in the places of :attr:`tensors`."""
-        others = {id(own): other for (own, *_), other in zip(self.held, tensors, strict=True)}
-
-        def replaced(node: Node) -> Node | None:
-            if isinstance(node, CapturedTensor):
-                return CapturedTensor(others[id(node.tensor)])
-            return TensorTable(others[id(node.tensor)], node.may_be_longer, node.name) if isinstance(node, TensorTable) else None
-
-        return cast(Mask, self.replace(replaced))
-
 
 @deferrable
 def _combine(sign: str, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         _refuse(sign, right)
     if sign == "-":
-        return within_depth(And.make((left, Not.make(right))))
+        return within_depth(cast(Mask, made(And.make, (left, made(Not.make, right)))))
     kinds: dict[str, type[And | Or | Xor]] = {"&": And, "|": Or, "^": Xor}
-    return within_depth(kinds[sign].make((left, right)))
+    return within_depth(cast(Mask, made(kinds[sign].make, (left, right))))
 
 
 def _refuse(sign: str, other: object) -> NoReturn:
@@ -239,7 +227,8 @@ class Truth(Mask):
 
 
 #: No mask, and no cells; made here, since torch.compile cannot trace how they are made.
-ALL_CELLS, NO_CELLS = Truth(True), Truth(False)
+ALL_CELLS: Mask = made(Truth, True)
+NO_CELLS: Mask = made(Truth, False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -253,10 +242,10 @@ class Compare(Mask):
     def _make_key(self) -> Key:
         sides = (self.left.key, self.right.key)
         if self.sign in {"==", "!="}:
-            return Key(("Compare", self.sign, frozenset(sides)))
+            return Key("Compare", self.sign, frozenset(sides))
         if self.sign in {">", ">="}:
-            return Key(("Compare", SWAPPED[self.sign], *reversed(sides)))
-        return Key(("Compare", self.sign, *sides))
+            return Key("Compare", SWAPPED[self.sign], *reversed(sides))
+        return Key("Compare", self.sign, *sides)
 
     @classmethod
     def make(cls, *values: Any) -> Mask:
@@ -279,7 +268,7 @@ class _Nary(Mask):
     def _make_key(self) -> Key:
         if (plain := _plain(self)) is not self:
             return plain.key
-        return Key((type(self).__name__, frozenset(operand.key for operand in self.operands)))
+        return Key(type(self).__name__, frozenset([operand.key for operand in self.operands]))
 
     def write(self, bare: bool) -> tuple[str, int]:
         level = PRECEDENCE[self.symbol]
@@ -400,7 +389,7 @@ class Not(Mask):
 
     def _make_key(self) -> Key:
         plain = _plain(self)
-        return Key(("Not", self.operand.key)) if plain is self else plain.key
+        return Key("Not", self.operand.key) if plain is self else plain.key
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"~{wrap(self.operand, PRECEDENCE['~'], bare)}", PRECEDENCE["~"]
@@ -439,15 +428,18 @@ class Named(Mask):
     body: Mask
     define: Callable[..., Mask]
 
+    def __post_init__(self) -> None:
+        Mask.__post_init__(self)
+        if not self.held and not all(type(value) in PLAIN or isinstance(value, Node | tuple) for _, value in self.arguments):
+            self._put("is_kept", False)  # a function or an object may hold tensors
+
     @property
     def label(self) -> str | None:
         """The words of ``mask.named(words)``; None for all other named masks."""
         return dict(self.arguments)["name"] if self.name == "named" else None
 
     def _make_key(self) -> Key:
-        if self.label:
-            return self.body.key
-        return Key(("Named", self.name, key_of(self.arguments)), (self.body.key,))  # a body may depend on values of its data
+        return self.body.key if self.label else Key("Named", self.name, key_of(self.arguments))
 
     def _make_symbols(self) -> frozenset[str]:
         return self.body.symbols

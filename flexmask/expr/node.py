@@ -5,21 +5,21 @@ An expression may use one node many times. Its keys, its text and its pickle tak
 
 from __future__ import annotations
 
-import weakref
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
 
 from flexmask._checks import is_traced
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.form import FORMS, Derived, Held, Key, filled, joined, made, name_of_value
 from flexmask.expr.torch_functions import torch_function_message
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-__all__ = ["Held", "Key", "MAX_DEPTH", "Node", "Structure", "key_of", "nodes_in", "within_depth"]
+__all__ = ["MAX_DEPTH", "Node", "key_of", "nodes_in", "within_depth"]
 
 #: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
 #: for each of them, next to what the caller needs of it.
@@ -28,120 +28,21 @@ MAX_DEPTH = 100
 #: :data:`MAX_OPERAND` nodes are abbreviated.
 MAX_WRITTEN = 10_000
 MAX_OPERAND = 50
-#: Kinds of nodes that hold a tensor, which is identified by its id in their keys.
-HOLDS_TENSOR = {"TensorTable", "CapturedTensor"}
 
 N = TypeVar("N", bound="Node")
-#: A tensor, and its shape and dtype when a node took it.
-Held: TypeAlias = "tuple[Tensor, torch.Size, torch.dtype]"
-
-
-class Key:
-    """What identifies an expression: plain values and the keys of the nodes below. Hashing it does not visit these again.
-
-    Args:
-        parts: the values and keys.
-        checks: what counts for a :class:`Structure` alone: what the values of data are checked for, and definitions.
-    """
-
-    __slots__ = ("_checks", "_compared", "_hash", "_parts")
-
-    def __init__(self, parts: tuple[Any, ...], checks: tuple[Any, ...] = ()) -> None:
-        self._parts = self._compared = parts
-        self._hash, self._checks = hash(parts), checks
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def renumbered(self, numbers: dict[int, int], known: dict[int, Key]) -> Key:
-        """The same key with each id of a tensor replaced by a number, and with the checks.
-
-        Args:
-            numbers: by the ids of the tensors.
-            known: the results so far by the ids of the keys, as many expressions may share one.
-        """
-        if id(self) not in known:
-            kind, parts = self._parts[0], (*self._parts, *self._checks)
-            known[id(self)] = Key(tuple([_renumbered(part, kind, numbers, known) for part in parts]))
-        return known[id(self)]
-
-    def with_checks(self, *checks: Any) -> Key:
-        """An equal key of data that is checked."""
-        return Key(self._parts, (*self._checks, *checks))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Key) or self._hash != other._hash:
-            return False
-        if self._compared is not other._compared:
-            if self._compared != other._compared:
-                return False
-            other._compared = self._compared  # so that a shared key is compared once
-        return True
-
-
-def _renumbered(part: Any, kind: str, numbers: dict[int, int], known: dict[int, Key]) -> Any:
-    if kind in HOLDS_TENSOR:
-        return numbers.get(part, part)
-    if isinstance(part, Key):
-        return part.renumbered(numbers, known)
-    if isinstance(part, tuple | frozenset):
-        # A list first: Python 3.12 allows few generators inside each other that are read by its own code.
-        return type(part)([_renumbered(item, "", numbers, known) for item in part])
-    return part
-
-
-class Structure:
-    """An expression apart from the tensors that it looks up: equal where two expressions differ in these alone, and check their
-    values for the same.
-
-    ``torch.compile`` takes it for a constant of a graph, while the tensors are inputs.
-    """
-
-    __slots__ = ("_key", "_node", "_tensors")
-
-    def __init__(self, node: Node) -> None:
-        self._node, self._key = weakref.ref(node), node.key
-        self._tensors: tuple[int, ...] | None = tuple([id(tensor) for tensor, _, _ in node.held])
-
-    @property
-    def node(self) -> Node | None:
-        """An expression of this structure, as long as one that was compared with it is in use."""
-        return self._node()
-
-    @property
-    def key(self) -> Key:
-        """The key of the expression, with tensors numbered in the order of :attr:`Node.held`."""
-        if self._tensors is not None:
-            self._key = self._key.renumbered({tensor: number for number, tensor in enumerate(self._tensors)}, {})
-            self._tensors = None
-        return self._key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Structure) or self.key != other.key:
-            return False
-        for one, living in (self, other), (other, self):  # a graph holds the structure of the first of several masks
-            if one.node is None:
-                one._node = living._node
-        return True
 
 
 #: What :func:`_reader` gives for each kind of node. (Where ``torch.compile`` meets ``functools.cache``, it warns.)
-READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+READERS: dict[type, tuple[list[str], Callable[[Any], tuple[Any, ...]]]] = {}
 
 
-def _reader(kind: Any) -> Callable[[Node], tuple[Any, ...]]:
-    """Reads the fields of a node of this kind."""
-    names = [f.name for f in fields(kind) if f.init]
-    if len(names) == 1:
-        return lambda node: (getattr(node, names[0]),)
-    return attrgetter(*names)
+def _reader(kind: Any) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    """The fields of a node of this kind, and what reads them."""
+    if kind not in READERS:
+        names = [f.name for f in fields(kind) if f.init]
+        read: Any = attrgetter(*names) if len(names) != 1 else lambda node: (getattr(node, names[0]),)
+        READERS[kind] = names, read
+    return READERS[kind]
 
 
 def key_of(value: Any) -> Any:
@@ -186,21 +87,20 @@ def _map(value: Any, function: Callable[[Node], Node]) -> Any:
     return value
 
 
-class Derived:
-    """The attributes of a node that follow from its fields; :class:`Node` describes them.
+def _has(node: Node, name: str) -> bool:
+    """Whether an attribute is derived already."""
+    try:
+        object.__getattribute__(node, name)
+    except AttributeError:
+        return False
+    return True
 
-    They are no fields, so that FSDP, which searches the fields of a module's arguments for tensors, meets no node twice.
-    """
 
-    __slots__ = ("__weakref__", "below", "depth", "held", "key", "memo", "params", "symbols")
-
-    key: Key
-    symbols: frozenset[str]
-    depth: int
-    below: tuple[Node, ...]
-    held: tuple[Held, ...]
-    params: tuple[str, ...]
-    memo: dict[str, Any]
+def _content(value: Any) -> Any:
+    """What a value is in :attr:`Node.digest`."""
+    if isinstance(value, Node):
+        return value.digest
+    return [*map(_content, value)] if isinstance(value, tuple) else name_of_value(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -215,25 +115,48 @@ class Node(Derived):
         held: the tensors below, each once, in the order of the fields, with their shapes and dtypes when this was made.
         params: the names of the parameters that are not bound yet, in alphabetical order.
         memo: what later layers worked out about this node; no part of its identity.
+        slots: the numbers of the tensors of a form.
+        is_kept: whether a form may be kept for later expressions, as it holds neither data nor a function that may hold some.
+        digest: a name of a form by all that it consists of, the same in each process.
     """
 
+    #: Whether nodes of this kind may be kept: see ``is_kept``.
+    KEPT: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "below", tuple(nodes_in(self._values())))
-        object.__setattr__(self, "key", self._make_key())
-        object.__setattr__(self, "symbols", self._make_symbols())
-        object.__setattr__(self, "held", self._make_held())
-        object.__setattr__(self, "params", self._make_params())
-        object.__setattr__(self, "depth", 1 + max([child.depth for child in self.below], default=0))
-        object.__setattr__(self, "memo", {})
+        values = self._values()
+        below = tuple(nodes_in(values))
+        self._put("below", below)
+        self._put("_form", None)
+        self._put("held", ())
+        self._put("symbols", self._make_symbols())
+        self._put("params", self._make_params())
+        self._put("depth", 1 + max([child.depth for child in below], default=0))
+        if any(child.held for child in below):
+            form, held = joined(type(self), values)
+            self._put("_form", form)
+            self._put("held", held)
+        else:
+            self._put("slots", self._make_slots())
+            self._put("is_kept", self.KEPT and all(child.is_kept for child in below))
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def take(self, form: Node, held: tuple[Held, ...]) -> None:
+        """Makes a new node a form with data. Its fields are read when they are asked for."""
+        put = object.__setattr__
+        put(self, "_form", form)
+        put(self, "held", held)
+        put(self, "depth", form.depth)
+        put(self, "symbols", form.symbols)
+        put(self, "params", form.params)
 
     def _values(self) -> tuple[Any, ...]:
-        kind = type(self)
-        if kind not in READERS:
-            READERS[kind] = _reader(kind)
-        return READERS[kind](self)
+        return _reader(type(self))[1](self)
 
     def _make_key(self) -> Key:
-        return Key((type(self).__name__, *map(key_of, self._values())))
+        return Key(type(self).__name__, *map(key_of, self._values()))
 
     def _make_symbols(self) -> frozenset[str]:
         symbols: frozenset[str] = frozenset()
@@ -241,13 +164,84 @@ class Node(Derived):
             symbols = child.symbols if symbols <= child.symbols else symbols | child.symbols
         return symbols
 
-    def _make_held(self) -> tuple[Held, ...]:
-        found: tuple[Held, ...] = ()
+    def _make_params(self) -> tuple[str, ...]:
+        found: tuple[str, ...] = ()
         for child in self.below:
-            own = child.held
-            if own and own is not found:
-                found = tuple({id(held[0]): held for held in (*found, *own)}.values()) if found else own
+            own = child.params
+            if own and own != found:
+                found = tuple(sorted({*found, *own})) if found else own
         return found
+
+    def _make_slots(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = ()
+        for child in self.below:
+            own = child.slots
+            if own and own != found:
+                found = tuple(sorted({*found, *own})) if found else own
+        return found
+
+    if not TYPE_CHECKING:  # where an attribute that does not exist stays an error
+
+        def __getattr__(self, name: str) -> Any:
+            """Derives an attribute when it is first asked for."""
+            if name in ("key", "digest"):
+                for node in self.walk() if any(not _has(child, name) for child in self.below) else (self,):
+                    if not _has(node, name):  # those below first, as Python's stack is short
+                        node._put(name, getattr(node, f"_make_{name}")())
+            elif name == "memo":
+                self._put("memo", {})
+            elif (name == "below" or name in _reader(type(self))[0]) and _has(self, "_form"):
+                self._fill()
+            else:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return object.__getattribute__(self, name)
+
+    @property
+    def form(self) -> Self:
+        """The expression with a slot in the place of each tensor."""
+        return self if self._form is None else cast(Self, self._form)
+
+    @property
+    def filled_kind(self) -> type[Node]:
+        """The kind of a form with data."""
+        return type(self)
+
+    def _fill(self) -> None:
+        """Makes the nodes below of an expression that was made by its form."""
+        made: dict[int, Node] = {}
+        for node in self.form.walk():
+            made[id(node)] = node
+            if node.slots:
+                made[id(node)] = value = self if node is self._form else object.__new__(node.filled_kind)
+                values = node._filled_values(made, self.held)
+                for name, own in zip(_reader(type(value))[0], values, strict=True):
+                    value._put(name, own)
+                value._put("below", tuple(nodes_in(values)))
+                if value is not self:
+                    own = filled(node, self.held)
+                    value.take(own.form, own.held)
+
+    def _filled_values(self, made: dict[int, Node], held: tuple[Held, ...]) -> tuple[Any, ...]:
+        """The fields of a form with data, with each node below replaced."""
+        return cast("tuple[Any, ...]", _map(self._values(), lambda child: made[id(child)]))
+
+    def placed(self, numbers: tuple[int, ...]) -> Self:
+        """The form with other numbers of its slots."""
+        if numbers == self.slots:
+            return self
+        placed = self.memo.setdefault("placed", {})
+        if numbers not in placed:
+            of = dict(zip(self.slots, numbers, strict=True))
+            placed[numbers] = self.replace(lambda node: node._with_numbers(of))
+        return cast(Self, placed[numbers])
+
+    def _with_numbers(self, numbers: dict[int, int]) -> Node | None:
+        """A form without operands with other numbers; None to visit those of this one."""
+        return None if self.slots else self
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """The same expression with other tensors in the places of :attr:`tensors`."""
+        return filled(self.form, tuple(map(Held, tensors)))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -257,26 +251,25 @@ class Node(Derived):
             LoweringError: as :meth:`check_held`.
         """
         self.check_held()
-        return tuple([tensor for tensor, _, _ in self.held])
+        return tuple([held.tensor for held in self.held])
 
     def check_held(self) -> None:
         """Raises where a tensor has another shape or dtype than when the expression was made, which has these in it."""
-        for tensor, shape, dtype in self.held:
-            if tensor.shape != shape or tensor.dtype != dtype:
+        for held in self.held:
+            tensor = held.tensor
+            if tensor.shape != held.shape or tensor.dtype != held.dtype:
                 what = "the mask" if is_traced() else self.brief()
                 raise LoweringError(
-                    f"a tensor of {what} was {dtype}{list(shape)} when that was made, and is {tensor.dtype}"
+                    f"a tensor of {what} was {held.dtype}{list(held.shape)} when that was made, and is {tensor.dtype}"
                     f"{list(tensor.shape)} now. Its values may change, its shape and dtype may not: make the mask again, or give "
                     "it a parameter and bind the data of each step"
                 )
 
-    def _make_params(self) -> tuple[str, ...]:
-        found: tuple[str, ...] = ()
-        for child in self.below:
-            own = child.params
-            if own and own != found:
-                found = tuple(sorted({*found, *own})) if found else own
-        return found
+    def _make_digest(self) -> str:
+        content = [type(self).__name__, *map(_content, self._values())]
+        digest = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+        FORMS.setdefault(digest, self)
+        return digest
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.
     __array_ufunc__: ClassVar[None] = None
@@ -289,13 +282,18 @@ class Node(Derived):
         raise OperandError(torch_function_message(function, args))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Node) and self.key == other.key)
+        return self is other or (isinstance(other, Node) and (self._has_parts_of(other) or self.key == other.key))
+
+    def _has_parts_of(self, other: Node) -> bool:
+        """Whether two expressions have one form and the same tensors."""
+        pairs = zip(self.held, other.held, strict=False)
+        return self.form is other.form and all(own.tensor is held.tensor for own, held in pairs)
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._values()
+        return made, (type(self), *self._values())
 
     def __repr__(self) -> str:
         return self._abbreviated().write(bare=False)[0]
@@ -310,9 +308,10 @@ class Node(Derived):
     @property
     def text_size(self) -> int:
         """The number of nodes in the text, with a shared node counted at each place."""
-        if "text_size" not in self.memo:
-            self.memo["text_size"] = 1 + sum(node.text_size for node in self.written())
-        return cast(int, self.memo["text_size"])
+        memo = self.form.memo
+        if "text_size" not in memo:
+            memo["text_size"] = 1 + sum(node.text_size for node in self.form.written())
+        return cast(int, memo["text_size"])
 
     def _abbreviated(self) -> Node:
         if self.text_size <= MAX_WRITTEN:
@@ -358,29 +357,29 @@ class Node(Derived):
 
     def replace(self, function: Callable[[Node], Node | None]) -> Node:
         """Rebuilds the expression with each node replaced by ``function(node)``, where that is not None."""
-        made: dict[int, Node] = {}
+        done: dict[int, Node] = {}
         pending: list[tuple[Node, Iterator[Node]]] = [(self, iter((self,)))]  # an outermost place, with the expression below
         while pending:
             node, below = pending[-1]
             for child in below:
-                if id(child) in made:
+                if id(child) in done:
                     continue
                 replaced = function(child)
                 if replaced is None and child.below:
                     pending.append((child, iter(child.below)))
                     break
-                made[id(child)] = child if replaced is None else replaced
+                done[id(child)] = child if replaced is None else replaced
             else:
                 pending.pop()
                 if pending:
-                    made[id(node)] = node._with_children(made)
-        return made[id(self)]
+                    done[id(node)] = node._with_children(done)
+        return done[id(self)]
 
-    def _with_children(self, made: dict[int, Node]) -> Node:
+    def _with_children(self, done: dict[int, Node]) -> Node:
         """This node with each node below replaced."""
-        if all(made[id(child)] is child for child in self.below):
+        if all(done[id(child)] is child for child in self.below):
             return self
-        return cast(Node, type(self).make(*_map(self._values(), lambda child: made[id(child)])))
+        return cast(Node, made(type(self).make, *_map(self._values(), lambda child: done[id(child)])))
 
     def __copy__(self) -> Self:
         return self

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from flexmask.expr.form import Key
 from flexmask.expr.index import PRECEDENCE, Index
-from flexmask.expr.node import Held, Key, Node, key_of
+from flexmask.expr.node import Node, key_of
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["CapturedTensor", "Opaque"]
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CapturedTensor(Node):
-    """A tensor of any dtype that is an argument of an opaque call. It compares by identity."""
-
-    tensor: Tensor
-
-    def _make_key(self) -> Key:
-        return Key(("CapturedTensor", id(self.tensor)))
-
-    def _make_held(self) -> tuple[Held, ...]:
-        return ((self.tensor, self.tensor.shape, self.tensor.dtype),)
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
+__all__ = ["Opaque"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -44,6 +26,7 @@ class Opaque(Index):
         shape: of the value, which has axes only where another call takes it.
     """
 
+    KEPT: ClassVar[bool] = False  # a function may hold tensors
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: tuple[str, ...] = ()
@@ -52,7 +35,7 @@ class Opaque(Index):
     def _make_key(self) -> Key:
         # 1, 1.0 and True are equal, but not to a function
         arguments = tuple((type(value), key_of(value)) for value in self.arguments)
-        return Key(("Opaque", self.function, arguments, self.keywords))
+        return Key("Opaque", self.function, arguments, self.keywords)
 
     def write(self, bare: bool) -> tuple[str, int]:
         return f"<{self._call_text(bare)}>", PRECEDENCE["atom"]

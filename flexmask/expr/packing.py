@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table, ranged
+from flexmask.expr.form import made
 from flexmask.expr.index import PRECEDENCE
 from flexmask.expr.tables import Literal as ListTable
 from flexmask.expr.tables import Param, Ranged, Table, write_data
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
+    from flexmask.expr.form import Held
 
 __all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts", "sequence_table", "subtree_ends"]
 
@@ -39,10 +41,9 @@ class DocumentTable(Table):
     padding: bool = False
     may_be_longer: bool = False
 
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        source = (None,) if isinstance(self.source, Param) else self.source.shape
-        return source if self.rule not in COVERING else (*source[:-1], None)
+    def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
+        source: tuple[int | None, ...] = (None,) if isinstance(self.source, Param) else self.source.shape_of(held)
+        return source if self.rule not in COVERING else source[:-1] + (None,)  # noqa: RUF005, as Sizes have no values
 
     @property
     def constant(self) -> bool:
@@ -107,9 +108,9 @@ def document_ids(
         return values
     if isinstance(values, Table):
         values = ranged(values, f"document: {name}", 0, None)
-        if name == "cu_seqlens" and isinstance(values, Ranged) and isinstance(values.source, ListTable):
-            _check_cumulative(values.source)
-    return DocumentTable(cast(Any, name), values, padding)
+        if name == "cu_seqlens" and isinstance(values, Ranged) and isinstance(values.form.source, ListTable):
+            _check_cumulative(values.form.source)
+    return cast(Table, made(DocumentTable, name, values, padding))
 
 
 def _check_cumulative(given: ListTable) -> None:
@@ -124,12 +125,11 @@ def _check_cumulative(given: ListTable) -> None:
 
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
-    return DocumentTable("starts", sequence_table(ids, "document_starts: ids"))
+    return cast(Table, made(DocumentTable, "starts", sequence_table(ids, "document_starts: ids")))
 
 
 def subtree_ends(position_ids: Data) -> Table:
     """For each token of a tree in depth-first order the first position behind its subtree: see :func:`~masks.prefix_tree`."""
     depths = sequence_table(position_ids, "prefix_tree: position_ids")
-    return DocumentTable(
-        "subtrees", ranged(depths, "prefix_tree: position_ids", 0, None) if isinstance(depths, Table) else depths
-    )
+    depths = ranged(depths, "prefix_tree: position_ids", 0, None) if isinstance(depths, Table) else depths
+    return cast(Table, made(DocumentTable, "subtrees", depths))

@@ -10,25 +10,29 @@ import keyword
 import unicodedata
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 from typing import Literal as OneOf
 
 from flexmask._checks import is_tensor
 from flexmask.errors import ExpressionError, OperandError, TraceError
 from flexmask.expr.deferral import deferrable
+from flexmask.expr.form import Held, Key, NeedsDataError, Sizes, made
 from flexmask.expr.index import PRECEDENCE, Index, as_index
-from flexmask.expr.node import Held, Key, Node, key_of, within_depth
+from flexmask.expr.node import Node, within_depth
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
+    "CapturedTensor",
     "Literal",
     "Lookup",
     "Param",
     "RESERVED",
     "Ranged",
     "Role",
+    "Slot",
     "Table",
     "TensorTable",
     "looked_up",
@@ -50,6 +54,10 @@ class Table(Node):
     @property
     def shape(self) -> tuple[int | None, ...]:
         """The size of each axis; None for one that grows to the length it is looked up at."""
+        return self.form.shape_of(self.held)
+
+    def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
+        """The shape of a form with data; None for all sizes of a form without."""
         raise NotImplementedError
 
     @property
@@ -78,12 +86,12 @@ class Table(Node):
 class Literal(Table):
     """A table kept by value: ``data`` holds int64 values, or bytes of 0 and 1 where ``truth`` is set."""
 
+    KEPT: ClassVar[bool] = False
     size: tuple[int, ...]
     data: bytes
     truth: bool
 
-    @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
         return self.size
 
     @property
@@ -119,6 +127,75 @@ class Literal(Table):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Slot(Table):
+    """The place of a tensor in a form.
+
+    Args:
+        number: of the tensor in :attr:`Node.held`.
+        axes: how many axes the tensor has.
+        dtype: its dtype.
+        is_argument: whether it is an argument of an opaque call, as it is; otherwise it is looked up.
+        may_be_longer: see :class:`TensorTable`.
+        name: see :class:`TensorTable`.
+    """
+
+    number: int
+    axes: int
+    dtype: torch.dtype
+    is_argument: bool = False
+    may_be_longer: bool = False
+    name: str = ""
+
+    def _make_key(self) -> Key:
+        return Key("Slot", self.number, self.is_argument)
+
+    def _make_slots(self) -> tuple[int, ...]:
+        return (self.number,)
+
+    @property
+    def filled_kind(self) -> type[Node]:
+        return HOLDERS[self.is_argument]
+
+    def _filled_values(self, made: dict[int, Node], held: tuple[Held, ...]) -> tuple[Any, ...]:
+        tensor = held[self.number].tensor
+        return (tensor,) if self.is_argument else (tensor, self.may_be_longer, self.name)
+
+    def _with_numbers(self, numbers: dict[int, int]) -> Node:
+        values = self.axes, self.dtype, self.is_argument, self.may_be_longer, self.name
+        return cast(Node, made(Slot, numbers[self.number], *values))
+
+    def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
+        return tuple(held[self.number].shape) if held else Sizes((None,) * self.axes)
+
+    def to_tensor(self) -> Tensor:
+        raise NeedsDataError("the values of data")
+
+    @property
+    def boolean(self) -> bool:
+        return str(self.dtype) == "torch.bool"
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        named = f"{self.name}: " if self.name else ""
+        return f"<{named}{str(self.dtype).removeprefix('torch.')}>", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class CapturedTensor(Node):
+    """A tensor of any dtype that is an argument of an opaque call. It compares by identity."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        self.take(made(Slot, 0, self.tensor.dim(), self.tensor.dtype, True), (Held(self.tensor),))
+
+    def _make_key(self) -> Key:
+        return Key("CapturedTensor", id(self.tensor))
+
+    def write(self, bare: bool) -> tuple[str, int]:
+        return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorTable(Table):
     """A tensor that the user handed in. It compares by identity and has no text form that reads back.
 
@@ -133,15 +210,12 @@ class TensorTable(Table):
     may_be_longer: bool = False
     name: str = ""
 
+    def __post_init__(self) -> None:
+        form = made(Slot, 0, self.tensor.dim(), self.tensor.dtype, False, self.may_be_longer, self.name)
+        self.take(form, (Held(self.tensor),))
+
     def _make_key(self) -> Key:
-        return Key(("TensorTable", id(self.tensor)), (self.may_be_longer, self.name))
-
-    def _make_held(self) -> tuple[Held, ...]:
-        return ((self.tensor, self.tensor.shape, self.tensor.dtype),)
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        return tuple(self.tensor.shape)
+        return Key("TensorTable", id(self.tensor))
 
     @property
     def boolean(self) -> bool:
@@ -154,6 +228,9 @@ class TensorTable(Table):
         named = f"{self.name}: " if self.name else ""
         return f"<{named}{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
 
+
+#: What a slot is with data: a table, or an argument of an opaque call.
+HOLDERS: tuple[type[Node], type[Node]] = (TensorTable, CapturedTensor)
 
 #: See :class:`Ranged`.
 Role: TypeAlias = OneOf["length"]
@@ -178,18 +255,17 @@ class Ranged(Table):
     role: Role | None = None
 
     def _make_key(self) -> Key:
-        return self.source.key.with_checks(self.what, self.low, key_of(self.high))  # which do not change what the table says
+        return self.source.key  # its limits do not change what the table says
 
     def _make_symbols(self) -> frozenset[str]:
         return frozenset()
 
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        return self.source.shape
+    def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
+        return self.source.shape_of(held)
 
     @property
     def boolean(self) -> bool:
-        return self.source.boolean
+        return self.form.source.boolean
 
     @property
     def constant(self) -> bool:
@@ -239,7 +315,6 @@ class Lookup(Index):
     indices: tuple[Index, ...]
 
     def __post_init__(self) -> None:
-        Index.__post_init__(self)
         if isinstance(self.table, Table) and len(self.table.shape) != len(self.indices):
             indices = ", ".join(map(str, self.indices))
             hint = f"; of data [B, S] write [b, {indices}]" if (len(self.table.shape), len(self.indices)) == (2, 1) else ""
@@ -247,6 +322,7 @@ class Lookup(Index):
                 f"{self.table} has {len(self.table.shape)} axes {list(self.table.shape)} but is looked up with "
                 f"{len(self.indices)} indices [{indices}]{hint}"
             )
+        Index.__post_init__(self)
 
     def comparison(self) -> str:
         # Where values are not known yet, as those of a parameter, they are most likely truth values: ids are compared with ids.
@@ -267,7 +343,7 @@ def looked_up(table: Table | Param, indices: Index | int | tuple[Index | int, ..
             f"the parameter {table.name} is looked up by tensors, as in a mask_mod, which has no parameters. Write an "
             f"expression, e.g. {table.name}[flexmask.b, flexmask.q] == {table.name}[flexmask.b, flexmask.kv]"
         )
-    return within_depth(Lookup(table, tuple(map(as_index, indices))))
+    return within_depth(cast(Lookup, made(Lookup, table, tuple(map(as_index, indices)))))
 
 
 def write_data(data: Table | Param, bare: bool) -> str:
@@ -285,4 +361,4 @@ def named_table(table: Table, name: str) -> Table:
 @deferrable
 def param(name: str) -> Param:
     """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
-    return Param(name)
+    return cast(Param, made(Param, name))

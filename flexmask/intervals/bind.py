@@ -16,17 +16,16 @@ from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured, usable
 from flexmask.errors import LoweringError, OperandError
+from flexmask.expr.form import filled
 from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
-from flexmask.expr.opaque import CapturedTensor
 from flexmask.expr.packing import COVERING, DocumentTable
-from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_stops, document_table
 from flexmask.intervals.operations import greater
 from flexmask.intervals.parts import parts_of
-from flexmask.intervals.shared_form import shared_form
 from flexmask.intervals.sizes import checked_size, checked_sizes
 
 __all__ = ["MAX_OFFSET", "bind", "check_bound"]
@@ -51,16 +50,16 @@ def bind(
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
-    own, mask = mask, shared_form(mask)
-    given = {id(place): tensor for place, tensor in zip(mask.tensors, own.tensors, strict=True)}
-    parts = parts_of(mask)
+    mask.check_held()
+    parts, form = parts_of(mask), mask.form.expand()
     q_len = checked_size(q_len, "q_len")
     kv_len = q_len if kv_len is None else checked_size(kv_len, "kv_len")
-    for table in parts.tensors:
-        if isinstance(table, TensorTable) and 0 in table.shape:
+    for slot in parts.slots:
+        if not slot.is_argument and 0 in mask.held[slot.number].shape:
+            table = filled(slot, mask.held)
             raise LoweringError(f"{table} of the mask {mask.brief()} holds no values; attention takes it for an empty batch")
-    where = _device(own, parts.tensors, given, device, q_offset)
-    if "q_len" in mask.expand().symbols and not (isinstance(q_offset, int) and q_offset == 0):
+    where = _device(mask, parts.slots, device, q_offset)
+    if "q_len" in form.symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
             'use causal(align="upper_left"), and query_padding(start=...) for padding on the left'
@@ -69,12 +68,12 @@ def bind(
     needed = {"kv": kv_len, "q": q_end}
     sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
     counts = sizes["b"], sizes["b"] if batch is None else batch, sizes["h"]
-    context = Context(mask.expand(), q_len, kv_len, *counts, offset, q_end, where, named=mask, given=given)
+    context = Context(form, q_len, kv_len, *counts, offset, q_end, where, source=mask)
     for lookup in parts.lookups:
         _add_table(lookup.table, context)
-    for tensor in parts.tensors:
-        if isinstance(tensor, CapturedTensor):
-            context.tables[tensor.key] = usable(context.given[id(tensor.tensor)], lambda: f"the data of {mask.brief()}")
+    for slot in parts.slots:
+        if slot.is_argument:
+            context.tables[slot.key] = _usable(slot, context)
     for ranged in parts.ranged:
         _check_range(ranged, context)
     check_ranges(parts.computed, context)
@@ -92,20 +91,19 @@ def check_bound(mask: Mask) -> None:
 
 def _device(
     mask: Mask,
-    tensors: list[TensorTable | CapturedTensor],
-    given: dict[int, Tensor],
+    slots: list[Slot],
     device: torch.device | str | None,
     q_offset: object,
 ) -> torch.device:
-    found: dict[torch.device, TensorTable | CapturedTensor | None] = {}
-    for tensor in tensors:
-        found.setdefault(given[id(tensor.tensor)].device, tensor)
+    found: dict[torch.device, Slot | None] = {}
+    for slot in slots:
+        found.setdefault(mask.held[slot.number].tensor.device, slot)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)
     wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
     for where, strange in found.items():
         if where != wanted or (where.type == "meta" and device is None):
-            text = f"the tensor {strange} of the mask {mask.brief()}" if strange is not None else "q_offset"
+            text = "q_offset" if strange is None else f"the tensor {filled(strange, mask.held)} of the mask {mask.brief()}"
             unwanted = f", not on {wanted}" if where != wanted else ""
             raise LoweringError(f"{text} is on {where}{unwanted}; {_sync.move_remedy(where, wanted)}")
     return wanted
@@ -135,11 +133,15 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
     return offset, q_len + most
 
 
+def _usable(slot: Slot, context: Context) -> Tensor:
+    return usable(context.source.held[slot.number].tensor, lambda: f"the data of {context.source.brief()}")
+
+
 def _tensor(table: Table | Param, context: Context) -> Tensor:
     """The data of a table on the context's device, checked."""
     match table:
-        case TensorTable(tensor):
-            tensor = usable(context.given[id(tensor)], lambda: f"the data of {context.mask.brief()}")
+        case Slot():
+            tensor = _usable(table, context)
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
             where = str(context.device)
@@ -158,8 +160,8 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
 def _values(table: Table, context: Context) -> Tensor:
     """The user's tensor of a table, on its own device."""
     match table:
-        case TensorTable(tensor):
-            return context.given[id(tensor)]
+        case Slot(number):
+            return context.source.held[number].tensor
         case Ranged(source):
             return _values(source, context)
     return table.to_tensor()

@@ -23,7 +23,7 @@ from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
-from flexmask.expr.tables import Lookup, Param, Table, TensorTable
+from flexmask.expr.tables import Lookup, Param, Slot, Table
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
@@ -129,7 +129,7 @@ class _Analysis:
     def is_constant(self, mask: Mask) -> bool:
         """Whether a mask has no data, so that its rows are the same each time."""
         moves = isinstance(self.context.q_offset, Tensor) and "q" in mask.symbols
-        return not moves and not mask.tensors and not any(isinstance(node, Opaque) for node in mask.walk())
+        return not moves and not mask.slots and not any(isinstance(node, Opaque) for node in mask.walk())
 
     def constant_rows(self, mask: Mask) -> RowBounds | None:
         """The rows of a mask without data, as constants of the graph that is captured; None where they are not exact."""
@@ -381,16 +381,27 @@ class _Analysis:
 
     def runs_of(self, column: Index) -> ValueRuns:
         """The runs of equal values of a column, cached until its data changes."""
-        data = self.column_data(column) if can_keep_tensors() else None
+        memo, place = self.place_of(column)
+        data = self.column_data(column) if memo is not None and can_keep_tensors() else None
         context = self.context
         key = context.kv_len, context.batch, context.heads, context.device
-        known = cast("_sync.Stamped[ValueRuns] | None", column.memo.get("runs"))
+        known = None if data is None else cast("_sync.Stamped[ValueRuns] | None", cast(Any, memo).get(place))
         if data is not None and known is not None and known.stamp.holds(data, key):
             return known.result
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            column.memo["runs"] = _sync.Stamped(_sync.Stamp(data, key), runs)
+            cast(Any, memo)[place] = _sync.Stamped(_sync.Stamp(data, key), runs)
         return runs
+
+    def place_of(self, column: Index) -> tuple[dict[Any, Any] | None, Any]:
+        """Where to keep what follows from the values of a column, and its key there: never with a form that others share."""
+        source = self.context.source
+        match column:
+            case Lookup(Slot(number), indices) if _table_of(column) is not None:
+                return source.held[number].memo, tuple([index.key for index in indices])
+        if not column.is_kept:  # it has literal data
+            return column.memo, "runs"
+        return (source.memo, column.key) if source.held else (None, None)
 
     def column_data(self, column: Index) -> list[Tensor] | None:
         """The tensors whose stamp tells whether a column changed; None where comparing them costs as much as its runs."""
@@ -400,7 +411,8 @@ class _Analysis:
         values = self.keys.tensor(column)
         if not _sync.needs_sync(values):
             return [values] if self.context.q_len <= MAX_KEPT_QUERIES else None
-        return [table.tensor] if isinstance(table, TensorTable) and _sync.has_stamp(table.tensor) else None
+        tensor = self.context.source.held[table.number].tensor if isinstance(table, Slot) else None
+        return [tensor] if tensor is not None and _sync.has_stamp(tensor) else None
 
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device

@@ -13,7 +13,7 @@ from flexmask.errors import LoweringError
 from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
-from flexmask.expr.tables import Lookup, Ranged, Table, TensorTable
+from flexmask.expr.tables import Lookup, Ranged, Slot, Table
 from flexmask.intervals import laws
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.evaluation import Evaluation
@@ -50,8 +50,8 @@ def _widest(leaf: Index) -> Extent | None:
             return 0, MAX_LENGTH
         case Lookup(table):
             source = table.source if isinstance(table, Ranged) else table
-            if isinstance(source, TensorTable) and not source.boolean:
-                limits = torch.iinfo(source.tensor.dtype)
+            if isinstance(source, Slot) and not source.boolean:
+                limits = torch.iinfo(source.dtype)
                 return limits.min, limits.max
             return (0, 1) if isinstance(source, Table) and source.boolean else INT64
     return None
@@ -74,16 +74,16 @@ def check_ranges(computed: list[Computed], context: Context) -> None:
         if isinstance(node, Arithmetic) and node.sign in {"//", "%"} and _is_known(node.right, context):
             low, high = extent(node.right, context, Read.ALL)
             if low <= 0 <= high:
-                given = f"{node.right.brief()} ranges from {low} to {high}"
-                raise LoweringError(f"{node.brief()} may divide by 0: {given}")
+                given = f"{context.filled(node.right).brief()} ranges from {low} to {high}"
+                raise LoweringError(f"{context.filled(node).brief()} may divide by 0: {given}")
         found = combined_extent(node, lambda below: extent(below, context))
         if found is None or fits(found) or not _is_known(node, context):
             continue
         found = combined_extent(node, lambda below: extent(below, context, Read.ALL))
         if found is not None and not fits(found) and _overflows(node, context):
             raise LoweringError(
-                f"{node.brief()} ranges from {found[0]} to {found[1]}, beyond 64-bit integers; where a great number means that "
-                "there is no limit, compare with it alone, or take a number such as 2**60"
+                f"{context.filled(node).brief()} ranges from {found[0]} to {found[1]}, beyond 64-bit integers; where a great "
+                "number means that there is no limit, compare with it alone, or take a number such as 2**60"
             )
 
 
@@ -135,8 +135,9 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
             found = int(values.min()), int(values.max())
         if found[0] < 0 or found[1] >= size:
             raise LoweringError(
-                f"{lookup.brief()}: the index {index.brief()} ranges from {found[0]} to {found[1]}, but the table has {size} "
-                "values along that axis; keep it inside with flexmask.minimum and flexmask.maximum"
+                f"{context.filled(lookup).brief()}: the index {context.filled(index).brief()} ranges from {found[0]} to "
+                f"{found[1]}, but the table has {size} values along that axis; keep it inside with flexmask.minimum and "
+                "flexmask.maximum"
             )
 
 

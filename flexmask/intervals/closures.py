@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from flexmask.expr.form import Key
 from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Or, Truth, Xor
-from flexmask.expr.node import Key
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
@@ -35,11 +35,12 @@ class Column(Index):
         axis: the position, ``"q"`` or ``"kv"``.
     """
 
+    KEPT: ClassVar[bool] = False
     values: Tensor
     axis: str
 
     def _make_key(self) -> Key:
-        return Key(("Column", id(self.values), self.axis))
+        return Key("Column", id(self.values), self.axis)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

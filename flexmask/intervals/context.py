@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flexmask._transforms import are_ints
+from flexmask.expr.form import filled
 from flexmask.expr.index import Constant, Symbol
-from flexmask.expr.mask import Mask, Truth
+from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.node import Node
 
 __all__ = ["Context", "MAX_LENGTH", "Tables"]
@@ -45,9 +46,8 @@ class Context:
     """What a mask is lowered with.
 
     Attributes:
-        mask: the mask with names expanded. It may be a form that masks of one structure share, see
-            :func:`flexmask.intervals.shared_form.shared_form`: only its nodes and those of ``named`` are evaluated in the
-            context, as those of the user's mask have other keys.
+        mask: the form of the mask with names expanded. Only its nodes and those of ``named`` are evaluated in the context, as
+            those of the user's mask have other keys.
         q_len: number of queries.
         kv_len: number of keys.
         batch: sequences, 1 where the mask is the same for all.
@@ -60,8 +60,7 @@ class Context:
         stops: for documents given by lengths, the first position behind each, by the key of their table: see
             :func:`flexmask.intervals.documents.document_stops`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
-        named: the mask with its names.
-        given: the user's tensor for each tensor in ``mask``, by the id of the latter.
+        source: the user's mask, which has the data.
     """
 
     mask: Mask
@@ -76,8 +75,16 @@ class Context:
     tables: Tables = field(default_factory=Tables, repr=False)
     stops: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
-    named: Mask = field(default_factory=lambda: Truth(True), repr=False)
-    given: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    source: Mask = field(default=ALL_CELLS, repr=False)
+
+    @property
+    def named(self) -> Mask:
+        """The form of the mask with its names."""
+        return self.source.form
+
+    def filled(self, node: N) -> N:
+        """A node of the context's forms with the user's data, as texts have it."""
+        return filled(node, self.source.held)
 
     def with_lengths(self, node: N) -> N:
         """The expression with ``q_len`` and ``kv_len`` replaced by their values, where these are numbers."""

@@ -17,7 +17,7 @@ from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, S
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
-from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table, TensorTable
+from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.operations import ARITHMETIC, greater, lesser
 
@@ -168,12 +168,13 @@ def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
         case Literal():
             return table.extent
         case DocumentTable(source=Table() as source):
-            ends = [context.kv_len, context.q_end, *(0 if size is None else size for size in source.shape)]
+            sizes = source.shape_of(context.source.held)
+            ends = [context.kv_len, context.q_end, *(0 if size is None else size for size in sizes)]
             return -1, max(map(_most, ends))
     values = context.tables[table.key]
     if values.dtype == torch.bool:
         return 0, 1
-    dtype = table.tensor.dtype if isinstance(table, TensorTable) else values.dtype
+    dtype = table.dtype if isinstance(table, Slot) else values.dtype
     if read == Read.ALL or (read == Read.HERE and dtype == torch.int64 and not _sync.needs_sync(values)):
         return _ends(values)
     limits = torch.iinfo(dtype)

@@ -19,8 +19,8 @@ from flexmask._vmap import vectorized
 from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Index
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Xor
-from flexmask.expr.opaque import CapturedTensor, Opaque
-from flexmask.expr.tables import Lookup
+from flexmask.expr.opaque import Opaque
+from flexmask.expr.tables import Lookup, Slot
 from flexmask.intervals.context import Context
 
 __all__ = ["ARITHMETIC", "JOINED", "Operation", "clamped", "greater", "lesser", "operation", "table_lookup"]
@@ -105,7 +105,7 @@ def _opaque_call(node: Opaque, context: Context) -> Operation:
 
     def argument(value: Any) -> tuple[bool, Any]:
         """A value as it is, or where to find it: from 0 up in the steps, below 0 in what varies."""
-        if isinstance(value, CapturedTensor):
+        if isinstance(value, Slot):
             return False, context.tables[value.key]
         if isinstance(value, Opaque):
             return True, step(value)

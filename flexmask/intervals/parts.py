@@ -8,8 +8,7 @@ from typing import Any, cast
 from flexmask.expr.index import Absolute, Arithmetic, Symbol
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import CapturedTensor
-from flexmask.expr.tables import Lookup, Ranged, TensorTable
+from flexmask.expr.tables import Lookup, Ranged, Slot
 from flexmask.intervals.checks import AXES, Computed, is_computed
 from flexmask.intervals.extent import Extent
 
@@ -21,7 +20,7 @@ class Parts:
     """The nodes of a mask that are validated, each once, operands before operations."""
 
     lookups: list[Lookup]
-    tensors: list[TensorTable | CapturedTensor]
+    slots: list[Slot]
     ranged: list[Ranged]
     switches: list[PerHead]
     computed: list[Computed]
@@ -29,13 +28,14 @@ class Parts:
 
 
 def parts_of(mask: Mask) -> Parts:
-    """The parts of a mask, found once and kept with it."""
+    """The parts of the form of a mask, found once and kept with it."""
+    mask = mask.form
     if "parts" not in mask.memo:
         parts = Parts([], [], [], [], [], [])
         seen: set[Any] = set()
         ranges: dict[Any, Extent | None] = {}
         for node in mask.expand().walk():
-            if not isinstance(node, Lookup | TensorTable | CapturedTensor | Ranged | PerHead | Arithmetic | Absolute):
+            if not isinstance(node, Lookup | Slot | Ranged | PerHead | Arithmetic | Absolute):
                 continue
             # What a table may hold depends on its use, so that one table can have several checks.
             use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, may_be_longer(node))
@@ -47,8 +47,8 @@ def parts_of(mask: Mask) -> Parts:
                     parts.lookups.append(node)
                     names = [index.name if isinstance(index, Symbol) else "" for index in node.indices]
                     parts.axes.extend((node, place, name) for place, name in enumerate(names) if name in AXES)
-                case TensorTable() | CapturedTensor():
-                    parts.tensors.append(node)
+                case Slot():
+                    parts.slots.append(node)
                 case Ranged():
                     parts.ranged.append(node)
                 case PerHead():

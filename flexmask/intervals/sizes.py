@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmask._checks import checked_int
 from flexmask.errors import LoweringError
+from flexmask.expr.form import filled
 from flexmask.expr.mask import Mask, Named
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Table
@@ -43,13 +44,14 @@ def checked_sizes(
     claims_of = _claims(mask, given, offset)
     moved = not (isinstance(offset, int) and offset == 0)
     for lookup, place, axis in parts.axes:
-        if axis in needed and (size := cast(Table, lookup.table).shape[place]) is not None:
+        if axis in needed and (size := cast(Table, lookup.table).shape_of(mask.held)[place]) is not None:
             _check_axis(mask, lookup, axis, size, needed, moved=moved)
-    sizes, symbols = {}, mask.expand().symbols
+    sizes, form = {}, mask.form.expand()
+    symbols = form.symbols
     for axis, keyword in KEYWORDS:
         dependent = axis in symbols or (axis == "b" and isinstance(offset, Tensor) and "q" in symbols)
         if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
-            called = any(isinstance(node, Opaque) for node in mask.expand().walk())
+            called = any(isinstance(node, Opaque) for node in form.walk())
             reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
             raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
         sizes[axis] = claims_of[axis][0][0] if dependent and claims_of[axis] else 1
@@ -59,7 +61,7 @@ def checked_sizes(
 def own_sizes(mask: Mask) -> dict[str, int]:
     """The sizes of the axes ``"b"`` and ``"h"`` that a mask's own data and heads determine."""
     claims_of: dict[str, Claims] = {"b": [], "h": []}
-    _add_claims(parts_of(mask), claims_of)
+    _add_claims(mask, claims_of)
     return {axis: min(size for size, _ in claims) for axis, claims in claims_of.items() if claims}
 
 
@@ -80,7 +82,7 @@ def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> d
             _claim(claims_of[axis], checked_size(given[axis], keyword), f"the query ({keyword}={given[axis]})")
     if isinstance(offset, Tensor) and offset.numel() > 1:
         _claim(claims_of["b"], offset.numel(), f"q_offset of shape {list(offset.shape)}")
-    _add_claims(parts_of(mask), claims_of)
+    _add_claims(mask, claims_of)
     for axis, keyword in KEYWORDS:
         if len(claims_of[axis]) > 1:
             texts = [(size, data_owner(by, mask) if isinstance(by, Lookup) else by) for size, by in claims_of[axis]]
@@ -97,12 +99,14 @@ def _claim(claims: Claims, size: int, by: Lookup | str) -> None:
         claims.append((size, by))
 
 
-def _add_claims(parts: Parts, claims_of: dict[str, Claims]) -> None:
+def _add_claims(mask: Mask, claims_of: dict[str, Claims]) -> None:
     """Adds the sizes of ``"b"`` and ``"h"`` by heads and data; data that may be longer fits every smaller size."""
+    parts = parts_of(mask)
     for switch in parts.switches:
         _claim(claims_of["h"], len(switch.masks), f"per_head of {len(switch.masks)} masks")
     for lookup, place, axis in parts.axes:
-        size = lookup.table.shape[place] if axis in claims_of and isinstance(lookup.table, Table) else None
+        is_sized = axis in claims_of and isinstance(lookup.table, Table)
+        size = cast(Table, lookup.table).shape_of(mask.held)[place] if is_sized else None
         if size is not None and not (may_be_longer(lookup) and any(claimed < size for claimed, _ in claims_of[axis])):
             _claim(claims_of[axis], size, lookup)
 
@@ -124,13 +128,13 @@ def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[s
 
 
 def data_owner(lookup: Lookup, mask: Mask) -> str:
-    """What a user calls the data of a lookup, for messages: the innermost named mask that looks it up, where there is one."""
+    """What a user calls the data of a lookup of the form, for messages: the innermost named mask that has it, if there is one."""
     owner = _named_owner(lookup, mask)
-    return lookup.brief() if owner is None else owner.brief()
+    return filled(lookup if owner is None else owner, mask.held).brief()
 
 
 def _named_owner(lookup: Lookup, mask: Mask) -> Named | None:
-    for named in mask.walk():
+    for named in (mask if lookup.held else mask.form).walk():
         if isinstance(named, Named) and any(node.key == lookup.key for node in named.body.expand().walk()):
             return named
     return None

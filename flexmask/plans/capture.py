@@ -16,13 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import register_constant
 
 from flexmask._transforms import are_ints, is_observed
 from flexmask.errors import LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask
-from flexmask.expr.node import Structure
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
@@ -36,8 +34,6 @@ from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
 __all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "bound", "lower", "lower_in_graph", "run_graph"]
-
-register_constant(Structure)
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
@@ -109,7 +105,7 @@ class Graph:
 
 
 class GraphCache:
-    """Graphs by the structure of the mask, the setting, and the shapes and dtypes of the tensors; the last used ones are kept.
+    """Graphs by the form of the mask, the setting, and the shapes and dtypes of the tensors; the last used ones are kept.
 
     Attributes:
         size: how many graphs are kept.
@@ -129,23 +125,21 @@ class GraphCache:
         with self._lock:
             self._graphs.clear()
 
-    def get(self, structure: Structure, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
-        """The graph for a structure and the shapes of tensors, captured where there is none yet.
+    def get(self, mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
+        """The graph for the form of a mask and the shapes of tensors, captured where there is none yet.
 
         Args:
-            structure: the mask apart from its tensors.
+            mask: the mask, or one that differs from it in its tensors alone.
             names: the parameters of the mask.
             setting: the lengths and sizes.
             tensors: the tensors of the mask, the value of each parameter, and ``q_offset`` where it is a tensor.
         """
-        key = structure, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
+        key = mask.form.digest, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
         with self._lock:
             graph = self._graphs.get(key)
             if graph is not None:
                 self._graphs.move_to_end(key)
                 return graph
-        mask = structure.node
-        assert isinstance(mask, Mask), "the caller holds the mask"
         graph = _capture(mask, names, setting, tensors)  # without the lock, so that threads whose graphs exist go on
         with self._lock:
             self.captures += 1
@@ -167,7 +161,7 @@ def run_graph(
     Raises:
         LoweringError: the mask has no graph, or values that contradict each other or the lengths.
     """
-    graph = GRAPHS.get(mask.structure, names, setting, tensors)
+    graph = GRAPHS.get(mask, names, setting, tensors)
     try:
         return graph.run(tensors, compiled=compiled)
     except LoweringError:

@@ -78,7 +78,7 @@ def _lowered(deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any,
     known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
     with captured():
         mask = _made(deferred, device)
-        tensors = (*(tensor for tensor, *_ in mask.held), *values)
+        tensors = (*(held.tensor for held in mask.held), *values)
         return lower(bound(mask, names, known, tensors), known.block_size)
 
 

@@ -17,7 +17,7 @@ from flexmask.expr.index import Index
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
-from flexmask.expr.tables import Lookup, Param, Ranged, Table, TensorTable
+from flexmask.expr.tables import Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 
@@ -125,7 +125,7 @@ def _ids(node: Index | Mask, context: Context) -> Index | Mask:
 def _name(table: Table | Param) -> str:
     """The name of the data that ids are, which those that are counted from lengths have not."""
     match table:
-        case TensorTable(name=name):
+        case Slot(name=name):
             return name
         case Ranged(source) | DocumentTable("starts", source):
             return _name(source)

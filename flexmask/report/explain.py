@@ -206,7 +206,7 @@ def _reason(context: Context, cell: Sequence[int], heads: int | None) -> CellRea
     place = Cell(*((0, 0, *cell) if len(cell) == 2 else cell))
     for axis, position, size in zip(place._fields, place, sizes, strict=True):
         if checked_int(position, f"cell: {axis}", 0, kind=LoweringError) >= size:
-            hints = (lengths_hint(node, mask) for node in mask.expand().walk() if isinstance(node, Lookup))
+            hints = (lengths_hint(node, context.source) for node in mask.expand().walk() if isinstance(node, Lookup))
             hint = next(filter(None, hints), "") if axis in ("q", "kv") else ""
             raise LoweringError(f"cell: {axis} must be at most {size - 1}, got {position}{hint}")
     b, h = min(place.b, context.batch - 1), min(place.h, context.heads - 1)  # one stands for all that are the same
@@ -217,9 +217,9 @@ def _reason(context: Context, cell: Sequence[int], heads: int | None) -> CellRea
 
     shown_by, hidden_by = list[str](), list[str]()
     for term in terms(mask, h):
-        showing = [part.spoken() for part in alternatives(term) if shows(part)]
+        showing = [context.filled(part).spoken() for part in alternatives(term) if shows(part)]
         shown_by += showing
-        hidden_by += [] if showing else [reason(term)]
+        hidden_by += [] if showing else [reason(context.filled(term))]
     return CellReason(place, tuple(shown_by), tuple(hidden_by))
 
 
@@ -242,7 +242,7 @@ def _conditions(mask: Mask) -> list[Mask]:
 
 def _leaf(mask: Mask, context: Context, bounds: RowBounds) -> Leaf:
     """A condition, and whether it has more intervals than the rows list."""
-    leaf = _listed_leaf(mask)
+    leaf = _listed_leaf(context.filled(mask))
     if bounds.exact or not leaf.separable or analyze(replace(context, mask=mask)).exact:
         return leaf
     return replace(leaf, kind=f"{leaf.kind}; in more key intervals than are listed")

@@ -17,8 +17,8 @@ from flexmask.errors import FlexmaskError
 from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import within_depth
-from flexmask.expr.opaque import CapturedTensor, Opaque
-from flexmask.expr.tables import Lookup, TensorTable
+from flexmask.expr.opaque import Opaque
+from flexmask.expr.tables import CapturedTensor, Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.extent import Extent, value_range
 

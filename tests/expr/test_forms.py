@@ -1,10 +1,13 @@
-"""What is worked out about a mask serves all masks that differ in their tensors alone, and none of their values."""
+"""Masks that differ in their tensors alone have one form: it is found, what is worked out of it is shared, and no data is."""
 
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,12 +17,11 @@ from torch import Tensor
 import flexmask as fm
 from flexmask import kv, minimum, q
 from flexmask.errors import LoweringError
+from flexmask.expr import form as forms
 from flexmask.expr.tables import TensorTable
-from flexmask.intervals import shared_form as forms
 from flexmask.intervals import solve
 from flexmask.intervals.bind import bind
 from flexmask.intervals.runs import ValueRuns
-from flexmask.intervals.shared_form import shared_form
 from flexmask.registry import named, withdraw
 from tests.support import oracle
 
@@ -41,7 +43,7 @@ class Solved:
 
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
-    monkeypatch.setattr(forms, "_FORMS", type(forms._FORMS)())
+    monkeypatch.setattr(forms, "MADE", forms.Kept(4096))
     return Solved(monkeypatch)
 
 
@@ -95,8 +97,7 @@ def test_masks_made_anew_are_solved_once_and_have_their_own_data(
         assert mask.rows(LENGTH).lower.holds(torch.arange(LENGTH)).tolist() == oracle.table_of(allowed, LENGTH, LENGTH)
         assert mask.dense(LENGTH).tolist() == oracle.table_of(allowed, LENGTH, LENGTH)
         mask.block_mask(LENGTH)
-    if make is not by_ids:  # runs of equal values are kept with the mask, so that it is analyzed for itself
-        assert solved.count == at_first
+    assert solved.count == at_first
 
 
 def test_definitions_that_depend_on_values_are_not_shared() -> None:
@@ -155,17 +156,99 @@ def test_data_that_changes_in_place_is_read_again() -> None:
             assert one.rows(LENGTH).lower.holds(torch.arange(LENGTH)).tolist() == oracle.table_of(allowed, LENGTH, LENGTH)
 
 
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        (torch.tensor([3]), torch.tensor([3, 4])),
-        (torch.tensor([3]), torch.tensor([3], dtype=torch.int32)),
-    ],
-    ids=["shape", "dtype"],
-)
-def test_other_shapes_and_dtypes_have_another_form(one: Tensor, two: Tensor) -> None:
-    assert shared_form(padded(one)) is shared_form(padded(one.clone()))
-    assert shared_form(padded(one)) is not shared_form(padded(two))
+def test_masks_that_differ_in_values_and_sizes_have_one_form() -> None:
+    lengths = torch.tensor([3])
+    assert padded(lengths).form is padded(torch.tensor([3, 4])).form
+    assert padded(lengths).form is not padded(lengths.int()).form
+    assert padded(lengths).form is not (fm.sliding_window(size=5) & fm.key_padding(lengths)).form
+    assert padded(lengths) == padded(lengths)
+    assert padded(lengths) != padded(lengths.clone())
+
+
+def test_one_tensor_is_one_slot() -> None:
+    ids, lengths = torch.tensor([0] * 5 + [1] * 7), torch.tensor([3])
+    for mask, tensors in (
+        (by_ids(ids) & fm.key_padding(lengths), [ids, lengths]),
+        (fm.key_padding(lengths) | by_ids(ids) | fm.query_padding(lengths), [lengths, ids]),
+        (by_ids(ids) & fm.full(), [ids]),
+        (fm.key_padding(lengths) & (by_ids(ids) ^ by_ids(ids)), []),
+        ((fm.key_padding(lengths) | fm.document(ids)) & fm.document(ids), [ids]),
+    ):
+        assert [id(tensor) for tensor in mask.tensors] == [id(tensor) for tensor in tensors]
+    assert (by_ids(ids) & fm.document(ids.clone())).form is not (by_ids(ids) & fm.document(ids)).form
+
+
+def test_parts_of_a_mask_have_their_own_data() -> None:
+    ids, lengths = torch.tensor([0] * 5 + [1] * 7), torch.tensor([3])
+    mask = fm.causal() & fm.document(ids) & fm.key_padding(lengths)
+    _, of_ids, of_lengths = mask.operands  # type: ignore[attr-defined]
+    for part, made, tensor in ((of_ids, fm.document(ids), ids), (of_lengths, fm.key_padding(lengths), lengths)):
+        assert part == made
+        assert part.form is made.form
+        assert [id(own) for own in part.tensors] == [id(tensor)]
+        assert part.dense(LENGTH).tolist() == made.dense(LENGTH).tolist()
+    assert (of_lengths & of_ids).form is (fm.key_padding(lengths) & fm.document(ids)).form
+
+
+def test_forms_of_pickled_masks_are_found() -> None:
+    mask = by_ids(torch.tensor([0] * 5 + [1] * 7))
+    assert pickle.loads(pickle.dumps(mask)).form is mask.form
+    assert pickle.loads(pickle.dumps(fm.causal())) is fm.causal()
+
+
+def test_threads_make_one_form() -> None:
+    start = Barrier(8)
+
+    def made(_: int) -> list[fm.Mask]:
+        start.wait(60)
+        return [(fm.sliding_window(size=7000 + n) & fm.document(torch.zeros(4, dtype=torch.long))).form for n in range(20)]
+
+    with ThreadPoolExecutor(8) as threads:
+        first, *others = threads.map(made, range(8))
+    assert all(one is other for found in others for one, other in zip(first, found, strict=True))
+
+
+def test_named_masks_that_read_sizes_are_made_of_their_data() -> None:
+    """A definition that takes another way by a size is called for each tensor; one that asks how many axes there are is not."""
+    calls: list[int] = []
+
+    def by_size(ids: Any) -> fm.Mask:
+        calls.append(1)
+        return (kv <= q) & (q - kv < int(ids.shape[0]))
+
+    def by_axes(ids: Any) -> fm.Mask:
+        calls.append(1)
+        return q >= 0 if len(ids.shape) > 1 else kv < fm.minimum(ids[0], LENGTH)
+
+    try:
+        make: Any = named(by_size)
+        for size in (1, 4, 1):
+            table = oracle.table_of(oracle.sliding_window(size=size), LENGTH, LENGTH)
+            assert make(torch.zeros(size, dtype=torch.long)).dense(LENGTH).tolist() == table
+        assert len(calls) > 3
+        calls.clear()
+        make = named(by_axes)
+        for length in (1, 4, 5):
+            assert make(torch.tensor([length])).dense(1, LENGTH).sum() == length
+        assert len(calls) == 1
+    finally:
+        withdraw(["by_size", "by_axes"])
+
+
+def test_a_definition_with_data_of_its_own() -> None:
+    own = torch.tensor([2])
+
+    def with_own(lengths: Any) -> fm.Mask:
+        return (kv < fm.table(own)[0]) | (kv == fm.minimum(lengths[0], LENGTH))
+
+    try:
+        make: Any = named(with_own)
+        for length in (4, 6):
+            given = torch.tensor([length])
+            assert make(given).dense(1, LENGTH)[0, 0, 0].nonzero().flatten().tolist() == [0, 1, length]
+            assert [id(tensor) for tensor in make(given).tensors] == [id(given), id(own)]
+    finally:
+        withdraw(["with_own"])
 
 
 def test_messages_are_those_of_the_mask() -> None:
@@ -175,7 +258,7 @@ def test_messages_are_those_of_the_mask() -> None:
             mask.dense(9)
 
 
-def test_data_that_may_be_longer_is_another_structure() -> None:
+def test_data_that_may_be_longer_has_another_form() -> None:
     """Data that a function captures may have more values than positions; data of a mask may not."""
     data = torch.arange(9) % 2 == 0
     captured = TensorTable(data, may_be_longer=True)[kv] != 0
@@ -205,27 +288,54 @@ def test_a_mask_that_is_its_own_form_is_no_cycle() -> None:
         while masks:
             mask = masks.pop()
             bind(mask, LENGTH)
-            assert shared_form(mask) is mask
+            assert mask.form is mask
             gone.append(weakref.ref(mask))
             del mask
-        assert [ref() is None for ref in gone] == [False, True]  # the first has no data: it is kept for the next time
+        assert [ref() is None for ref in gone] == [False, True]  # the first has no data: its form is kept for the next time
     finally:
         gc.enable()
 
 
-def test_the_number_of_forms_is_bounded(monkeypatch: pytest.MonkeyPatch, solved: Solved) -> None:
-    monkeypatch.setattr(forms, "MAX_FORMS", 3)
-    for size in range(1, 9):
-        fm.sliding_window(size=size).rows(4)
-    assert len(forms._FORMS) == 3
-    before = solved.count
-    fm.sliding_window(size=8).rows(4)
-    assert solved.count == before
-    fm.sliding_window(size=1).rows(4)
-    assert solved.count > before
+def test_the_number_of_forms_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "MADE", forms.Kept(100))
+    before = len(forms.FORMS)
+    gone = weakref.ref(fm.sliding_window(size=10_000))
+    assert gone() is fm.sliding_window(size=10_000)
+    for size in range(1, 10_000):
+        fm.sliding_window(size=size)
+    assert len(forms.MADE) <= 202
+    gc.collect()
+    assert gone() is None
+    assert len(forms.FORMS) < before + 1_000
 
 
-def test_a_structure_takes_time_in_the_number_of_nodes() -> None:
+def test_digests_tell_forms_apart() -> None:
+    """Graphs are found by them, also in another process."""
+    ids = torch.tensor([0] * 5 + [1] * 7)
+    masks = [
+        fm.causal() & fm.document(ids),
+        fm.document(ids) & fm.causal(),
+        fm.causal() & fm.document(ids.int()),
+        fm.causal() & fm.document(fm.table(ids, "ids")),
+        fm.causal() & fm.document(lengths=ids),
+        fm.causal() & fm.document(list(ids)),
+        fm.causal(offset=1) & fm.document(ids),
+        fm.from_mask_mod(lambda b, h, q, kv: torch.sin(ids[q] - ids[kv]) > 0),
+        fm.from_mask_mod(lambda b, h, q, kv: torch.cos(ids[q] - ids[kv]) > 0),
+    ]
+    assert len({mask.form.digest for mask in masks}) == len(masks)
+    assert fm.causal().digest == "bd4265afa4430ebee9b5d8c4b9ddb0b0"
+
+
+def test_functions_without_a_name_have_numbers_of_their_own() -> None:
+    def kept() -> None: ...
+
+    assert len({forms.name_of_value(lambda: 0), forms.name_of_value(kept), forms.name_of_value(lambda: 1)}) == 3
+    assert forms.name_of_value(kept) == forms.name_of_value(kept)
+    assert forms.name_of_value(torch.sin) == forms.name_of_value(torch.sin)
+
+
+def test_a_digest_takes_time_in_the_number_of_nodes() -> None:
     def doubled(data: Tensor) -> fm.Mask:
         index = q - kv
         for _ in range(45):
@@ -233,5 +343,5 @@ def test_a_structure_takes_time_in_the_number_of_nodes() -> None:
         return index < fm.table(data)[q]
 
     one, two = (doubled(torch.arange(8)) for _ in range(2))
-    assert one.structure == two.structure
-    assert one.structure != doubled(torch.arange(8)).substitute(q=q + 1).structure
+    assert one.form is two.form
+    assert one.form.digest != doubled(torch.arange(8)).substitute(q=q + 1).form.digest
