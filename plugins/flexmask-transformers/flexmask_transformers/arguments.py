@@ -187,7 +187,7 @@ def as_cells(mask: Tensor, query: Tensor, kv_len: int) -> Tensor:
         OperandError: another dtype, or integers that are not 0 or 1.
     """
     wanted = (*query.shape[:3], kv_len)
-    if any(own not in (1, size) for own, size in zip(mask.shape, wanted, strict=True)):
+    if not all(own == 1 or own == size for own, size in zip(mask.shape, wanted, strict=True)):
         raise LoweringError(f"attention_mask must be {list(wanted)} or have 1 in their place, got {list(mask.shape)}")
     if mask.device != query.device:
         raise LoweringError(f"attention_mask is on {mask.device}, and the model on {query.device}; move it with .to(...)")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from flexmask_transformers import check_packing, masks_of, to_mask, use_mask
-from flexmask_transformers.arguments import GivenMask
+from flexmask_transformers.arguments import GivenMask, as_cells
 from hf_models import TEXT, one_layer, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE
@@ -231,3 +231,10 @@ def test_other_checks(options: dict[str, Any], kind: type[FlexmaskError], messag
 def test_other_tensors(given: Any, message: str) -> None:
     with pytest.raises(OperandError, match=re.escape(message)):
         to_mask(given)
+
+
+def test_a_mask_of_fixed_sizes_fits_lengths_that_vary() -> None:
+    query, keep = torch.zeros(2, 4, 12, 8), torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    torch._dynamo.maybe_mark_dynamic(query, 2)
+    compiled = torch.compile(lambda query: as_cells(keep, query, query.shape[2]), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query), keep)
