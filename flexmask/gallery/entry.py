@@ -45,6 +45,7 @@ class Entry:
         kv_tokens: labels of the keys.
         params: values of the text's parameters.
         computed: for values that a model computes, PyTorch code that computes them.
+        score_mod: what the layers of a model do to scores next to the mask, as code that defines a ``score_mod``.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Entry:
     kv_tokens: tuple[str, ...] | None = None
     params: Mapping[str, Parameter] = field(default_factory=dict)
     computed: Mapping[str, str] = field(default_factory=dict)
+    score_mod: str = ""
     aliases: tuple[str, ...] = ()
 
     @property
@@ -171,6 +173,7 @@ KEYS: dict[str, Rule] = {
     "kv_tokens": _TEXTS,
     "params": (_is_data, "a table of numbers and lists"),
     "computed": (_is_code, "a table of strings"),
+    "score_mod": _TEXT,
     "aliases": _TEXTS,
 }
 #: The keys that every entry has.

@@ -44,7 +44,7 @@ def command(entry: Entry) -> str:
 
 
 def python(entry: Entry) -> str:
-    """The lines that define the data, make the mask, and lower it to a BlockMask."""
+    """The lines that define the data, make the mask, lower it to a BlockMask, and define the ``score_mod`` next to it."""
     writer = _Python(entry.params)
     mask = ast.unparse(writer.visit(ast.parse(entry.text, mode="eval")))
     data = []
@@ -60,7 +60,9 @@ def python(entry: Entry) -> str:
     if entry.q_offset:
         lengths.append(f"q_offset={entry.q_offset}")
     lowering = f"block_mask = mask.block_mask({', '.join(lengths)})"
-    return "\n".join([*imports, "", *data, f"mask = {mask}", lowering])
+    call = "# flexmask.attention(query, key, value, mask, score_mod=score_mod)"
+    scores = ["", "", *entry.score_mod.strip().splitlines(), "", "", call] if entry.score_mod else []
+    return "\n".join([*imports, "", *data, f"mask = {mask}", lowering, *scores])
 
 
 class _Python(ast.NodeTransformer):

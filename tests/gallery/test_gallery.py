@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[2] / "gallery" / "gallery.toml"
 ENTRIES: list[dict[str, Any]] = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["mask"]
 WANTED = {"title", "family", "text", "q_len", "tags", "caption", "source"}
 ALLOWED = {"aliases", "computed", "kv_len", "q_offset", "block_size", "batch", "head", "why", "q_tokens", "kv_tokens", "params"}
+ALLOWED |= {"score_mod"}
 FAMILIES = {"basics", "block grids", "models", "compositions"} | {
     path.stem for path in (Path(fm.__file__).parent / "catalogue").glob("*.py")
 }

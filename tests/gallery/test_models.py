@@ -11,6 +11,7 @@ import torch
 
 import flexmask as fm
 from flexmask.gallery.entry import Entry
+from flexmask.gallery.snippets import python
 from flexmask.gallery.source import read_entries, select_entries
 
 ENTRIES = {entry.title: entry for entry in read_entries(Path(__file__).parents[2] / "gallery" / "gallery.toml")}
@@ -163,6 +164,20 @@ def test_a_cache_of_heavy_hitters_keeps_its_budget_and_the_last_tokens() -> None
 def test_zigzag_gives_each_rank_the_same_work() -> None:
     cells = cells_of(ENTRIES["Zigzag ring attention"])[0, 0]
     assert len({int(rows.sum()) for rows in cells.split(10)}) == 1
+
+
+def test_alibi_has_its_score_mod() -> None:
+    """Slopes that halve from head to head, from 1/2 on: the attention of the layers adds their bias."""
+    made: dict[str, Any] = {}
+    exec(python(ENTRIES["ALiBi"]), made)
+    query, key, value = torch.randn(3, 1, 8, 16, 4).unbind()
+    found = fm.attention(query, key, value, made["mask"], score_mod=made["score_mod"])
+    places = torch.arange(16)
+    slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256])
+    bias = -slopes[:, None, None] * (places[:, None] - places)
+    bias = bias.masked_fill(places > places[:, None], -torch.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES.values() if entry.computed], ids=lambda entry: entry.title)
