@@ -231,6 +231,8 @@ def not_plain_reason(tensor: Tensor) -> str:
             "a nested tensor: pad it, torch.nested.to_padded_tensor(tensor, 0), or pack its values and describe the documents "
             "by cu_seqlens=tensor.offsets()"
         )
+    if hasattr(tensor, "to_local"):
+        return "a DTensor: take tensor.to_local(), and a mask of the heads and tokens that this rank has"
     if tensor.layout != torch.strided:
         return f"one of layout {tensor.layout}: make it dense, tensor.to_dense()"
     return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import flexmask
 from flexmask.errors import FlexmaskError
@@ -439,6 +441,11 @@ LOWERING: list[Row] = [
 ]
 
 
+def distributed(tensor: torch.Tensor) -> DTensor:
+    """It on one rank, without a process group."""
+    return DTensor.from_local(tensor, DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0), run_check=False)
+
+
 #: What no mask can look up, with what to do about it.
 ODD_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.eye(4, dtype=torch.long).to_sparse(), r"layout torch.sparse_coo ... to_dense\(\)"),
@@ -450,6 +457,7 @@ ODD_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         "nested ... to_padded_tensor ... cu_seqlens",
     ),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8), r"quint8 ... int_repr\(\)"),
+    "distributed": (lambda: distributed(torch.ones(4, dtype=torch.long)), r"DTensor ... to_local\(\)"),
     "complex": (lambda: torch.zeros(4, dtype=torch.complex64), "complex64"),
     "of no values": (lambda: torch.zeros(2, 0, dtype=torch.long), "no values"),
 }

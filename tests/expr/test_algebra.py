@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention.flex_attention import flex_attention
 
 import flexmask as fm
@@ -268,6 +269,14 @@ def test_repr_reads_back(name: str) -> None:
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_pickle_round_trip(name: str) -> None:
     assert_same_mask(pickle.loads(pickle.dumps(ROUND_TRIPS[name])), ROUND_TRIPS[name])
+
+
+@pytest.mark.parametrize("name", [*ROUND_TRIPS, "tensor"])
+def test_fsdp_makes_an_equal_mask(name: str) -> None:
+    """Under mixed precision it makes the dataclasses among a module's arguments again, field by field."""
+    mask = {**ROUND_TRIPS, "tensor": ATOMS["tensor"]}[name]
+    again: Any = _apply_to_tensors(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor, [mask])
+    assert_same_mask(again[0], mask)
 
 
 def test_pickled_tensor_keeps_its_values() -> None:
