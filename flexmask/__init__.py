@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flexmask import plotting as plotting
     from flexmask import registry as registry
     from flexmask import report as report
+    from flexmask import scores as scores
     from flexmask import testing as testing
     from flexmask import tracing as tracing
     from flexmask.backends.api import attention
@@ -118,6 +119,7 @@ _PACKAGES = {
     "plotting",
     "registry",
     "report",
+    "scores",
     "testing",
     "tracing",
 }

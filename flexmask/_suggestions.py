@@ -25,6 +25,7 @@ PACKAGES = (
     "plotting.mpl",
     "registry",
     "report",
+    "scores",
     "testing",
 )
 #: Names that other libraries have for a thing, and the code that gives it here.
@@ -32,6 +33,7 @@ GUESSES = {
     "additive": "mask.to_bias(q_len)",
     "and_masks": "a & b",
     "bidirectional": "flexmask.full()",
+    "alibi": "flexmask.scores.alibi()",
     "bind": "mask.bind(**data)",
     "block_mask": "mask.block_mask(q_len)",
     "create_mask": "mask.dense(q_len)",

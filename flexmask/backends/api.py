@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
-from flexmask._checks import check_function, checked_number, kind_of, names_explained, nearest, not_plain_reason
+from flexmask._checks import checked_number, kind_of, names_explained, nearest, not_plain_reason
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
 from flexmask.backends.mixed_precision import autocast, autocast_dtype, without_autocast
 from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.backends.varlen import VARLEN
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
@@ -27,6 +26,8 @@ from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
 from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
+from flexmask.scores.placed import PlacedScore, placed_score
+from flexmask.scores.score import ScoreLike
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 #: The remedy for tensors with the axes in another order.
@@ -65,7 +66,7 @@ def attention(
     value: Tensor,
     mask: MaskLike | LoweredMask | BlockMask | None = None,
     *,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreLike | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     q_offset: int | Tensor = 0,
@@ -97,7 +98,7 @@ def attention(
     value: Tensor,
     mask: MaskLike | LoweredMask | BlockMask | None = None,
     *,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreLike | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     q_offset: int | Tensor = 0,
@@ -116,11 +117,13 @@ def attention(
         value: ``[B, H_kv, kv_len, D_v]``.
         mask: a mask, its text, a ``mask_mod`` (which is traced at each call), a LoweredMask (from a
             :func:`flexmask.plan`), a BlockMask, or None for no mask.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention, applied to the scaled scores. The queries and
-            keys of this call count from 0, whatever ``q_offset`` is: for positions write ``q_idx + q_offset`` in it.
+        score_mod: what becomes of the scaled scores: one of :mod:`flexmask.scores`, its text, as ``"alibi() >> softcap(50.0)"``,
+            or a function ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention. In a function the queries and keys of
+            this call count from 0, whatever ``q_offset`` is: for positions write ``q_idx + q_offset``.
         scale: factor of the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: allows fewer key heads than query heads: query head ``h`` uses key head ``h // (H // H_kv)``.
-        q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask alone.
+        q_offset: position of the first query, an int or an integer tensor ``[B]``, for the mask and a score of
+            :mod:`flexmask.scores`.
         dropout_p: probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
             Give 0 to evaluate.
         dropout_seed: an int, or one integer in a tensor. The same seed drops the same weights on every backend and device (see
@@ -177,7 +180,17 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
+    options = (
+        placed_score(score_mod, q_offset),
+        scale,
+        enable_gqa,
+        q_offset,
+        dropout_p,
+        dropout_seed,
+        None,
+        kernel_options,
+        bool(return_lse),
+    )
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "attention")
     out, lse = attend(call, backend, names_axes=True)
     return out if lse is None else (out, lse)
@@ -249,7 +262,7 @@ def choose_backend(
     value: Tensor,
     mask: MaskLike | LoweredMask | BlockMask | None = None,
     *,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreLike | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     q_offset: int | Tensor = 0,
@@ -273,7 +286,17 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    options = score_mod, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
+    options = (
+        placed_score(score_mod, q_offset),
+        scale,
+        enable_gqa,
+        q_offset,
+        dropout_p,
+        dropout_seed,
+        None,
+        kernel_options,
+        bool(return_lse),
+    )
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "choose_backend")
     chosen = select(call)
     name = ChosenBackend(chosen.name)
@@ -283,14 +306,6 @@ def choose_backend(
         if other is not chosen
     }
     return name
-
-
-def check_options(score_mod: object, scale: object) -> None:
-    """Raises an OperandError unless ``score_mod`` is a function and ``scale`` a number, where they are given."""
-    if score_mod is not None:
-        check_function(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
-    if scale is not None:
-        checked_number(scale, "scale")
 
 
 def check_kernel_options(options: object) -> None:
@@ -331,9 +346,12 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     """
     _check(call.query, call.key, call.value, call.enable_gqa)
     query, key, value = (autocast(tensor) for tensor in (call.query, call.key, call.value))
-    if not torch.compiler.is_compiling():
-        check_options(call.score_mod, call.scale)
+    if call.scale is not None and not torch.compiler.is_compiling():
+        checked_number(call.scale, "scale")
     check_kernel_options(call.kernel_options)
+    score_mod = call.score_mod
+    if isinstance(score_mod, PlacedScore):
+        score_mod = score_mod.of_call(query, key)
     if isinstance(mask, LoweredMask | BlockMask):
         refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
         check_sizes(mask, query, key, call.q_offset)
@@ -344,7 +362,7 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     if parameters:
         mask = _bound(mask, parameters, caller)
     check_dropout(call.dropout_p)
-    return call._replace(query=query, key=key, value=value, mask=mask)
+    return call._replace(query=query, key=key, value=value, mask=mask, score_mod=score_mod)
 
 
 def _bound(mask: Mask | LoweredMask | BlockMask | None, parameters: Mapping[str, Any], caller: str) -> Mask:

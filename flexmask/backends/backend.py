@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._checks import kind_of
 from flexmask._sync import move_remedy
 from flexmask.backends.dropout import Hashes, hashes_of, seed_tensor
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.plans.lowered import LoweredMask
+from flexmask.scores.score import ScoreMod
 
 #: The output of a call, or a pair of it and the logsumexp.
 Output: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -32,7 +32,7 @@ class Call(NamedTuple):
         key: ``[B, H_kv, kv_len, D]``.
         value: ``[B, H_kv, kv_len, D_v]``.
         mask: a Mask, which is not lowered yet, a LoweredMask, a BlockMask, or None for no mask.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None. A score of :mod:`flexmask.scores` is one, too.
         scale: factor of the scores; None for ``1 / sqrt(D)``.
         enable_gqa: whether ``H_kv`` may be less than ``H``.
         q_offset: position of the first query, an int or ``int[B]``.

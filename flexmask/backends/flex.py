@@ -18,11 +18,12 @@ from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
 from flexmask.backends.score_mods import check_scores
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
+from flexmask.scores.placed import PlacedScore
+from flexmask.scores.score import ScoreMod
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: The least channels of a head that the CUDA kernels take.
@@ -62,7 +63,9 @@ def _supports(call: Call) -> str | None:
 def _run(call: Call) -> Output:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
-    if call.score_mod is not None and not torch.compiler.is_compiling():
+    if isinstance(call.score_mod, PlacedScore):
+        call = call._replace(score_mod=call.score_mod.function())
+    elif call.score_mod is not None and not torch.compiler.is_compiling():
         check_scores(call.score_mod, query, key)
     if isinstance(mask, LoweredMask):
         mask = mask.block_mask

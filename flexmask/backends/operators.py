@@ -6,6 +6,7 @@ the operators only where calls are recorded, as under FakeTensorMode. All take a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,26 +16,29 @@ from torch.autograd.function import Function
 
 from flexmask._sync import needs_sync
 from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
-from flexmask.backends.problem import Problem
-from flexmask.backends.tile_derivatives import hessian_product, tangent
+from flexmask.backends.problem import Problem, precise_dtype
+from flexmask.backends.tile_derivatives import attend_with_score_mod, hessian_product, tangent
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
 from flexmask.backends.tile_weights import has_nonfinite
 from flexmask.backends.unchanged import Unchanged
 from flexmask.lowering.mask_mod import MaskMod
 
 #: The values of a Problem as arguments of an operator.
-TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool"
+TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool", "Tensor?", "float?"
 SCHEMA = ", ".join(f"{kind} {name}" for kind, name in zip(TYPES, Problem._fields, strict=True))
-#: How many values a Problem has, and of these the number that have no gradient.
+#: How many values a Problem has, and of these the number that are not query, key and value, and the place of the bias.
 SIZE = len(Problem._fields)
 CONSTANTS = SIZE - 3
+BIAS = Problem._fields.index("bias")
 
 
 def attend_tiles(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output, [B, H, Q, Dv], and the logsumexp, [B, H, Q] where the problem asks for it."""
     if torch.compiler.is_compiling() and not callable(problem.cells):
         found = _block_sdpa(*problem)
-    elif _is_differentiated(*problem.tensors):
+    elif _is_differentiated(*problem.tensors) or (
+        problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
+    ):
         if callable(problem.cells):
             problem = problem._replace(cells=Unchanged(problem.cells))
         found = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
@@ -98,12 +102,17 @@ def _block_sdpa(*values: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "flexmask::block_sdpa_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor logsumexp, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor logsumexp, {SCHEMA}, bool for_bias=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _block_sdpa_backward(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, *values: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(grad, grad_lse, out, logsumexp, _with_own_bounds(Problem(*values)))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients, of which that of the bias is empty without ``for_bias``."""
+    problem, for_bias = _with_own_bounds(Problem(*values[:SIZE])), values[SIZE:] == (True,)
+    grads = backward(grad, grad_lse, out, logsumexp, problem, for_bias=for_bias)
+    by_query, by_key, by_value, by_bias, *_ = *grads, grad.new_empty(0)
+    return by_query, by_key, by_value, by_bias
 
 
 def _with_own_bounds(problem: Problem) -> Problem:
@@ -120,9 +129,11 @@ def _(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 @_block_sdpa_backward.register_fake
-def _(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = Problem(*values[-SIZE:]).tensors
-    return empty_output(query, query), empty_output(key, key), empty_output(value, value)
+def _(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, for_bias = Problem(*values[4 : SIZE + 4]), values[SIZE + 4 :] == (True,)
+    (query, key, value), bias = problem.tensors, problem.bias
+    by_bias = query.new_empty(0) if bias is None or not for_bias else torch.empty_like(bias, dtype=precise_dtype(query))
+    return empty_output(query, query), empty_output(key, key), empty_output(value, value), by_bias
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -131,7 +142,17 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_block_sdpa_backward(*_backward_values(ctx, *grads)), *[None] * CONSTANTS)
+    for_bias = bool(ctx.needs_input_grad[BIAS])
+    by_tensors = _block_sdpa_backward(*_backward_values(ctx, *grads), for_bias)
+    return _all_gradients(by_tensors, for_bias=for_bias)
+
+
+def _all_gradients(by_tensors: Sequence[Tensor], *, for_bias: bool) -> tuple[Tensor | None, ...]:
+    """The gradients of all values of a problem, from those of query, key, value and, with ``for_bias``, the bias."""
+    found: list[Tensor | None] = [*by_tensors[:3], *[None] * CONSTANTS]
+    if for_bias:
+        found[BIAS] = by_tensors[3]
+    return tuple(found)
 
 
 def _backward_values(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -167,8 +188,13 @@ class _Attention(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         values = _backward_values(ctx, *grads)
         tensors = [value for value in values[:-CONSTANTS] if value is not None]
+        problem, for_bias = Problem(*values[-SIZE:]), bool(ctx.needs_input_grad[BIAS])
+        if problem.is_scored and _is_differentiated(*tensors):
+            return _all_gradients(_gradients_by_autograd(problem, *values[:2], for_bias=for_bias), for_bias=for_bias)
+        if for_bias:
+            return _all_gradients(_compute_gradient(*values, for_bias=True), for_bias=True)
         compute = _Gradient.apply if _is_differentiated(*tensors) else _Gradient.forward
-        return (*compute(*values), *[None] * CONSTANTS)
+        return _all_gradients(compute(*values), for_bias=False)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
@@ -186,16 +212,30 @@ class _Attention(Function):
         return tuple(_unfold_mapped(output, info.batch_size) for output in outputs), (0, 0)
 
 
+def _compute_gradient(*values: Any, for_bias: bool = False) -> tuple[Tensor, ...]:
+    grad, grad_lse, out, logsumexp, *rest = values
+    problem = Problem(*rest)
+    if not callable(problem.cells) and is_observed(problem.query):
+        return cast("tuple[Tensor, ...]", _block_sdpa_backward(*values, for_bias))
+    return backward(grad, grad_lse, out, logsumexp, problem, for_bias=for_bias)
+
+
+def _gradients_by_autograd(problem: Problem, grad: Tensor, grad_lse: Tensor | None, *, for_bias: bool) -> tuple[Tensor, ...]:
+    """The gradients with a bias or a cap where they are differentiated again: those of operations that torch differentiates."""
+    tensors = [*problem.tensors, *([problem.bias] if for_bias and problem.bias is not None else [])]
+    outputs, grads = attend_with_score_mod(problem), (grad, grad_lse)
+    pairs = [(one, own) for one, own in zip(outputs, grads, strict=True) if one is not None and own is not None]
+    sums = torch.stack([(one * own).sum() for one, own in pairs]).sum()
+    return torch.autograd.grad(sums, tensors, create_graph=True)
+
+
 class _Gradient(Function):
     """The gradient of attention in tiles by query, key and value, as a function of the outputs' gradients and of these."""
 
     @staticmethod
     def forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad, grad_lse, out, logsumexp, *rest = values
-        problem = Problem(*rest)
-        if not callable(problem.cells) and is_observed(problem.query):
-            return cast("tuple[Tensor, Tensor, Tensor]", _block_sdpa_backward(*values))
-        return backward(grad, grad_lse, out, logsumexp, problem)
+        grad_query, grad_key, grad_value, *_ = _compute_gradient(*values)
+        return grad_query, grad_key, grad_value
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexmask._transforms import is_transformed
 from flexmask.backends.dropout import keep_weights
 from flexmask.backends.fused_kernel import has_fused_kernel
-from flexmask.backends.tile import Cells, Tile, size_of
+from flexmask.backends.tile import Cells, Tile, fold_rows, size_of
 from flexmask.backends.tiling import Tiling, shared_tiling
+
+#: The most scores of a sequence in a tile with a bias for each head, which is made for the tile and should fit the cache.
+BIAS_SCORES = 2**18
 
 
 class Problem(NamedTuple):
@@ -28,6 +33,8 @@ class Problem(NamedTuple):
         rows: the two hashes of each row for dropout (see `dropout`), int32[B, H, Q, 2]; None without dropout.
         keys: the hash of each key, int32[1 or B, 1, 1, KV].
         with_lse: whether the logsumexp of the scores of each row is a result too, [B, H, Q]: -inf in fully masked rows.
+        bias: added to the scores, floating point [B', H', Q + KV] or [B', H', Q, KV], as of `flexmask.scores.placed.Form`.
+        cap: the bound of soft-capping after that.
     """
 
     query: Tensor
@@ -40,6 +47,8 @@ class Problem(NamedTuple):
     rows: Tensor | None = None
     keys: Tensor | None = None
     with_lse: bool = False
+    bias: Tensor | None = None
+    cap: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +58,21 @@ class Problem(NamedTuple):
     @property
     def is_fused(self) -> bool:
         """Whether a tile is one call of the fused kernel."""
-        return self.rows is None and has_fused_kernel(*self.tensors)
+        return self.rows is None and self.cap is None and has_fused_kernel(*self.tensors)
+
+    def is_transformed(self) -> bool:
+        """Whether a transform of torch.func, or a forward-mode derivative, is of these tensors."""
+        return is_transformed(*self.tensors, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def in_bands(self) -> bool:
+        """Whether tiles along the diagonal may be one call."""
+        return self.is_fused and self.cells is None and (self.bias is None or self.bias.dim() == 3)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the scores are more than products."""
+        return self.bias is not None or self.cap is not None
 
     def precise(self) -> Problem:
         """With query, key and value in the dtype in which scores and derivatives are computed."""
@@ -67,6 +90,36 @@ class Problem(NamedTuple):
     def visible(self, tile: Tile) -> Tensor | None:
         """See `Tile.visible`."""
         return tile.visible(self.bounds, self.cells)
+
+    def with_biases(self, tiling: Tiling) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
+        """As of `Tiling`, with what is added to the scores before a cap in the bias; with a cap there is one for cells alone."""
+        for tile, hidden, fully_masked in tiling.with_biases(self.cells, self.query.dtype):
+            if self.bias is None or self.cap is not None:
+                yield tile, hidden, fully_masked
+                continue
+            parts = tile.by_heads(BIAS_SCORES) if self.bias.size(1) > 1 else [tile]
+            for part in parts:
+                first = part.key_heads.start - tile.key_heads.start
+                heads = slice(first, first + size_of(part.key_heads))
+                own, masked = (one if one is None or one.size(1) == 1 else one[:, heads] for one in (hidden, fully_masked))
+                yield part, self._joined(part, own), masked
+
+    def _joined(self, tile: Tile, hidden: Tensor | None) -> Tensor:
+        """The folded sum of the bias of a tile and the one that hides cells."""
+        found = self.score_bias(tile)
+        assert found is not None
+        found = fold_rows(found, tile)
+        return found if hidden is None else found + hidden
+
+    def score_bias(self, tile: Tile) -> Tensor | None:
+        """What is added to the scores of a tile, [b or 1, n * g or 1, m, t]."""
+        return None if self.bias is None else tile.score_bias(self.bias, self.query.size(2)).to(precise_dtype(self.query))
+
+    def changed(self, tile: Tile, scores: Tensor) -> Tensor:
+        """The scores of a tile with the bias, below the cap: [b, n * g, m, t]."""
+        bias = self.score_bias(tile)
+        scores = scores if bias is None else scores + bias
+        return scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
 
     @property
     def kept_scale(self) -> float:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexmask._checks import kind_of
 from flexmask._vmap import reason_of
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import FlexmaskError, OperandError
+from flexmask.scores.score import ScoreMod
 
 #: The functions that `check_scores` has called.
 _CHECKED: WeakSet[ScoreMod] = WeakSet()

@@ -8,13 +8,15 @@ m rows and t keys. It is computed folded, with the g heads of a key head stacked
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flexmask.lowering.mask_mod import MaskMod
+from flexmask.scores.placed import diagonals, sum_diagonals
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
@@ -122,6 +124,34 @@ class Tile:
         b, h, q_idx = (torch.arange(part.start, part.stop, device=device) for part in self.slices)
         return b, h, q_idx, self._kv_idx(device, torch.int64)
 
+    def score_bias(self, bias: Tensor, q_len: int) -> Tensor:
+        """What is added to the scores: [B', H', Q + KV] by the distance or [B', H', Q, KV] -> [b or 1, n * g or 1, m, t]."""
+        if bias.dim() == 4:
+            return self.gather_cells(bias)
+        values = self._select(bias.unsqueeze(2)).squeeze(2)
+        rows = self.folded_rows // self.group
+        starts = self._distance_starts(q_len)
+        runs = [diagonals(values, start, rows, hi - lo) for start, (lo, hi) in zip(starts, self.runs, strict=True)]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, -1) if runs else values.new_zeros(*values.shape[:2], rows, 0)
+
+    def add_to_bias(self, total: Tensor, part: Tensor, q_len: int) -> None:
+        """Add the gradient of the scores, [b, n * g, m, t], to that of `score_bias`."""
+        into = self._select(total) if total.dim() == 4 else self._select(total.unsqueeze(2)).squeeze(2)
+        part = part.sum_to_size(*into.shape[:2], into.size(2) if total.dim() == 4 else part.size(2), part.size(3))
+        parts = part.split([hi - lo for lo, hi in self.runs], -1) if self.runs else ()
+        for (lo, hi), start, own in zip(self.runs, self._distance_starts(q_len), parts, strict=True):
+            if total.dim() == 4:
+                into[..., lo:hi].add_(own)
+            else:
+                into[..., start : start + own.size(2) + own.size(3)].add_(sum_diagonals(own))
+
+    def by_heads(self, most: int) -> Iterator[Tile]:
+        """Tiles of some of its key heads each, with at most so many scores of a sequence where there is more than one head."""
+        heads, keys = self.key_heads, sum(hi - lo for lo, hi in self.runs)
+        step = max(1, most // (self.folded_rows * keys))
+        for start in range(heads.start, heads.stop, step):
+            yield replace(self, key_heads=range(start, min(start + step, heads.stop)))
+
     def visible(self, bounds: Tensor, cells: Cells = None) -> Tensor | None:
         """Which keys the rows attend to: bool [b or 1, n * g or 1, m, t]; None for all."""
         if self.all_visible and cells is None:
@@ -149,6 +179,10 @@ class Tile:
             return as_bias(visible, self, dtype), None
         fully_masked = ~visible.any(-1, keepdim=True)
         return as_bias(visible | fully_masked, self, dtype), fold_rows(fully_masked, self)
+
+    def _distance_starts(self, q_len: int) -> list[int]:
+        """Where the values for `diagonals` start in a bias by the distance, for each run."""
+        return [lo - self.rows.start - self.folded_rows // self.group + q_len for lo, _ in self.runs]
 
     def _within(self, bounds: Tensor) -> Tensor:
         return is_within(self._select(bounds), self._kv_idx(bounds.device, bounds.dtype))

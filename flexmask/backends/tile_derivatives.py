@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexmask._transforms import is_transformed
 from flexmask.backends.mixed_precision import without_autocast
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile import Tile
-from flexmask.backends.tile_weights import ScoreMod, attend, compute_weights, has_nonfinite
+from flexmask.backends.tile_weights import attend, compute_weights, has_nonfinite
 from flexmask.backends.unchanged import Unchanged
+from flexmask.scores.score import ScoreMod
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +106,15 @@ def hessian_product(grad: Tensor, grad_lse: Tensor | None, problem: Problem, tan
     return tuple(tensor.to(query.dtype) for tensor in (torch.cat(query_parts, 2), *sums))
 
 
-# ---------------------------------------------------------------- with a score_mod
+# ---------------------------------------------------------------- with changed scores
 
 
-def attend_with_score_mod(problem: Problem, score_mod: ScoreMod) -> tuple[Tensor, Tensor | None]:
-    """The output with a score_mod, [B, H, Q, Dv], and the logsumexp, in operations that torch differentiates."""
+def attend_with_score_mod(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor | None]:
+    """The output with a score_mod, or with bias and cap, [B, H, Q, Dv], and the logsumexp, which torch differentiates."""
     query, key, value = problem.tensors
     tiles = problem.tiling().tiles
-    score_mod = over_indices(score_mod)
-    transformed = is_transformed(query, key, value)
+    score_mod = None if score_mod is None else over_indices(score_mod)
+    transformed = problem.is_transformed()
     isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmask.backends.fused_kernel import fused_backward, fused_forward
 from flexmask.backends.mixed_precision import without_autocast
 from flexmask.backends.problem import Problem, precise_dtype
-from flexmask.backends.tile import Tile
+from flexmask.backends.tile import Tile, fold_rows
 from flexmask.backends.tile_weights import attend, compute_weights, drop_weights, has_nonfinite
 
 # The most scores of a tile. Passes without a fused kernel write several arrays of that size, which on a CPU should fit the cache.
@@ -45,15 +45,16 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output, [B, H, Q, Dv], and the logsumexp of the scores, which the fused kernel keeps for `backward` in any case."""
     query, is_fused = problem.query, problem.is_fused
     is_kept = is_fused or problem.with_lse
-    has_kernel = is_fused or (problem.rows is None and not problem.with_lse)
+    has_kernel = is_fused or (problem.rows is None and problem.cap is None and not problem.with_lse)
     most_scores = FUSED_SCORES if has_kernel else _unfused_scores(query)
-    tiling = problem.tiling(most_scores, in_bands=is_fused and problem.cells is None)
+    tiling = problem.tiling(most_scores, in_bands=problem.in_bands)
     out, logsumexp = empty_output(query, problem.value), empty_logsumexp(query, is_kept=is_kept)
-    for tile, bias, fully_masked_rows in tiling.with_biases(problem.cells, query.dtype):
+    for tile, bias, fully_masked_rows in problem.with_biases(tiling):
         q, k, v = problem.parts(tile)
         if is_fused:
             part, lse = fused_forward(q, k, v, bias, problem.scale)
         elif has_kernel:
+            bias = None if bias is None else bias.to(q.dtype)
             part, lse = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale), None
         else:
             part, lse = _unfused_forward(problem, tile, bias)
@@ -78,17 +79,24 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _unfused_forward(problem: Problem, tile: Tile, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """As `fused_forward`, with dropout; computed in float32 at least."""
+    """As `fused_forward`, with dropout and a cap; computed in float32 at least."""
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
-    scores = _scores(q * problem.scale, k, bias)
+    scores, _ = _scores(problem, tile, q * problem.scale, k, bias)
     lse = torch.logsumexp(scores, -1) if problem.with_lse else None
     used = drop_weights(torch.softmax(scores, -1), problem.keep(tile))
     return (used @ v).mul_(problem.kept_scale).to(problem.query.dtype), lse
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    scores = q @ k.mT
-    return scores if bias is None else scores.add_(bias)
+def _scores(problem: Problem, tile: Tile, q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The folded scores of a tile, and their derivative by those before the cap where there is one."""
+    scores, slope = q @ k.mT, None
+    if problem.cap is not None:
+        own = problem.score_bias(tile)
+        scores = scores if own is None else scores.add_(fold_rows(own, tile))
+        scores = scores.div_(problem.cap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(problem.cap)
+    return (scores if bias is None else scores.add_(bias)), slope
 
 
 def _unfused_scores(query: Tensor) -> int:
@@ -97,22 +105,26 @@ def _unfused_scores(query: Tensor) -> int:
 
 
 def backward(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value by those of the output and of the logsumexp, computed in float32 at least."""
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, problem: Problem, *, for_bias: bool = False
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value by those of the output and of the logsumexp, computed in float32 at least.
+
+    With ``for_bias`` also that of the bias, which the fused kernel does not give.
+    """
     tensors = query, *_ = problem.tensors
-    is_fused = len(logsumexp) > 0 and problem.is_fused
+    is_fused = len(logsumexp) > 0 and problem.is_fused and not for_bias
     problem, grad, out = problem.precise(), grad.to(precise_dtype(grad)), out.to(precise_dtype(out))
     if grad_lse is not None:
         problem, grad, out = _with_channel(problem, grad, grad_lse, out)
-    tiling = problem.tiling(FUSED_SCORES if is_fused else _unfused_scores(query), in_bands=is_fused and problem.cells is None)
+    tiling = problem.tiling(FUSED_SCORES if is_fused else _unfused_scores(query), in_bands=is_fused and problem.in_bands)
     if tiling.fully_masked is not None:
         grad = grad.masked_fill(tiling.fully_masked, 0)
-    if tiling.fully_masked is not None or problem.cells is not None:  # so that the kernel has weights of 0 in these rows
+    # So that the kernel has weights of 0 in these rows.
+    if tiling.fully_masked is not None or problem.cells is not None or problem.bias is not None:
         logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, math.inf)
 
-    def of_tiles() -> Iterator[tuple[Tile, tuple[Tensor, Tensor, Tensor]]]:
-        for tile, bias, fully_masked_rows in tiling.with_biases(problem.cells, problem.query.dtype):
+    def of_tiles() -> Iterator[tuple[Tile, tuple[Tensor, ...]]]:
+        for tile, bias, fully_masked_rows in problem.with_biases(tiling):
             part_grad, part_out = tile.fold(grad), tile.fold(out)
             if fully_masked_rows is not None:
                 part_grad = part_grad.masked_fill(fully_masked_rows, 0)
@@ -123,14 +135,15 @@ def backward(
                 yield tile, _unfused_gradients(problem, tile, part_grad, part_out, bias)
 
     with without_autocast(query):
-        grads = _sums(problem, of_tiles())
+        grads = _sums(problem, of_tiles(), for_bias=for_bias)
         if has_nonfinite(grads[0]):
             tiles = problem.tiling(_unfused_scores(query)).tiles
-            grads = _sums(problem, ((tile, _isolating_gradients(problem, tile, grad, grad_lse)) for tile in tiles))
+            grads = _sums(
+                problem, ((tile, _isolating_gradients(problem, tile, grad, grad_lse)) for tile in tiles), for_bias=for_bias
+            )
     if grad_lse is not None:
-        grads = [empty_output(one, one).copy_(total[..., : one.size(3)]) for one, total in zip(tensors, grads, strict=True)]
-    grad_query, grad_key, grad_value = (total.to(query.dtype) for total in grads)
-    return grad_query, grad_key, grad_value
+        grads[:3] = [empty_output(one, one).copy_(total[..., : one.size(3)]) for one, total in zip(tensors, grads, strict=False)]
+    return tuple(total.to(query.dtype if i < 3 else total.dtype) for i, total in enumerate(grads))
 
 
 def _with_channel(problem: Problem, grad: Tensor, grad_lse: Tensor, out: Tensor) -> tuple[Problem, Tensor, Tensor]:
@@ -145,43 +158,51 @@ def _with_channel(problem: Problem, grad: Tensor, grad_lse: Tensor, out: Tensor)
     return problem._replace(query=query, key=key, value=value), grad, out
 
 
-def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, Tensor, Tensor]]]) -> list[Tensor]:
-    """The gradients of query, key and value from those of each tile."""
+def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, ...]]], *, for_bias: bool) -> list[Tensor]:
+    """The gradients of query, key, value and bias from those of each tile: of query, key and value, and of the scores."""
     totals = [empty_output(tensor, tensor).zero_() for tensor in problem.tensors]
-    for tile, (to_query, *to_keys) in of_tiles:
+    if for_bias and problem.bias is not None:
+        totals.append(torch.zeros_like(problem.bias, dtype=precise_dtype(problem.query)))
+    for tile, (to_query, to_key, to_value, *to_scores) in of_tiles:
         tile.write(totals[0], to_query)
-        for total, part in zip(totals[1:], to_keys, strict=True):
+        for total, part in zip(totals[1:3], (to_key, to_value), strict=True):
             tile.add_to_keys(total, part)
+        for total, part in zip(totals[3:], to_scores, strict=False):
+            tile.add_to_bias(total, tile.unfold(part), problem.query.size(2))
     return totals
 
 
-def _unfused_gradients(
-    problem: Problem, tile: Tile, grad: Tensor, out: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the folded query, key and value of a tile."""
+def _unfused_gradients(problem: Problem, tile: Tile, grad: Tensor, out: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients of the folded query, key, value and scores of a tile."""
     q, k, v = problem.parts(tile)
     q = q * problem.scale
-    used = weights = torch.softmax(_scores(q, k, bias), -1)
+    scores, slope = _scores(problem, tile, q, k, bias)
+    used = weights = torch.softmax(scores, -1)
     mean = (grad * out).sum(-1, keepdim=True)
     keep = problem.keep(tile)
     if keep is not None:
         used, grad = drop_weights(weights.clone(), keep), grad * problem.kept_scale
     grad_value, grad_weights = used.mT @ grad, drop_weights(grad @ v.mT, keep)
     grad_scores = grad_weights.sub_(mean).mul_(weights)
-    return (grad_scores @ k).mul_(problem.scale), grad_scores.mT @ q, grad_value
+    if slope is not None:
+        grad_scores.mul_(slope)
+    return (grad_scores @ k).mul_(problem.scale), grad_scores.mT @ q, grad_value, grad_scores
 
 
-def _isolating_gradients(problem: Problem, tile: Tile, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _isolating_gradients(problem: Problem, tile: Tile, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
     """As `_unfused_gradients`, where NaN and inf of keys and values reach only the rows that attend to them."""
     q, k, v = problem.parts(tile)
     q, visible, grad = q * problem.scale, problem.visible(tile), tile.fold(grad)
     nonfinite_keys = ~k.isfinite().all(-1)
-    weights, _ = compute_weights(tile, q, k, visible, nonfinite_keys=None if visible is None else nonfinite_keys)
+    nonfinite = None if visible is None else nonfinite_keys
+    weights, _ = compute_weights(tile, q, k, visible, lambda scores: problem.changed(tile, scores), nonfinite)
     factors = problem.factors(tile)
     grad_weights = grad @ v.masked_fill(~v.isfinite(), 0).mT * factors
     mean = (weights * grad_weights).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - (mean if grad_lse is None else mean - tile.fold(grad_lse.unsqueeze(-1))))
+    _, slope = _scores(problem, tile, q, k, None)
+    grad_scores = grad_scores if slope is None else grad_scores * slope
     if visible is not None:  # in rows with NaN also where weights are 0
         grad_scores = tile.unfold(grad_scores).masked_fill(~visible, 0).reshape(weights.shape)
     grad_q = grad_scores @ k.masked_fill(nonfinite_keys.unsqueeze(-1), 0) * problem.scale
-    return grad_q, grad_scores.mT @ q, (weights * factors).mT @ grad
+    return grad_q, grad_scores.mT @ q, (weights * factors).mT @ grad, grad_scores

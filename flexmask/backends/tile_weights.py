@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Tile
-
-ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from flexmask.scores.score import ScoreMod
 
 
 def attend(
@@ -24,13 +22,17 @@ def attend(
     Args:
         problem: what is computed.
         tile: the tile.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, over index tensors that broadcast.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, over index tensors that broadcast, in place of bias and cap.
         isolate_nonfinite: whether NaN and inf in keys and values reach only the rows that attend to them.
     """
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
     q, visible = q * problem.scale, problem.visible(tile)
     nonfinite_keys = ~k.isfinite().all(-1) if isolate_nonfinite and visible is not None else None
-    weights, logsumexp = compute_weights(tile, q, k, visible, score_mod, nonfinite_keys, with_lse=problem.with_lse)
+
+    def change(scores: Tensor) -> Tensor:
+        return problem.changed(tile, scores) if score_mod is None else score_mod(scores, *tile.indices(q.device)).to(q.dtype)
+
+    weights, logsumexp = compute_weights(tile, q, k, visible, change, nonfinite_keys, with_lse=problem.with_lse)
     used = weights if problem.rows is None else weights * problem.factors(tile)
     if nonfinite_keys is None:
         return used @ v, logsumexp
@@ -48,7 +50,7 @@ def compute_weights(
     q: Tensor,
     k: Tensor,
     visible: Tensor | None,
-    score_mod: ScoreMod | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
     nonfinite_keys: Tensor | None = None,
     *,
     with_lse: bool = False,
@@ -60,7 +62,7 @@ def compute_weights(
         q: its queries, folded, times the scale.
         k: its keys.
         visible: as of `Tile.visible`.
-        score_mod: as of `attend`.
+        change: what becomes of the scores [b, n * g, m, t].
         nonfinite_keys: bool [b, n, t], keys with NaN or inf, whose scores are 0 where they are not visible.
         with_lse: whether to compute the logsumexp.
     """
@@ -71,8 +73,8 @@ def compute_weights(
         scores = tile.unfold(q @ k.masked_fill(nonfinite_keys.unsqueeze(-1), 0).mT)
         shown = visible & nonfinite_keys.repeat_interleave(tile.group, 1).unsqueeze(2)
         scores = torch.where(shown, tile.unfold(q @ k.mT).detach(), scores)
-    if score_mod is not None and tile.runs:
-        scores = score_mod(scores, *tile.indices(q.device)).to(q.dtype)
+    if change is not None and tile.runs:
+        scores = change(scores)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     fully_masked = (scores == -math.inf).all(-1, keepdim=True)

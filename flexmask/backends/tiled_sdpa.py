@@ -22,7 +22,7 @@ from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_derivatives import attend_with_score_mod
 from flexmask.backends.tile_passes import FUSED_SCORES
-from flexmask.backends.tile_weights import ScoreMod, has_nonfinite
+from flexmask.backends.tile_weights import has_nonfinite
 from flexmask.backends.tiling import may_be_dense
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
@@ -32,6 +32,8 @@ from flexmask.intervals.context import Context
 from flexmask.plans.capture import lower, lower_in_graph
 from flexmask.plans.foreign import from_block_mask
 from flexmask.plans.fused import Fused, fused_kind
+from flexmask.scores.placed import PlacedScore
+from flexmask.scores.score import ScoreMod
 
 #: The key intervals and the cells of a mask.
 Visible: TypeAlias = tuple[Tensor, Cells]
@@ -51,9 +53,9 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if score_mod is not None:
+    if score_mod is not None or (problem.is_scored and problem.is_transformed()):
         return attend_with_score_mod(problem, score_mod)
-    if problem.cells is None and problem.rows is None and not problem.with_lse:
+    if problem.cells is None and problem.rows is None and not problem.with_lse and not problem.is_scored:
         if (run := _one_interval(problem)) is not None:
             query, key, value = problem.tensors
             return fused_sdpa(query, key[:, :, run], value[:, :, run], problem.scale, is_causal=False), None
@@ -90,7 +92,7 @@ def _whole_sdpa(problem: Problem) -> Tensor | None:
 
 
 def _is_observed_or_transformed(problem: Problem) -> bool:
-    return is_observed(problem.query) or is_transformed(*problem.tensors)
+    return is_observed(problem.query) or problem.is_transformed()
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> Tensor:
@@ -129,8 +131,10 @@ def _run(call: Call) -> Output:
     if visible is None:
         return fused_sdpa(query, key, value, scale, is_causal=fused == "causal")
     rows, keys = hashes or (None, None)
-    problem = Problem(query, key, value, *visible, scale, call.dropout_p, rows, keys, call.return_lse)
-    out, lse = attend(problem, call.score_mod)
+    form = call.score_mod.form() if isinstance(call.score_mod, PlacedScore) else None
+    bias, cap = form or (None, None)
+    problem = Problem(query, key, value, *visible, scale, call.dropout_p, rows, keys, call.return_lse, bias, cap)
+    out, lse = attend(problem, call.score_mod if form is None else None)
     return out if lse is None or not call.return_lse else (out, lse)
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from flexmask._checks import checked_number, not_plain_reason
-from flexmask.backends.api import check_options
 from flexmask.backends.mixed_precision import autocast, without_autocast
 from flexmask.backends.parallel import refuse_in_parallel
 from flexmask.backends.score_mods import over_indices
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.errors import LoweringError, OperandError
+from flexmask.scores.placed import PlacedScore, placed_score
+from flexmask.scores.score import ScoreLike
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 #: The most bytes of the weights. A few tensors of this size exist at a time.
@@ -24,7 +24,7 @@ def attention_weights(
     mask: MaskLike | None = None,
     *,
     scale: float | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreLike | None = None,
     q_offset: int | Tensor = 0,
 ) -> Tensor:
     """The softmax weights that :func:`flexmask.attention` computes without dropout.
@@ -34,8 +34,9 @@ def attention_weights(
         key: ``[B, H_kv, kv_len, d_head]``; ``H_kv`` divides ``H``.
         mask: a mask, its text, or a ``mask_mod``; None for no mask.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
-        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as in FlexAttention; ``q_idx`` counts from 0, as there.
-        q_offset: position of the first query, for the mask alone.
+        score_mod: one of :mod:`flexmask.scores`, its text, or a function ``(score, b, h, q_idx, kv_idx) -> score``, in which
+            ``q_idx`` counts from 0.
+        q_offset: position of the first query, for the mask and a score of :mod:`flexmask.scores`.
 
     Returns:
         ``float[B, H, q_len, kv_len]``, at least float32. Each row sums to 1; a fully masked row is 0.
@@ -44,7 +45,7 @@ def attention_weights(
         OperandError: an argument of a wrong type.
         LoweringError: shapes that do not fit, or weights of more than 4 GiB.
     """
-    check_options(score_mod, scale)
+    change = placed_score(score_mod, q_offset)
     refuse_in_parallel("attention_weights")
     for name, tensor in (("query", query), ("key", key)):
         if isinstance(tensor, Tensor) and (reason := not_plain_reason(tensor)):
@@ -62,13 +63,15 @@ def attention_weights(
     size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
+    if isinstance(change, PlacedScore):
+        change = change.of_call(query, key).function()
     factor = d_head**-0.5 if scale is None else checked_number(scale, "scale")
     query, key = (autocast(tensor).to(precise) for tensor in (query, key))
     with without_autocast(query):
         scores = query @ key.repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
-        if score_mod is not None:
+        if change is not None:
             indices = [torch.arange(length, device=query.device) for length in scores.shape]
-            scores = over_indices(score_mod)(scores, *indices).to(precise)
+            scores = over_indices(change)(scores, *indices).to(precise)
     if mask is not None:
         mask = as_mask(mask, device=query.device)
         cells = mask.dense(q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=query.device)

@@ -19,7 +19,6 @@ from flexmask._checks import checked_int, kind_of, nearest
 from flexmask._transforms import is_observed
 from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.declared import Declared, find_declared, known
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
@@ -31,6 +30,7 @@ from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
+from flexmask.scores.score import ScoreMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["ContextParallel", "Strategy"]

@@ -13,7 +13,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
 from flexmask.backends.mixed_precision import autocast_dtype
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.catalogue.windows import full
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.data import as_table
@@ -25,6 +24,8 @@ from flexmask.nn.hidden_keys import check_later_keys, check_window, mask_over_pl
 from flexmask.nn.padded_keys import PaddedKeys, padded_keys
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
+from flexmask.scores.placed import PlacedScore
+from flexmask.scores.score import Score, ScoreMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 __all__ = ["KVCache", "Step"]
@@ -448,10 +449,12 @@ class Step:
         cache.length = self._begin + self._number
         cache._end += self._number
 
-    def score_mod(self, score_mod: ScoreMod | None) -> ScoreMod | None:
+    def score_mod(self, score_mod: Score | ScoreMod | None) -> ScoreMod | None:
         """A ``score_mod`` over positions in the whole sequence as one over the queries and keys of this call."""
         if score_mod is None:
             return None
+        if isinstance(score_mod, Score):
+            return PlacedScore(score_mod, self._begin, self._start)
         batch, device = self.key.shape[0], self.key.device
         rows, columns = (torch.as_tensor(n, device=device).expand(batch) for n in (self._begin, self._start))
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, kind_of, names_explained, not_plain_reason
-from flexmask.backends.api import attend, check_kernel_options, check_options, checked_call
+from flexmask._checks import check_function, checked_int, checked_number, kind_of, names_explained, not_plain_reason
+from flexmask.backends.api import attend, check_kernel_options, checked_call
 from flexmask.backends.backend import Call, check_backend
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.mixed_precision import autocast_dtype
 from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
-from flexmask.backends.tile_weights import ScoreMod
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -25,6 +24,9 @@ from flexmask.nn.call_masks import bound_mask, module_mask, unplaced
 from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
+from flexmask.scores.placed import placed_score
+from flexmask.scores.score import Score, ScoreLike
+from flexmask.scores.text import as_score_mod
 from flexmask.tracing.as_mask import MaskLike
 
 __all__ = ["MultiheadFlexAttention", "Rope"]
@@ -59,7 +61,9 @@ class MultiheadFlexAttention(nn.Module):
         mask: a mask, its text, or a ``mask_mod``, which is traced here, once, for calls of :meth:`forward` without one. A mask in
             the call replaces it: with ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the
             module, and is not in its state: for a module made on ``meta`` its tensors name a device of their own.
-        score_mod: see :func:`flexmask.attention`. With a cache its indices are positions in the whole sequence.
+        score_mod: what becomes of the scores, as ``"alibi() >> softcap(50.0)"``: see :func:`flexmask.attention`. With a cache
+            the indices of a function are positions in the whole sequence. Tensors of a score move with the module; parameters
+            are those of the module that has them.
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
         backend, kernel_options: see :func:`flexmask.attention`.
@@ -92,7 +96,7 @@ class MultiheadFlexAttention(nn.Module):
         out_bias: bool = True,
         dropout: float = 0.0,
         mask: MaskLike | None = None,
-        score_mod: ScoreMod | None = None,
+        score_mod: ScoreLike | None = None,
         scale: float | None = None,
         rope: Rope | None = None,
         backend: str = "auto",
@@ -103,7 +107,8 @@ class MultiheadFlexAttention(nn.Module):
         super().__init__()
         check_backend(backend)
         check_dropout(dropout, "dropout")
-        check_options(score_mod, scale)
+        if scale is not None:
+            checked_number(scale, "scale")
         check_kernel_options(kernel_options)
         for name, flag in (("bias", bias), ("out_bias", out_bias)):
             if not isinstance(flag, bool | int):
@@ -129,7 +134,8 @@ class MultiheadFlexAttention(nn.Module):
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.d_head = d_out // n_heads if d_head is None else d_head
         self.d_context = d_in if d_context is None else d_context
-        self.dropout, self.scale, self.score_mod, self.rope, self.backend = dropout, scale, score_mod, rope, backend
+        self.dropout, self.scale, self.rope, self.backend = dropout, scale, rope, backend
+        self.score_mod = as_score_mod(score_mod)
         self.kernel_options = kernel_options
         self._mask = module_mask(mask)
         self._identity = object()  # identifies the module in a KVCache
@@ -222,7 +228,7 @@ class MultiheadFlexAttention(nn.Module):
             query,
             key,
             value,
-            score_mod=self.score_mod if step is None else step.score_mod(self.score_mod),
+            score_mod=placed_score(self.score_mod, 0) if step is None else step.score_mod(self.score_mod),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if step is None else step.q_offset,
@@ -387,6 +393,8 @@ class MultiheadFlexAttention(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._mask is not None:
             self._mask = self._mask.to(self.out_proj.weight.device)
+        if isinstance(self.score_mod, Score):
+            self.score_mod = self.score_mod.to(self.out_proj.weight.device)
         return self
 
     def extra_repr(self) -> str:
@@ -399,4 +407,6 @@ class MultiheadFlexAttention(nn.Module):
         parts += [f"{name}={getattr(self, name)}" for name, is_shown in shown.items() if is_shown]
         if self.mask is not None:
             parts.append(f"mask={self.mask.brief()!r}")
+        if isinstance(self.score_mod, Score):
+            parts.append(f"score_mod={str(self.score_mod)!r}")
         return ", ".join(parts)

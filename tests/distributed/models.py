@@ -138,6 +138,7 @@ def check_calls(strategy: Any) -> None:
     on_flex = [{"dropout_p": 0.4, "dropout_seed": 7, "backend": "flex"}] if strategy == "keys" else []  # which compiles a graph
     calls: list[dict[str, Any]] = [
         {"score_mod": lambda score, b, h, q, kv: score + slope[h] * (q - 2 * kv) / 50 + b},
+        {"score_mod": fm.scores.alibi(slope) + fm.scores.bias(torch.randn(LENGTH, LENGTH, generator=generator))},
         {"dropout_p": 0.4, "dropout_seed": 7},
         *on_flex,
     ]

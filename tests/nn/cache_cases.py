@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ def dense_forward(case: Case, module: MultiheadFlexAttention, x: Tensor) -> Tens
     if module.rope is not None:
         query, key = turn(query, places), turn(key, places)
     visible = torch.tensor(oracle.table_of(case.allowed, x.shape[1], x.shape[1], batch=2, heads=4, q_offset=0))
-    heads = oracle.attention(query, key, value, visible, score_mod=module.score_mod)
+    heads = oracle.attention(query, key, value, visible, score_mod=cast(Any, module.score_mod))
     out: Tensor = module.out_proj(heads.transpose(1, 2).flatten(2))
     return out
 
