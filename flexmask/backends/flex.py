@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexmask._transforms import has_values, is_captured, is_transformed
+from flexmask._transforms import are_ints, has_values, is_captured, is_transformed
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
@@ -67,15 +67,20 @@ def _run(call: Call) -> Output:
         call = call._replace(score_mod=call.score_mod.function())
     elif call.score_mod is not None and not torch.compiler.is_compiling():
         check_scores(call.score_mod, query, key)
-    if isinstance(mask, LoweredMask):
-        mask = mask.block_mask
-    elif isinstance(mask, Mask) and torch.compiler.is_compiling():
-        mask = lower_in_graph(mask, query, key, call.q_offset).block_mask
+    if isinstance(mask, Mask) and torch.compiler.is_compiling():
+        mask = lower_in_graph(mask, query, key, call.q_offset)
     elif isinstance(mask, Mask):
         made = partial(
             mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=query.device
         )
         mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), call.q_offset, made)
+    proved: dict[str, object] = {}
+    if isinstance(mask, LoweredMask):
+        if mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]:
+            # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
+            # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
+            proved = {"BLOCKS_ARE_CONTIGUOUS": True}
+        mask = mask.block_mask
     scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
@@ -84,8 +89,8 @@ def _run(call: Call) -> Output:
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
     chosen = dict(call.kernel_options or {})
-    if "BACKEND" not in chosen and _is_prefill(query, key, mask):
-        chosen = {"FORCE_USE_FLEX_ATTENTION": True, **chosen}
+    if "BACKEND" not in chosen:
+        chosen = proved | ({"FORCE_USE_FLEX_ATTENTION": True} if _is_prefill(query, key, mask) else {}) | chosen
     if chosen:
         options["kernel_options"] = chosen
     hashes = call.hashes()

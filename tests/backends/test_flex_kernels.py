@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
 from torch._inductor.runtime.runtime_utils import next_power_of_2
@@ -22,6 +23,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flexmask as fm
 from flexmask.backends import choose_backend, flex
 from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.names import NAMES
+from flexmask.intervals.bind import bind
+from flexmask.plans.capture import lower
+from tests.support.examples import EXAMPLES, OWN_MASKS
 
 LENGTHS, GROUPS = range(1, 131), (1, 2, 4, 8, 32)
 
@@ -80,6 +85,39 @@ def test_blocks_of_other_sizes(block: int, options: dict[str, Any]) -> None:
 def test_score_mods(options: dict[str, Any]) -> None:
     for q_len in (4, 70):
         check(q_len, fm.causal(), 128, options, score_mod=lambda score, b, h, q, kv: score + q)
+
+
+def runs(blocks: Tensor) -> bool:
+    """Whether the blocks of each row of ``bool[..., n]`` are one after another."""
+    return all(
+        len(at) == 0 or at == list(range(at[0], at[-1] + 1)) for at in (row.nonzero().flatten().tolist() for row in blocks)
+    )
+
+
+NAMED = {f"{name} {at}": (NAMES[name](**given), 4, 4) for name in OWN_MASKS for at, (given, _) in enumerate(EXAMPLES[name])}
+OTHERS = {
+    f"{name}, {q_len} x {kv_len}": (mask, q_len, kv_len)
+    for q_len, kv_len in ((6, 6), (6, 9), (10, 7), (7, 7))
+    for name, mask in {"causal": fm.causal(), "full": fm.full(), "window": fm.sliding_window(size=3)}.items()
+}
+
+
+def test_contiguous_blocks(options: dict[str, Any]) -> None:
+    """Torch is told of them where each list of the mask is one run, and never elsewhere."""
+    told = set()
+    for name, (mask, q_len, kv_len) in (NAMED | OTHERS).items():
+        lowered = lower(bind(mask, q_len, kv_len), (2, 2))
+        query, key = (torch.empty(*lowered.shape[:2], length, 1) for length in (q_len, kv_len))
+        fm.attention(query, key, key, lowered, backend="flex")
+        if options["kernel_options"].get("BLOCKS_ARE_CONTIGUOUS"):
+            told.add(name)
+            cells = (
+                F.pad(mask.dense(q_len, kv_len)[0, 0], (0, kv_len % 2, 0, q_len % 2)).unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
+            )
+            touched, full = cells.any(3).any(1), cells.all(3).all(1)
+            assert all(map(runs, (touched & ~full, full, (touched & ~full).mT, full.mT))), name
+    assert told >= {"causal 0", "full 0", *(name for name in OTHERS if "window" not in name and ", 7 x" not in name)}
+    assert not any("window" in name or ", 7 x" in name for name in told)
 
 
 class TestKernelOptions:

@@ -86,6 +86,25 @@ def test_gradients(backend: Any) -> None:
     assert attentions() >= 3 * len(made)  # backward takes two for each
 
 
+def test_contiguous_blocks(backend: Any) -> None:
+    """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone."""
+    query, key, value = (tensor.requires_grad_() for tensor in torch.randn(3, 1, 1, 384, 16))
+    code: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        code.append(graph.code)
+        return backend(graph, inputs)
+
+    found = torch.compile(lambda query, key, value: attend(query, key, value, ["causal"])[0], backend=compiler, fullgraph=True)(
+        query, key, value
+    )
+    assert "'BLOCKS_ARE_CONTIGUOUS': True" in code[0]
+    wanted = oracle.attention(query, key, value, torch.ones(384, 384, dtype=torch.bool).tril())
+    losses = found.square().sum(), wanted.square().sum()
+    for one, other in [(found, wanted), *zip(*(torch.autograd.grad(loss, (query, key, value)) for loss in losses), strict=True)]:
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens_of_steps", [(130, 257, 384)] if IS_NEWER else exhaustive([((130, 257, 384),)]), ids=str)
 def test_changing_lengths(backend: Any, tokens_of_steps: tuple[int, ...]) -> None:
     """The first graph is for its lengths alone, as of any model; one graph serves all others."""
