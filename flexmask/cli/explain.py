@@ -21,9 +21,15 @@ __all__ = ["explain"]
 @click.option(
     "--cell", type=Place(), metavar="Q,KV|B,H,Q,KV", help="Also say which terms of the mask hide this cell, or show it."
 )
+@click.option("--kernel", is_flag=True, help="Also say what the kernels of attention do with the mask.")
 @json_option("the attributes of flexmask.explain(), with all statistics under stats")
 def explain(
-    expression: str, options: LoweringOptions, block_size: tuple[int, int], cell: tuple[int, ...] | None, as_json: bool
+    expression: str,
+    options: LoweringOptions,
+    block_size: tuple[int, int],
+    cell: tuple[int, ...] | None,
+    kernel: bool,
+    as_json: bool,
 ) -> None:
     """Explain the meaning, the lowering and the cost of the mask EXPR.
 
@@ -36,13 +42,14 @@ def explain(
       flexmask explain "causal & document(lengths=[400, 600])"
       flexmask explain "sliding_window(left=256, right=0)" --seq-len 8192
       flexmask explain "causal & document(lengths=[400, 600])" --cell 500,300
+      flexmask explain "causal & document(lengths=[400, 600])" --kernel
       flexmask explain my_package.masks:my_mask_mod --seq-len 4096
     """
     with block_progress("explaining the mask"):
         (mask,) = options.masks(expression)
         from flexmask.report.explain import explain as explained
 
-        found = explained(mask, **options.lowering(mask), block_size=block_size, cell=cell)
+        found = explained(mask, **options.lowering(mask), block_size=block_size, cell=cell, kernel=kernel)
     if as_json:
         leaves = [{"text": leaf.text, "kind": leaf.kind, "separable": leaf.separable} for leaf in found.leaves]
         plain = (
@@ -60,6 +67,8 @@ def explain(
         document = {name: getattr(found, name) for name in plain} | {"leaves": leaves, "stats": statistics(found.stats)}
         if (reason := found.cell) is not None:
             document["cell"] = {**reason.cell._asdict(), "shown_by": reason.shown_by, "hidden_by": reason.hidden_by}
+        if kernel:
+            document["kernel"] = found.kernel
         print_json(document)
         return
     print_table([(Cell(label, bold=True), brief(text)) for label, text in found.lines()])

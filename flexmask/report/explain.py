@@ -24,6 +24,7 @@ from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.report.compare import Cell
+from flexmask.report.kernels import kernel_lines
 from flexmask.report.stats import Stats, stats
 from flexmask.report.terms import alternatives, hidden_text, reason, terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -86,6 +87,7 @@ class Explanation:
         dense_bytes: memory of the dense mask, in bytes.
         stats: the statistics of its cells and blocks.
         cell: why the cell that was asked for is visible or hidden; None where none was.
+        kernel: what the kernels of attention do with the mask, as pairs of a label and a text; empty where it was not asked for.
     """
 
     mask: str
@@ -101,6 +103,7 @@ class Explanation:
     dense_bytes: int
     stats: Stats
     cell: CellReason | None = None
+    kernel: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[tuple[str, str]]:
         """The explanation as pairs of a label, which may be empty, and a text."""
@@ -135,6 +138,7 @@ class Explanation:
             ("memory", memory),
             ("attention", _cost_text(stats)),
             *(_cell_lines(self.cell) if self.cell is not None else []),
+            *self.kernel,
         ]
 
     def __str__(self) -> str:
@@ -154,6 +158,7 @@ def explain(
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
     cell: Sequence[int] | None = None,
+    kernel: bool = False,
 ) -> Explanation:
     """Explains the conditions of a mask, its lowerings, and their cost.
 
@@ -168,6 +173,8 @@ def explain(
         block_size: tokens in a block, or the pair (queries, keys).
         cell: ``(q, kv)`` or ``(b, h, q, kv)``, a cell of which to say which terms of the mask hide it; ``q`` counts from 0
             whatever the offset.
+        kernel: whether to say also what the kernels of attention do with the mask: what they test in a cell, the blocks at three
+            sizes, and which of the faster kernels take it, or why not. It is computed on the CPU.
 
     Raises:
         OperandError: a cell that is not two or four integers.
@@ -179,6 +186,10 @@ def explain(
     bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
     open_blocks = classify(bounds, sets).open
+    on_cpu = context
+    if kernel and context.device.type != "cpu":
+        offset = q_offset.cpu() if isinstance(q_offset, Tensor) else q_offset
+        on_cpu = bind(mask.to("cpu"), q_len, kv_len, batch, heads, offset, "cpu")
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
     return Explanation(
         mask=mask.spoken(),
@@ -194,6 +205,7 @@ def explain(
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
         stats=stats(context, block_size, bounds),
         cell=None if cell is None else _reason(context, cell, heads),
+        kernel=tuple(kernel_lines(on_cpu)) if kernel else (),
     )
 
 

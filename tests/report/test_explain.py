@@ -1,5 +1,6 @@
 """Explanations of masks, against counts of their cells; and the command that prints them."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
 from flexmask.cli import main
@@ -280,3 +282,59 @@ def test_explanation_is_a_value() -> None:
     first: Any = fm.explain(fm.causal(), 8)
     assert first == fm.explain(fm.causal(), 8)
     assert first != fm.explain(fm.causal(), 9)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize(
+    ("mask", "length"),
+    [
+        (fm.causal(), 300),
+        (fm.full(), 200),
+        (fm.sliding_window(size=50), 300),
+        (fm.sliding_window(left=300, right=20), 500),
+        (fm.causal() & fm.document(lengths=[100, 156, 44]), 300),
+        (fm.prefix_lm(128), 300),
+        (fm.causal(offset=127), 384),
+        (fm.key_padding([130, 0]), 300),
+        (fm.masks.sink_window(4, size=40), 300),
+    ],
+    ids=str,
+)
+def test_safe_rows(mask: fm.Mask, length: int) -> None:
+    """Rows with a visible key among the first 16 that kernels visit, by the lists of torch's own BlockMask."""
+    cells = mask.dense(length)
+    lists = create_block_mask(lambda b, h, i, j: cells[b, h * 0, i, j], len(cells), None, length, length, device="cpu")
+    assert lists.full_kv_num_blocks is not None
+    assert lists.full_kv_indices is not None
+    safe = 0
+    for b, sequence in enumerate(cells[:, 0]):
+        for row, visible in enumerate(sequence):
+            at = (b, 0, row // 128)
+            partial, full = lists.kv_num_blocks[at] > 0, lists.full_kv_num_blocks[at] > 0
+            first = 128 * int((lists.kv_indices if partial else lists.full_kv_indices)[at][0])
+            safe += bool((partial or full) and visible[first : first + 16].any())
+    wanted = "all" if safe == cells[:, 0, :, 0].numel() else f"{safe:,} of {cells[:, 0, :, 0].numel():,}"
+    assert dict(fm.explain(mask, length, kernel=True).kernel)["safe rows"].split(":")[0] == wanted
+
+
+def test_kernels() -> None:
+    mask = fm.causal() & fm.document(lengths=[7, 3, 10])
+    assert fm.explain(mask, 20).kernel == ()
+    found = fm.explain(mask, 20, kernel=True)
+    assert found.kernel[:2] == (
+        ("cells", "kv in one of 2 key intervals, from 4 int32 tensors, read once a row"),
+        ("FLASH", "applies 2 intervals to 32 keys at a time, as bits (torch 2.15)"),
+    )
+    lines = dict(found.lines())
+    assert lines["varlen"] == "3 segments of at most 10 queries and 10 keys, window_size=(-1, 0)"
+    assert lines["fused"] == "no"
+    assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("one run each")
+    assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "read block by block"
+    others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
+    assert others["cells"] == "the expression, cell by cell, since it is not separable in q and kv"
+    assert others["varlen"].startswith("no: variable-length attention does not compute the mask")
+    printed = run("causal", "--seq-len", "256", "--kernel")
+    assert "sdpa with is_causal" in printed.output
+    assert json.loads(run("causal", "--seq-len", "256", "--kernel", "--json").output)["kernel"][0][0] == "cells"

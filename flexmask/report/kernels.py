@@ -1,0 +1,83 @@
+"""What the kernels of attention do with a mask: what they test in a cell, which blocks they visit, and which take it."""
+
+from __future__ import annotations
+
+import torch
+
+from flexmask.errors import LoweringError
+from flexmask.intervals.bounds import RowBounds, analyze
+from flexmask.intervals.context import Context
+from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.mask_mod import interval_count
+from flexmask.lowering.varlen import varlen_arguments
+from flexmask.plans.fused import fused_kind
+from flexmask.report.stats import stats
+
+__all__ = ["kernel_lines"]
+
+#: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
+SIZES = ((64, 64), (128, 128), (256, 128))
+#: The fewest keys that a kernel visits at a time.
+STEP = 16
+
+
+def kernel_lines(context: Context) -> list[tuple[str, str]]:
+    """The explanation as pairs of a label, which may be empty, and a text.
+
+    Args:
+        context: the lowering context, on the CPU.
+    """
+    bounds = analyze(context)
+    count = interval_count(bounds)
+    if count is None:
+        reason = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
+        cells = f"the expression, cell by cell, since {reason}"
+        bits = "evaluates each cell"
+    else:
+        cells = f"kv in one of {count} key intervals, from {2 * count} int32 tensors, read once a row"
+        bits = f"applies {count} intervals to 32 keys at a time, as bits (torch 2.15)"
+    blocks = []
+    for size in SIZES:
+        found = stats(context, size, bounds)
+        blocks.append(f"{size[0]} x {size[1]}: {found.partial_blocks:,} partial, {found.full_blocks:,} full of {found.blocks:,}")
+    fused = fused_kind(context.mask, context.q_offset)
+    return [
+        ("cells", cells),
+        ("FLASH", bits),
+        *(("blocks" if not number else "", text) for number, text in enumerate(blocks)),
+        (
+            "lists",
+            "one run each: compiled code and plans set BLOCKS_ARE_CONTIGUOUS"
+            if fused and not context.q_len % 128
+            else "read block by block",
+        ),
+        ("safe rows", _safe_text(context, bounds)),
+        ("fused", {"whole": "sdpa without a mask", "causal": "sdpa with is_causal"}.get(fused or "", "no")),
+        ("varlen", _varlen_text(context)),
+    ]
+
+
+def _safe_text(context: Context, bounds: RowBounds) -> str:
+    """How many rows have a visible key at the first keys that FlexAttention's kernels visit: partial blocks before full ones."""
+    if not bounds.exact:
+        return "not known, as cells decide"
+    lists = block_mask(context, form=lambda b, h, q, kv: kv >= 0)
+    assert lists.full_kv_num_blocks is not None
+    assert lists.full_kv_indices is not None
+    first = torch.where(lists.kv_num_blocks > 0, lists.kv_indices[..., 0], lists.full_kv_indices[..., 0]) * 128
+    visited = (lists.kv_num_blocks + lists.full_kv_num_blocks > 0).repeat_interleave(128, 2)[..., : context.q_len]
+    start = first.repeat_interleave(128, 2)[..., : context.q_len].unsqueeze(-1)
+    rows = bounds.lower
+    safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
+    if bool(safe.all()):
+        return "all: ROWS_GUARANTEED_SAFE would hold"
+    return f"{int(safe.sum()):,} of {safe.numel():,}: ROWS_GUARANTEED_SAFE could give NaN"
+
+
+def _varlen_text(context: Context) -> str:
+    try:
+        found = varlen_arguments(context)
+    except LoweringError as error:
+        return f"no: {error}"
+    segments = len(found.cu_seq_q) - 1
+    return f"{segments:,} segments of at most {found.max_q:,} queries and {found.max_k:,} keys, window_size={found.window_size}"
