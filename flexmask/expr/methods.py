@@ -130,7 +130,8 @@ class MaskMethods(MaskPictures):
 
         Args:
             form: ``"interval"`` tests the key against the row's intervals, and is the same code for every mask of up to 2,
-                4 and 8 of them; ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a row has at most 8.
+                4 and 8 of them, on a GPU also of 1; ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a
+                row has at most 8.
         """
         from flexmask.lowering.mask_mod import mask_mod
 
@@ -159,10 +160,10 @@ class MaskMethods(MaskPictures):
 
         Code that ``torch.compile`` traces cannot call this; it can call a :func:`flexmask.plan`, or take the Mask. Compiled code
         that is given BlockMasks takes every one of the same lengths, batch and block size without compiling again, if both masks
-        are per-head, or neither is, and the rows of both have at most 2 key intervals (or 4, or 8). On the CPU these are counted;
-        elsewhere their number follows from the composition: ``a & b`` has at most as many as ``a`` and ``b`` less 1,
-        ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22 elsewhere lists are
-        packed; then their strides may differ as well.
+        are per-head, or neither is, and the rows of both have at most 2 key intervals (or 4, or 8; on a GPU also 1). On the CPU
+        these are counted; elsewhere their number follows from the composition: ``a & b`` has at most as many as ``a`` and ``b``
+        less 1, ``a | b`` as ``a`` and ``b``, ``~a`` one more than ``a``. Beyond 2**20 blocks on the CPU and 2**22 elsewhere lists
+        are packed; then their strides may differ as well.
 
         Host syncs on a GPU (``docs/host_syncs.md`` has them for each named mask; a composed mask has those of its parts):
 

@@ -9,23 +9,25 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Form", "INTERVALS", "MaskMod", "interval_count", "interval_mod", "mask_mod"]
+__all__ = ["Form", "MaskMod", "interval_count", "interval_mod", "mask_mod", "tested_count"]
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 #: What a ``mask_mod`` computes: whether the key is in an interval of the row, or the expression of the mask.
 Form: TypeAlias = Literal["auto", "interval", "expression"]
 
-#: How many intervals of a row the interval form tests: the least of these that is enough, so that a kernel compiled for one
-#: mask serves nearly every other mask. Most masks need one interval or two; a second one that is unused costs a kernel about
-#: 3% of a window of 256 on the CPU.
-INTERVALS = (2, 4, 8)
+#: The most intervals of a row that the interval form tests.
+MOST = 8
+#: The fewest. On the CPU a second one that is unused costs about 3 % of a window of 256, and one kernel serves most masks.
+#: Elsewhere it costs 3 to 19 % of the instructions of a kernel's masked loop.
+FEWEST = _sync.PerDevice(cpu=2, elsewhere=1)
 
 
 def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = None) -> MaskMod:
@@ -50,13 +52,18 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         return interval_mod(bounds.lower.expand(context.full_batch, context.heads, context.q_len), count, context.q_len)
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
-        raise LoweringError(f"the mask has no interval form, which tests at most {INTERVALS[-1]} intervals: {reason}")
+        raise LoweringError(f"the mask has no interval form, which tests at most {MOST} intervals: {reason}")
     return _expression_mod(context)
 
 
 def interval_count(bounds: RowBounds) -> int | None:
     """How many intervals the interval form of a mask tests, or None where it has no such form."""
-    return next((count for count in INTERVALS if count >= bounds.lower.slots), None) if bounds.exact else None
+    return tested_count(bounds.lower) if bounds.exact and bounds.lower.slots <= MOST else None
+
+
+def tested_count(rows: Rows) -> int:
+    """How many intervals are tested for some rows: a power of 2, so that a kernel serves most masks of a device."""
+    return 1 << (max(rows.slots, FEWEST.on(rows.lo)) - 1).bit_length()
 
 
 def _expression_mod(context: Context) -> MaskMod:

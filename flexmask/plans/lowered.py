@@ -24,14 +24,10 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.mask_mod import INTERVALS, MaskMod, interval_mod
+from flexmask.lowering.mask_mod import MaskMod, interval_mod, tested_count
 from flexmask.plans.fused import Fused
 
 __all__ = ["LoweredMask", "flat_lists", "lists_of"]
-
-#: As :data:`flexmask.lowering.mask_mod.INTERVALS`, for all numbers of intervals, since there is no expression to evaluate.
-ALL_INTERVALS = (*INTERVALS, 16, 32, 64)
-
 
 #: What to write where a LoweredMask is given to what takes something else.
 HINT = (
@@ -77,10 +73,12 @@ class LoweredMask:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
         if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
+        if self.fused and torch.compiler.is_compiling():
+            return _causal_mod if self.fused == "causal" else _whole_mod
         rows = self._rows()
         tested = rows.slots
         if not torch.compiler.is_compiling():  # in a graph they are a part of it; elsewhere one kernel serves many masks
-            rows, tested = rows.expand(*self.shape[:3]), next(count for count in ALL_INTERVALS if count >= tested)
+            rows, tested = rows.expand(*self.shape[:3]), tested_count(rows)
         inside = interval_mod(rows, tested, self.shape[2])
         return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
 
@@ -174,6 +172,14 @@ def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[in
         return block_lists(RowBounds(rows, rows), context, sizes)
     partial, full = BlockGrid(context, *sizes).from_cells(rows, cells)
     return grid_lists([partial, full], context.full_batch, None)
+
+
+def _causal_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx <= q_idx
+
+
+def _whole_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx >= 0
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:
