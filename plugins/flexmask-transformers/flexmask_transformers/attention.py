@@ -87,10 +87,11 @@ def attention_forward(
             attention_mask = as_cells(attention_mask, query, kv_len)
         is_whole = isinstance(attention_mask, GraphMask) and attention_mask.is_whole
         documents = None if is_whole else _dense_documents(batch, q_len, kv_len, kwargs)
-        tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.is_scaling else None
+        tiled = _tiled_mask(attention_mask, is_causal, documents, kwargs) if scores.sink is None else None
         if tiled is not None:
             options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "dropout_p": dropout}
-            out = flexmask.attention(query, key, value, tiled, scale=scores.scale, **options)
+            own = scores.score_mod(batch, kv_len)
+            out = flexmask.attention(query, key, value, tiled, score_mod=own, scale=scores.scale, **options)
             return out.transpose(1, 2).contiguous(), None
         if isinstance(attention_mask, GraphMask):
             attention_mask = attention_mask.lowered.dense()
@@ -140,7 +141,7 @@ def _attend(
             key,
             value,
             sunk,
-            score_mod=scores.score_mod(batch, kv_len),
+            score_mod=scores.score_mod(batch, kv_len, model_mask.q_offset),
             scale=scores.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             q_offset=model_mask.q_offset,
@@ -155,7 +156,7 @@ def _weights(query: Tensor, key: Tensor, mask: Mask, scores: Scores, q_offset: i
     if scores.sink is not None:
         query, key, _ = append_sink(query, key, key, scores.sink, scores.scale)
         mask = with_sink(mask)
-    score_mod = scores.score_mod(batch, kv_len)
+    score_mod = scores.score_mod(batch, kv_len, q_offset)
     found = attention_weights(query, key, mask, scale=scores.scale, score_mod=score_mod, q_offset=q_offset)
     return found[..., :kv_len].to(query.dtype)
 

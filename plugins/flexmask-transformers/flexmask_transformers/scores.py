@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmask import Mask, kv, kv_len, minimum
+from flexmask import Mask, kv, kv_len, minimum, scores
+from flexmask.scores import Score, ScoreMod
 
 __all__ = ["Scores", "append_sink", "with_sink"]
-
-ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Scores(NamedTuple):
@@ -35,11 +34,18 @@ class Scores(NamedTuple):
         """Whether they are the products times the scale, and nothing else."""
         return self.softcap is None and self.position_bias is None and self.sink is None
 
-    def score_mod(self, batch: int, keys: int) -> ScoreMod | None:
-        """The part of them that FlexAttention's ``score_mod`` computes, for ``keys`` keys before the sink."""
+    def score_mod(self, batch: int, keys: int, q_offset: int | Tensor = 0) -> Score | ScoreMod | None:
+        """The part of them that is no scale, for ``keys`` keys before the sink.
+
+        A sink, and a bias of queries that are not the first ones, whose rows it has alone, need a function, which is slower.
+        """
         softcap, bias, has_sink = self.softcap, self.position_bias, self.sink is not None
         if softcap is None and bias is None:
             return None
+        if not has_sink and (bias is None or (isinstance(q_offset, int) and q_offset == 0)):
+            steps = [] if softcap is None else [scores.softcap(softcap)]
+            steps += [] if bias is None else [scores.bias(bias)]
+            return reduce(Score.__rshift__, steps)
         if bias is not None:
             bias = bias.expand(batch, -1, -1, -1)
 

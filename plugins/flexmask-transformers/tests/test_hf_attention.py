@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from flexmask import Mask, causal, document, full, key_padding
 from flexmask.errors import LoweringError, OperandError, TextError
+from flexmask.scores import Score
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -227,3 +228,13 @@ class TestModelMask:
     def test_it_has_no_values(self, operation: Any) -> None:
         with pytest.raises(NotImplementedError, match="computes with its attention mask itself"):
             operation(self.mask())
+
+
+def test_caps_and_biases_are_scores_by_name() -> None:
+    """Which tiles compute by themselves; a bias has rows of the call, so those of later queries take a function."""
+    bias = torch.zeros(1, HEADS, 6, 6)
+    assert (
+        str(Scores(1.0, softcap=2.0, position_bias=bias).score_mod(1, 6)) == f"softcap(2.0) >> bias(<float32[1, {HEADS}, 6, 6]>)"
+    )
+    assert not isinstance(Scores(1.0, position_bias=bias).score_mod(1, 6, 3), Score)
+    assert not isinstance(Scores(1.0, softcap=2.0, sink=torch.zeros(HEADS)).score_mod(1, 6), Score)
