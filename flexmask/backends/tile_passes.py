@@ -119,7 +119,7 @@ def backward(
     tiling = problem.tiling(FUSED_SCORES if is_fused else _unfused_scores(query), in_bands=is_fused and problem.in_bands)
     if tiling.fully_masked is not None:
         grad = grad.masked_fill(tiling.fully_masked, 0)
-    # So that the kernel has weights of 0 in these rows.
+    # So that weights are 0 in these rows.
     if tiling.fully_masked is not None or problem.cells is not None or problem.bias is not None:
         logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, math.inf)
 
@@ -128,11 +128,11 @@ def backward(
             part_grad, part_out = tile.fold(grad), tile.fold(out)
             if fully_masked_rows is not None:
                 part_grad = part_grad.masked_fill(fully_masked_rows, 0)
-            if is_fused:
-                part_logsumexp = tile.fold(logsumexp.unsqueeze(-1)).squeeze(-1)
-                yield tile, fused_backward(part_grad, *problem.parts(tile), part_out, part_logsumexp, bias, problem.scale)
+            lse = tile.fold(logsumexp.unsqueeze(-1)) if len(logsumexp) else None
+            if is_fused and lse is not None:
+                yield tile, fused_backward(part_grad, *problem.parts(tile), part_out, lse.squeeze(-1), bias, problem.scale)
             else:
-                yield tile, _unfused_gradients(problem, tile, part_grad, part_out, bias)
+                yield tile, _unfused_gradients(problem, tile, part_grad, part_out, bias, lse)
 
     with without_autocast(query):
         grads = _sums(problem, of_tiles(), for_bias=for_bias)
@@ -172,12 +172,14 @@ def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, ...]]],
     return totals
 
 
-def _unfused_gradients(problem: Problem, tile: Tile, grad: Tensor, out: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+def _unfused_gradients(
+    problem: Problem, tile: Tile, grad: Tensor, out: Tensor, bias: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, ...]:
     """The gradients of the folded query, key, value and scores of a tile."""
     q, k, v = problem.parts(tile)
     q = q * problem.scale
     scores, slope = _scores(problem, tile, q, k, bias)
-    used = weights = torch.softmax(scores, -1)
+    used = weights = torch.softmax(scores, -1) if lse is None else scores.sub_(lse).exp_()
     mean = (grad * out).sum(-1, keepdim=True)
     keep = problem.keep(tile)
     if keep is not None:
