@@ -23,7 +23,7 @@ from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.pictures import drawings
 from benchmarks.plans import decoding_by_plan, lowering_by_plan
 from benchmarks.rows import Row, Section
-from benchmarks.steps import decoding_step, dropout, short_sequences
+from benchmarks.steps import decoding_step, dropout, named_scores, short_sequences
 from benchmarks.workloads import Workload, causal_work, even_work, packed_work, window_work, workloads
 from flexmask import Mask, attention, causal, document, key_padding, kv, prefix_lm, q, sliding_window
 from flexmask.lowering.mask_mod import MaskMod
@@ -41,7 +41,8 @@ def sections(device: str, *, quick: bool) -> list[Section]:
     """All sections for a device; ``quick`` ones take about a minute."""
     found = [_block_masks(device, quick), _decoding(device), _attention(device, quick)]
     found += [lowering_by_plan(device, quick=quick), decoding_by_plan(device)]
-    found += [short_sequences(device, quick=quick), dropout(device, quick=quick), decoding_step(device)]
+    found += [short_sequences(device, quick=quick), dropout(device, quick=quick)]
+    found += [named_scores(device, quick=quick), decoding_step(device)]
     if find_spec("attn_gym") and not quick:
         found.insert(1, _generators(device))
     if not quick and device == "cpu":

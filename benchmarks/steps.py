@@ -1,4 +1,4 @@
-"""Calls of attention that a model makes at each step: short sequences, dropout, and a step of decoding."""
+"""Calls of attention that a model makes at each step: short sequences, dropout, scores by name, and a step of decoding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from benchmarks.measuring import Measurement, measure
 from benchmarks.rows import Row, Section
 from benchmarks.workloads import Workload, causal_work, packed_work, window_work
-from flexmask import KVCache, MaskCache, MultiheadFlexAttention, attention, causal, document
+from flexmask import KVCache, MaskCache, MultiheadFlexAttention, attention, causal, document, scores
+from flexmask.scores.score import Score, ScoreLike
 
-__all__ = ["decoding_step", "dropout", "short_sequences"]
+__all__ = ["decoding_step", "dropout", "named_scores", "short_sequences"]
 
 HEADS, D_HEAD = 8, 64
 
@@ -24,13 +25,13 @@ HEADS, D_HEAD = 8, 64
 Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _timed(run: Run, batch: int, length: int, device: str, *, backward: bool) -> Measurement:
-    """A call with new tensors, and with ``backward`` its gradients by all of them."""
+def _timed(run: Run, batch: int, length: int, device: str, *, backward: bool, others: tuple[Tensor, ...] = ()) -> Measurement:
+    """A call with new tensors, and with ``backward`` its gradients by all of them and by others."""
     shape = batch, HEADS, length, D_HEAD
     query, key, value = (torch.randn(shape, device=device, requires_grad=backward) for _ in range(3))
     if not backward:
         return measure(lambda _: run(query, key, value), device=device)
-    return measure(lambda _: torch.autograd.grad(run(query, key, value).sum(), (query, key, value)), device=device)
+    return measure(lambda _: torch.autograd.grad(run(query, key, value).sum(), (query, key, value, *others)), device=device)
 
 
 # ---------------------------------------------------------------- short sequences
@@ -84,6 +85,44 @@ def _of_33(length: int, device: str) -> dict[str, Callable[[], Measurement]]:
         "loop over the documents": loop,
     }
     return {name: partial(_timed, run, 1, length, device, backward=False) for name, run in runs.items()}
+
+
+# ---------------------------------------------------------------- scores
+
+
+def named_scores(device: str, *, quick: bool) -> Section:
+    """Attention with what a model does to its scores, next to the same attention without it."""
+    rows = [
+        Row(f"{work.name}, batch {batch}, {'forward and backward' if backward else 'forward'}", length, scored)
+        for length in ([1024] if quick else [1024, 2048])
+        for work in (window_work(length), causal_work(length))
+        for batch in (1, 4)
+        for backward in (False, True)
+        for scored in [_scored(work, batch, device, backward)]
+    ]
+    text = (
+        "8 heads of 64, float32. T5's table has gradients in the backward pass. The function is ALiBi, as a `score_mod` by hand."
+    )
+    return Section("Scores by name", text, "no score", rows)
+
+
+def _scored(work: Workload, batch: int, device: str, backward: bool) -> dict[str, Callable[[], Measurement]]:
+    mask, slopes = work.mask(), 2.0 ** -torch.arange(1, HEADS + 1, device=device)
+    table = torch.randn(32, HEADS, device=device, requires_grad=backward)
+    given: dict[str, ScoreLike | None] = {
+        "no score": None,
+        "alibi()": "alibi()",
+        "relative_bias(table)": scores.relative_bias(table),
+        "softcap(30.0)": "softcap(30.0)",
+        "a function": lambda score, b, h, q, kv: score - slopes[h] * (q - kv),
+    }
+
+    def timed(score: ScoreLike | None) -> Measurement:
+        others = (table,) if isinstance(score, Score) and backward else ()
+        run = partial(attention, mask=mask, score_mod=score, backend="sdpa")
+        return _timed(cast(Run, run), batch, work.length, device, backward=backward, others=others)
+
+    return {name: partial(timed, score) for name, score in given.items()}
 
 
 # ---------------------------------------------------------------- dropout
