@@ -51,7 +51,7 @@ def mask_of_heads(context: Context, heads: range, block_size: tuple[int, int]) -
     """The mask of the whole sequence for some heads."""
     lowered = lower(context, (0, 0))
     if context.heads == 1:
-        return LoweredMask(lowered.shape, lowered.bounds, lowered.cells, block_size, fused=lowered.fused)
+        return LoweredMask(lowered.shape, lowered.bounds, lowered.cells, block_size, band=lowered.band)
     part = slice(heads.start, heads.stop)
     bounds, cells = (
         tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, part] for tensor in (lowered.bounds, lowered.cells)

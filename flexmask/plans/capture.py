@@ -29,7 +29,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.plans.fused import fused_kind
+from flexmask.plans.fused import band_of
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
@@ -202,7 +202,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
-    return LoweredMask(shape, ends, cells, block_size, lists, fused_kind(context.mask, context.q_offset))
+    return LoweredMask(shape, ends, cells, block_size, lists, band_of(context.mask, context.q_offset))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
 from flexmask.lowering.mask_mod import MaskMod, interval_mod, tested_count
-from flexmask.plans.fused import Fused
+from flexmask.plans.fused import KINDS, Band, Fused
 
 __all__ = ["LoweredMask", "flat_lists", "lists_of"]
 
@@ -47,8 +47,8 @@ class LoweredMask:
             all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1
             where it is broadcast over the queries.
         block_size: queries and keys in a block of :attr:`block_mask`.
-        fused: ``"whole"`` for a mask of all keys, ``"causal"`` for the mask of ``is_causal``: torch's fused kernels take these
-            without a tensor. None for another mask.
+        band: ``(low, high)`` where a query attends to the keys from ``q + low`` to before ``q + high``, and None for no such end;
+            None for another mask.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class LoweredMask:
         cells: Tensor | None = None,
         block_size: tuple[int, int] = (128, 128),
         lists: tuple[Tensor, ...] = (),
-        fused: Fused = None,
+        band: Band | None = None,
     ) -> None:
-        self.shape, self.bounds, self.cells, self.block_size, self.fused = shape, bounds, cells, block_size, fused
+        self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
         self._lists = lists
 
     @property
@@ -69,12 +69,18 @@ class LoweredMask:
         return self.bounds.device
 
     @property
+    def fused(self) -> Fused:
+        """``"whole"`` for a mask of all keys, ``"causal"`` for that of ``is_causal``: torch's fused kernels take these without a
+        tensor. None for another mask."""
+        return KINDS.get(self.band)
+
+    @property
     def mask_mod(self) -> MaskMod:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
         if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
-        if self.fused and torch.compiler.is_compiling():
-            return _causal_mod if self.fused == "causal" else _whole_mod
+        if self.band is not None and torch.compiler.is_compiling():  # which reads nothing
+            return _band_mod(*self.band)
         rows = self._rows()
         tested = rows.slots
         if not torch.compiler.is_compiling():  # in a graph they are a part of it; elsewhere one kernel serves many masks
@@ -143,14 +149,14 @@ class LoweredMask:
     def flatten(self) -> tuple[list[Any], Any]:
         """The sizes and the tensors, and what :meth:`unflatten` takes with them."""
         cells = [] if self.cells is None else [self.cells]
-        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.fused)
+        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.band)
 
     @classmethod
     def unflatten(cls, leaves: Iterable[Any], layout: Any) -> Self:
         """The LoweredMask of the two results of :meth:`flatten`."""
         *shape, (bounds, *rest) = leaves
-        cells, block_size, fused = layout
-        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), fused)
+        cells, block_size, band = layout
+        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), band)
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"
@@ -174,12 +180,12 @@ def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[in
     return grid_lists([partial, full], context.full_batch, None)
 
 
-def _causal_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return kv_idx <= q_idx
+def _band_mod(low: int | None, high: int | None) -> MaskMod:
+    def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible = kv_idx >= (0 if low is None else q_idx + low)
+        return visible if high is None else visible & (kv_idx < q_idx + high) if low is not None else kv_idx < q_idx + high
 
-
-def _whole_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return kv_idx >= 0
+    return visible_key
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:

@@ -10,7 +10,7 @@ from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.lowering.varlen import varlen_arguments
-from flexmask.plans.fused import fused_kind
+from flexmask.plans.fused import KINDS, band_of
 from flexmask.report.stats import stats
 
 __all__ = ["kernel_lines"]
@@ -28,6 +28,8 @@ def kernel_lines(context: Context) -> list[tuple[str, str]]:
         context: the lowering context, on the CPU.
     """
     bounds = analyze(context)
+    band = band_of(context.mask, context.q_offset)
+    fused = KINDS.get(band)
     count = interval_count(bounds)
     if count is None:
         reason = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
@@ -35,12 +37,12 @@ def kernel_lines(context: Context) -> list[tuple[str, str]]:
         bits = "evaluates each cell"
     else:
         cells = f"kv in one of {count} key intervals, from {2 * count} int32 tensors, read once a row"
+        cells += "" if band is None else "; in compiled code arithmetic"
         bits = f"applies {count} intervals to 32 keys at a time, as bits (torch 2.15)"
     blocks = []
     for size in SIZES:
         found = stats(context, size, bounds)
         blocks.append(f"{size[0]} x {size[1]}: {found.partial_blocks:,} partial, {found.full_blocks:,} full of {found.blocks:,}")
-    fused = fused_kind(context.mask, context.q_offset)
     return [
         ("cells", cells),
         ("FLASH", bits),

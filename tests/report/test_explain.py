@@ -331,6 +331,7 @@ def test_kernels() -> None:
     assert lines["varlen"] == "3 segments of at most 10 queries and 10 keys, window_size=(-1, 0)"
     assert lines["fused"] == "no"
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("one run each")
+    assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith("; in compiled code arithmetic")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "read block by block"
     others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
     assert others["cells"] == "the expression, cell by cell, since it is not separable in q and kv"
