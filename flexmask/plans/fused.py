@@ -28,10 +28,13 @@ def fused_kind(mask: Mask, q_offset: int | Tensor) -> Fused:
 
 
 def band_of(mask: Mask, q_offset: int | Tensor) -> Band | None:
-    """The band of a mask whose queries begin at an offset; None for a mask that is no band."""
+    """The band of a mask whose queries begin at an offset; None for a mask that is no band.
+
+    It is asked for offset 0 alone: other numbers vary in a graph, of which the results have one layout.
+    """
     if mask == Truth(True):
         return None, None
-    if not isinstance(q_offset, int):
+    if not isinstance(q_offset, int) or q_offset:
         return None
     found = separate(mask)
     lows, highs = list[int](), list[int]()
@@ -43,5 +46,5 @@ def band_of(mask: Mask, q_offset: int | Tensor) -> Band | None:
                 line = Linear.of(end)
                 if {key: factor for key, (_, factor) in line.terms.items()} != {q.key: 1}:
                     return None
-                offsets.append(line.constant + q_offset)
+                offsets.append(line.constant)
     return max(lows, default=None), min(highs, default=None)
