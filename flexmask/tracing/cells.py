@@ -173,7 +173,7 @@ class _Cells:
 
 def _needed(kept: Sequence[tuple[Mask, Tensor]]) -> list[Mask]:
     """The masks that hide a cell which no other hides, after the earlier of those that are not needed are left out."""
-    count = sum((hidden.to(torch.uint8) for _, hidden in kept), torch.zeros((), dtype=torch.uint8))
+    count = sum((hidden.to(torch.uint8) for _, hidden in kept), torch.zeros((), dtype=torch.uint8, device="cpu"))
     needed = []
     for mask, hidden in kept:
         if (hidden & (count == 1)).any():
