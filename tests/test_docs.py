@@ -32,9 +32,13 @@ def run_in_fork(_: int, page: Path) -> None:
     run_page(page)
 
 
+def is_slow(page: Path) -> bool:
+    return forks(page) or page.name == "compile_lengths.md"  # which compiles with Inductor
+
+
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if forks(page) else []) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.slow] if is_slow(page) else []) for page in PAGES],
     ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix(),
 )
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

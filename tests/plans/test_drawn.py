@@ -21,7 +21,7 @@ from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.support import oracle
 from tests.support.block_lists import check_lists
-from tests.support.exhaustive import exhaustive, half, quarter
+from tests.support.exhaustive import exhaustive, quarter
 from tests.support.lowerings import blocks_of, element_mask
 from tests.support.strategies import BOOLEANS, BOOLS, IDS, Case, Shape, filled, lengths_of, shaped_masks, shapes
 
@@ -53,7 +53,7 @@ def plan_for(mask: fm.Mask | str, shape: Shape) -> fm.Plan:
     return fm.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, block_size=BLOCK_SIZE)
 
 
-@half
+@quarter
 @given(shaped_masks(longest=24, depth=2).filter(lambda drawn: positions_exist(drawn[1])))
 def test_drawn_masks(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn
@@ -156,7 +156,7 @@ def masks_with_data(draw: st.DrawFn) -> tuple[str, Shape, list[tuple[dict[str, A
     return text, shape, filled_in
 
 
-@half
+@quarter
 @given(masks_with_data())
 def test_other_data_than_it_was_captured_with(drawn: tuple[str, Shape, list[tuple[dict[str, Any], oracle.Predicate]]]) -> None:
     text, shape, filled_in = drawn
