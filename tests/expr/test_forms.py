@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import flexmask as fm
 from flexmask import kv, minimum, q
 from flexmask.errors import LoweringError
 from flexmask.expr import form as forms
+from flexmask.expr import node
 from flexmask.expr.tables import TensorTable
 from flexmask.intervals import solve
 from flexmask.intervals.bind import bind
@@ -43,7 +45,11 @@ class Solved:
 
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
+    """Forms that other tests made are not found."""
+    made: WeakValueDictionary[str, Any] = WeakValueDictionary()
     monkeypatch.setattr(forms, "MADE", forms.Kept(4096))
+    monkeypatch.setattr(forms, "FORMS", made)
+    monkeypatch.setattr(node, "FORMS", made)
     return Solved(monkeypatch)
 
 
