@@ -138,3 +138,13 @@ def test_ends_from_depths(seed: int) -> None:
 def test_depths_of_no_tree(depth: list[list[int]], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         subtree_ends(torch.tensor(depth))
+
+
+def test_a_plan_takes_the_depths_of_trees_alone() -> None:
+    plan = fm.plan("prefix_tree(position_ids=depth)", 5, batch=2)
+    rows, at = [[0, 1, 2, 1, 0], [0, 0, 1, 2, 3]], torch.arange(5)
+    wanted = (at <= at[:, None]) & (at[:, None] < torch.tensor([ends(row) for row in rows])[:, None])
+    assert torch.equal(plan(depth=torch.tensor(rows)).dense()[:, 0], wanted)
+    for wrong in ([1, 2, 2, 1, 0], [0, 2, 2, 1, 0], [0, 1, -1, 0, 0]):
+        with pytest.raises(LoweringError, match="prefix_tree"):
+            plan(depth=torch.tensor([rows[0], wrong]))
