@@ -180,17 +180,8 @@ def attention(
     Source: ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.attention.flex_attention.flex_attention``.
     """
     check_backend(backend)
-    options = (
-        placed_score(score_mod, q_offset),
-        scale,
-        enable_gqa,
-        q_offset,
-        dropout_p,
-        dropout_seed,
-        None,
-        kernel_options,
-        bool(return_lse),
-    )
+    change = placed_score(score_mod, q_offset)
+    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "attention")
     out, lse = attend(call, backend, names_axes=True)
     return out if lse is None else (out, lse)
@@ -286,17 +277,8 @@ def choose_backend(
         LoweringError: as of :func:`attention`, no backend supports the call, or it is inside a ContextParallel.
     """
     refuse_in_parallel("choose_backend")
-    options = (
-        placed_score(score_mod, q_offset),
-        scale,
-        enable_gqa,
-        q_offset,
-        dropout_p,
-        dropout_seed,
-        None,
-        kernel_options,
-        bool(return_lse),
-    )
+    change = placed_score(score_mod, q_offset)
+    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "choose_backend")
     chosen = select(call)
     name = ChosenBackend(chosen.name)

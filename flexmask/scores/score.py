@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -52,7 +52,7 @@ class Score:
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        return tuple((step.text(), id(table) if isinstance(table := step.table(), Tensor) else table) for step in self.steps)
+        return tuple((step.text(), id(table) if isinstance(table := step.table, Tensor) else table) for step in self.steps)
 
     def __repr__(self) -> str:
         found = self.steps[0].text()
@@ -68,14 +68,15 @@ class Score:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that it holds."""
-        return tuple(table for step in self.steps if isinstance(table := step.table(), Tensor))
+        return tuple(table for step in self.steps if isinstance(table := step.table, Tensor))
 
     def to(self, device: torch.device | str) -> Score:
         """With its tensors on a device. A ``Parameter`` stays: its module moves it."""
 
         def moved(step: Step) -> Step:
-            table = step.table()
-            return step if not isinstance(table, Tensor) or isinstance(table, nn.Parameter) else step.of(table.to(device))
+            if isinstance(step, Softcap) or not isinstance(step.table, Tensor) or isinstance(step.table, nn.Parameter):
+                return step
+            return replace(step, table=step.table.to(device))
 
         return Score(tuple(map(moved, self.steps))) if self.tensors else self
 

@@ -26,22 +26,16 @@ ByDistance: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 class Alibi:
     """See :func:`flexmask.scores.alibi`."""
 
-    slopes: Table | None
+    table: Table | None
     is_additive: ClassVar[bool] = True
 
     def text(self) -> str:
-        return "alibi()" if self.slopes is None else f"alibi(slopes={table_text(self.slopes)})"
-
-    def table(self) -> Table | None:
-        return self.slopes
-
-    def of(self, table: Table) -> Alibi:
-        return Alibi(table)
+        return "alibi()" if self.table is None else f"alibi(slopes={table_text(self.table)})"
 
     def by_distance(self, heads: int | None, device: torch.device | None) -> ByDistance:
         """The bias of heads by the distance. The default slopes are computed, so that there is no tensor to move."""
-        if self.slopes is not None:
-            slopes = on_device(self.slopes, device)
+        if self.table is not None:
+            slopes = on_device(self.table, device)
             check_heads("alibi", f"{slopes.size(0)} slopes", slopes.size(0), heads)
             return lambda h, distance: -slopes[h] * distance.abs()
         if heads is None:
@@ -61,7 +55,7 @@ class Alibi:
 class Relative:
     """See :func:`flexmask.scores.relative_bias`."""
 
-    buckets: Table
+    table: Table
     max_distance: int
     bidirectional: bool
     is_additive: ClassVar[bool] = True
@@ -69,17 +63,11 @@ class Relative:
     def text(self) -> str:
         options = "" if self.max_distance == 128 else f", max_distance={self.max_distance}"
         options += "" if self.bidirectional else ", bidirectional=False"
-        return f"relative_bias({table_text(self.buckets)}{options})"
-
-    def table(self) -> Table:
-        return self.buckets
-
-    def of(self, table: Table) -> Relative:
-        return Relative(table, self.max_distance, self.bidirectional)
+        return f"relative_bias({table_text(self.table)}{options})"
 
     def by_distance(self, heads: int | None, device: torch.device | None) -> ByDistance:
         """The bias of heads by the distance, from a table of all distances up to the greatest, which kernels look up."""
-        table, most = on_device(self.buckets, device), self.max_distance
+        table, most = on_device(self.table, device), self.max_distance
         check_heads("relative_bias", f"a table of {table.size(1)} heads", table.size(1), heads)
         distances = torch.arange(-most, most + 1, device=table.device)
         values = table[t5_buckets(distances, table.size(0), most, bidirectional=self.bidirectional)]
@@ -90,21 +78,15 @@ class Relative:
 class Bias:
     """See :func:`flexmask.scores.bias`."""
 
-    cells: Table
+    table: Table
     is_additive: ClassVar[bool] = True
 
     def text(self) -> str:
-        return f"bias({table_text(self.cells)})"
-
-    def table(self) -> Table:
-        return self.cells
-
-    def of(self, table: Table) -> Bias:
-        return Bias(table)
+        return f"bias({table_text(self.table)})"
 
     def on(self, heads: int | None, device: torch.device | None) -> Tensor:
         """The table, ``[B or 1, H or 1, q, kv]``."""
-        found = on_device(self.cells, device)
+        found = on_device(self.table, device)
         found = found[(None,) * (4 - found.dim())]
         if found.size(1) > 1:
             check_heads("bias", f"a table of {found.size(1)} heads", found.size(1), heads)
@@ -116,16 +98,11 @@ class Softcap:
     """See :func:`flexmask.scores.softcap`."""
 
     cap: float
+    table: ClassVar[None] = None
     is_additive: ClassVar[bool] = False
 
     def text(self) -> str:
         return f"softcap({self.cap})"
-
-    def table(self) -> None:
-        return None
-
-    def of(self, table: Table) -> Softcap:
-        return self
 
 
 Step: TypeAlias = Alibi | Relative | Bias | Softcap

@@ -104,21 +104,21 @@ OTHERS = {
 
 
 def test_contiguous_blocks(options: dict[str, Any]) -> None:
-    """Torch is told of them where each list of the mask is one run, and never elsewhere."""
-    told = set()
+    """The kernel option is given where each list of the mask is one run, and never elsewhere."""
+    given = set()
     for name, (mask, q_len, kv_len) in (NAMED | OTHERS).items():
         lowered = lower(bind(mask, q_len, kv_len), (2, 2))
         query, key = (torch.empty(*lowered.shape[:2], length, 1) for length in (q_len, kv_len))
         fm.attention(query, key, key, lowered, backend="flex")
         if options["kernel_options"].get("BLOCKS_ARE_CONTIGUOUS"):
-            told.add(name)
+            given.add(name)
             cells = (
                 F.pad(mask.dense(q_len, kv_len)[0, 0], (0, kv_len % 2, 0, q_len % 2)).unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
             )
             touched, full = cells.any(3).any(1), cells.all(3).all(1)
             assert all(map(runs, (touched & ~full, full, (touched & ~full).mT, full.mT))), name
-    assert told >= {"causal 0", "full 0", *(name for name in OTHERS if "window" not in name and ", 7 x" not in name)}
-    assert not any("window" in name or ", 7 x" in name for name in told)
+    assert given >= {"causal 0", "full 0", *(name for name in OTHERS if "window" not in name and ", 7 x" not in name)}
+    assert not any("window" in name or ", 7 x" in name for name in given)
 
 
 class TestKernelOptions:
