@@ -18,21 +18,6 @@ from flexmask.errors import ExpressionError, FlexmaskError, OperandError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "call_error",
-    "check_function",
-    "checked_int",
-    "checked_number",
-    "closest",
-    "is_tensor",
-    "is_traced",
-    "kind_of",
-    "names_explained",
-    "nearest",
-    "not_plain_reason",
-    "signature_of",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -10,8 +10,6 @@ from flexmask._checks import closest
 from flexmask.errors import DuplicateNameError
 from flexmask.expr.names import NAMES
 
-__all__ = ["suggestion"]
-
 #: The packages whose ``__all__`` is public.
 PACKAGES = (
     "backends",

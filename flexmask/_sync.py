@@ -11,8 +11,6 @@ from torch import Tensor
 from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["PerDevice", "Stamp", "Stamped", "has_stamp", "move_remedy", "needs_sync", "require", "resolve_device"]
-
 T = TypeVar("T")
 
 

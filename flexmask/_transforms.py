@@ -16,23 +16,6 @@ from torch.autograd import forward_ad
 
 from flexmask.errors import LoweringError
 
-__all__ = [
-    "are_ints",
-    "can_keep_tensors",
-    "captured",
-    "has_values",
-    "is_captured",
-    "is_mapped",
-    "is_observed",
-    "is_static",
-    "is_transformed",
-    "is_wrapped",
-    "outer_tangents",
-    "outside_transforms",
-    "usable",
-    "without_tangent",
-]
-
 try:
     from torch._subclasses.fake_tensor import FakeTensor
 except ImportError:  # pragma: no cover

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from flexmask.errors import FlexmaskError, LoweringError
 
-__all__ = ["reason_of", "vectorized"]
-
 
 class _ScalarIndices(TorchFunctionMode):
     """Looks up ``data[i, j]`` by tensors without axes, which ``torch.vmap`` takes for an attempt to read their values."""

@@ -25,15 +25,6 @@ from functools import partial
 
 import pytest
 
-__all__ = [
-    "assert_batch_invariant",
-    "assert_equivalent",
-    "assert_no_leak",
-    "flexmask_device",
-    "pytest_addoption",
-    "pytest_generate_tests",
-]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--flexmask-device``."""

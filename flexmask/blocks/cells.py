@@ -13,8 +13,6 @@ from flexmask.blocks.layout import BlockLayout, Entries
 from flexmask.intervals.closures import Closure
 from flexmask.intervals.evaluation import hoisted_closure
 
-__all__ = ["BlockCells"]
-
 #: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
 CHUNK = _sync.PerDevice(cpu=2**18, elsewhere=2**24)
 

@@ -14,9 +14,6 @@ from torch import Tensor
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Blocks", "Strategy", "classify", "decide_open"]
-
-
 #: A set of blocks.
 S = TypeVar("S", Tensor, Rows)
 

@@ -16,8 +16,6 @@ from flexmask.blocks.layout import BlockLayout, Entries, ceil_div, floor_div
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.rows import Rows, padded
 
-__all__ = ["BlockGrid"]
-
 #: Cells of a mask up to which all are evaluated where counting the open blocks would force a host sync.
 FEW_CELLS = 2**22
 

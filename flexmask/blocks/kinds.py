@@ -21,8 +21,6 @@ from flexmask.expr.opaque import Opaque
 from flexmask.intervals.extent import extent
 from flexmask.intervals.solve import Span
 
-__all__ = ["block_kinds", "group_numbers"]
-
 #: What the cells of a block depend on: a value at its first cell, or the remainder of it by a divisor other than 0.
 Feature: TypeAlias = tuple[Index, int]
 

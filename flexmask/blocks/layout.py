@@ -13,8 +13,6 @@ from flexmask._transforms import are_ints
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockLayout", "Entries", "ceil_div", "floor_div", "rank_in_row"]
-
 
 class BlockLayout:
     """A mask cut into blocks; the last block row and column may reach beyond the mask.

@@ -23,8 +23,6 @@ from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, Extent, combined_extent, fits
 from flexmask.intervals.solve import Span, separate
 
-__all__ = ["AxisRanges", "BlockRanges", "axis_name"]
-
 #: For each block whether the condition holds in every cell, and whether it holds in none.
 Decision: TypeAlias = tuple[Tensor, Tensor]
 #: The least and the greatest value in each block.

@@ -16,8 +16,6 @@ from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div, rank_in_row
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.rows import Rows, union_runs
 
-__all__ = ["BlockSets", "union"]
-
 #: Intervals of several rows on one line, ``[start, stop)`` as ``int64[n]`` each. Row ``r`` of ``width`` members begins at
 #: ``r * (width + 1)``, so that intervals of two rows do not touch.
 Lines: TypeAlias = tuple[Tensor, Tensor]

@@ -19,8 +19,6 @@ from flexmask.blocks.layout import BlockLayout, Entries
 from flexmask.blocks.ranges import AxisRanges, BlockRanges
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Progress", "Survey", "watched"]
-
 #: Blocks that are decided at a time, which bounds the memory.
 CHUNK = 2**18
 #: Counts of single rows that are held at a time, which bounds the memory, too.

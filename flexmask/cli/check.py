@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flexmask.testing.findings import Finding
     from flexmask.testing.settings import Reference
 
-__all__ = ["check"]
-
 
 class _BackendName(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest releases of click
     """The name of a registered backend. The registry is read when a name is given: its import takes torch's time."""

@@ -17,8 +17,6 @@ from flexmask.expr.names import NAMES
 if TYPE_CHECKING:
     import click
 
-__all__ = ["complete_expression", "complete_name", "known_names"]
-
 #: The name at the end of an expression, and the text before it. A name does not follow a dot, a digit or a quote.
 LAST = re.compile(r"(?:(.*)(?<![\w.'\":]))?([A-Za-z_]\w*)", re.DOTALL)
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.report.compare import Difference
 
-__all__ = ["diff"]
-
 
 @click.command()
 @expression_argument("a", "A")

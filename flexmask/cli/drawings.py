@@ -18,8 +18,6 @@ from flexmask.plotting.files import picture_suffix
 if TYPE_CHECKING:
     from flexmask.plotting.sheet import Indices
 
-__all__ = ["IndexList", "TokenText", "label_options", "output_option", "writing"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

@@ -20,8 +20,6 @@ from flexmask.cli.messages import message_of
 from flexmask.cli.output import echo
 from flexmask.errors import FlexmaskError
 
-__all__ = ["ProgramExit", "exit_code"]
-
 #: Bad input; a crash, or an answer that cannot be written; and the codes that shells report for SIGINT and SIGPIPE.
 REFUSED, FAILED, INTERRUPTED, UNREAD = 2, 3, 130, 141
 NO_MEMORY = "Error: there is not enough memory for lengths and blocks of this size"

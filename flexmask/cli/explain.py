@@ -11,8 +11,6 @@ from flexmask.cli.progress import block_progress
 from flexmask.cli.statistics import statistics
 from flexmask.cli.values import Place
 
-__all__ = ["explain"]
-
 
 @click.command()
 @expression_argument("expression", "EXPR")

@@ -16,8 +16,6 @@ from flexmask.cli.output import echo
 if TYPE_CHECKING:
     from flexmask.gallery.entry import Entry
 
-__all__ = ["gallery"]
-
 
 @click.command()
 @click.option(

@@ -25,8 +25,6 @@ from flexmask.expr.names import NAMES
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "main"]
-
 #: The entry points of packages that add commands; each loads a ``click.Command``.
 GROUP = "flexmask.commands"
 

@@ -18,21 +18,6 @@ from flexmask.cli.values import BlockSize, Count, Parameter
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = [
-    "Lowering",
-    "LoweringOptions",
-    "Parameters",
-    "REFERENCE",
-    "block_size_option",
-    "checked_lengths",
-    "expression_argument",
-    "json_option",
-    "lowering_options",
-    "mask_options",
-    "read_mask",
-    "read_masks",
-]
-
 #: A function or a mask in a module, as entry points are written.
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
 

@@ -19,8 +19,6 @@ from flexmask.cli.messages import UserError
 from flexmask.cli.output import Cell, Row, echo, heading, print_json, print_table, to_stderr
 from flexmask.expr.names import NAMES
 
-__all__ = ["find_masks", "list_masks"]
-
 #: A reference as documentation has it, such as :func:`flexmask.causal`.
 ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
 #: What is found that is printed.

@@ -10,8 +10,6 @@ from flexmask.cli.output import echo
 from flexmask.errors import TextError
 from flexmask.plotting.caption import shortened
 
-__all__ = ["UserError", "brief", "message_of"]
-
 #: Characters of a long text to show around an error.
 EXCERPT = 76
 #: Values of a list that a message shows at most.

@@ -17,8 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 import click
 
-__all__ = ["Cell", "Row", "echo", "heading", "print_json", "print_table", "printable", "to_stderr"]
-
 #: ASCII replacements of signs that an encoding lacks.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
 #: Blanks between two columns.

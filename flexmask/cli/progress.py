@@ -13,8 +13,6 @@ from flexmask.cli.output import to_stderr
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["block_progress", "spinner"]
-
 #: Seconds before anything is shown.
 DELAY = 0.7
 

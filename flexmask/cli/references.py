@@ -13,8 +13,6 @@ from flexmask.errors import FlexmaskError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint
 
-__all__ = ["resolve_mask", "resolve_reference"]
-
 
 def resolve_mask(reference: str) -> Mask:
     """The mask of ``module:name``, which is a mask, its text, a ``mask_mod``, or a function without arguments that gives one.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from flexmask.plotting.labels import ContentOptions, FrameOptions
     from flexmask.plotting.sheet import Indices
 
-__all__ = ["render"]
-
 #: Characters of a line of the terminal at least.
 LEAST_WIDTH = 16
 

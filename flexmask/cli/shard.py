@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flexmask import Mask
     from flexmask.distributed.sharding import Balance
 
-__all__ = ["shard"]
-
 
 @click.command()
 @expression_argument("expressions", "EXPR...", nargs=-1, required=True)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexmask.report.stats import Stats
 
-__all__ = ["statistics", "statistics_rows"]
-
 
 def statistics(stats: Stats) -> dict[str, object]:
     """Every figure by its name."""

@@ -12,8 +12,6 @@ from flexmask.cli.output import Cell, echo, heading, print_json, print_table
 from flexmask.cli.progress import block_progress
 from flexmask.cli.statistics import statistics, statistics_rows
 
-__all__ = ["stats"]
-
 
 @click.command()
 @expression_argument("expressions", "EXPR...", nargs=-1, required=True)

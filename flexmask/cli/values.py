@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 import click
 
-__all__ = ["BlockSize", "Count", "Parameter", "Place", "read_text"]
-
 
 class Count(click.IntRange):
     """A whole number within limits."""

@@ -17,8 +17,6 @@ from flexmask.expr.mask import And, Mask, Or, Xor
 from flexmask.expr.node import Node
 from flexmask.expr.tables import CapturedTensor, TensorTable
 
-__all__ = ["check_agreement", "device_of", "fingerprint", "group_of"]
-
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
     """The process group of a mesh of one dimension; all processes for None.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from flexmask.distributed.query_units import KeyLists
 
-__all__ = ["balanced", "contiguous", "exchanged", "halved", "head_tail", "imbalance", "sums"]
-
 #: How far above the mean the work of a rank may be for the sake of fewer keys to receive.
 TOLERANCE = 0.02
 #: Blocks of queries for each rank from which on no block is divided between ranks, so that kernels compute none twice.

@@ -33,8 +33,6 @@ from flexmask.lowering.block_mask import block_sizes
 from flexmask.scores.score import ScoreMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["ContextParallel", "Strategy"]
-
 #: What the ranks exchange: see :class:`ContextParallel`.
 Strategy: TypeAlias = Literal["keys", "heads"]
 

@@ -15,8 +15,6 @@ from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.parser import cached_mask, parse
 from flexmask.plans.lowered import LoweredMask
 
-__all__ = ["Declared", "find_declared", "known"]
-
 
 @dataclass(frozen=True, eq=False)
 class Declared:

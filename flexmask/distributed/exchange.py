@@ -18,8 +18,6 @@ from flexmask._transforms import is_transformed
 from flexmask.distributed.sharding import positions_of
 from flexmask.errors import LoweringError
 
-__all__ = ["HeadExchange", "Shards", "TokenExchange"]
-
 #: From this share of the tokens of an all-gather on, one all-gather is used, which needs no copy of a token for each receiver.
 GATHER_SHARE = 0.9
 

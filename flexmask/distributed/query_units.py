@@ -19,8 +19,6 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows, union_runs
 from flexmask.report.stats import row_counts
 
-__all__ = ["KeyLists", "QueryUnits", "unit_size", "units_of"]
-
 #: Queries that are analyzed at a time.
 CHUNK = 2**18
 #: Units that each rank has at least, where the length allows it: one more or less changes little.

@@ -16,8 +16,6 @@ from flexmask.lowering.dense import CHUNK
 from flexmask.plans.capture import MAX_CELLS, lower
 from flexmask.plans.lowered import LoweredMask
 
-__all__ = ["mask_of_heads", "mask_of_queries"]
-
 
 def mask_of_queries(context: Context, runs: Tensor, keys: Tensor, block_size: tuple[int, int]) -> LoweredMask:
     """The mask at some queries and some keys. Only these queries are analyzed.

@@ -26,8 +26,6 @@ from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["Balance", "Masks", "Sharding", "shard_sequence"]
-
 #: How the tokens of a sequence are distributed: see :func:`shard_sequence`.
 Balance: TypeAlias = Literal["work", "head_tail", "contiguous"]
 #: The masks of a model: one, one for each layer, or each with the number of its layers.

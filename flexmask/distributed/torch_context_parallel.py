@@ -25,8 +25,6 @@ from flexmask.lowering.block_mask import block_sizes, from_lists
 from flexmask.lowering.mask_mod import mask_mod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["gathered_block_mask", "load_balancer"]
-
 MODULE = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
 
 

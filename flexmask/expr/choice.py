@@ -12,8 +12,6 @@ from flexmask.expr.mask import Mask
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.node import within_depth
 
-__all__ = ["where"]
-
 
 @overload
 def where(condition: Mask, a: Mask, b: Mask) -> Mask: ...

@@ -17,8 +17,6 @@ from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Role, Table, Te
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Data", "SupportsArray", "along", "as_number", "as_table", "named_data", "per_batch", "ranged", "table", "truths"]
-
 
 class SupportsArray(Protocol):
     """A NumPy array, or an object that converts to one."""

@@ -14,8 +14,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flexmask._checks import is_traced
 from flexmask.errors import LoweringError
 
-__all__ = ["Deferred", "FUNCTIONS", "deferrable", "made_of", "name_of", "refuse_traced"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

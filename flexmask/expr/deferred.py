@@ -22,8 +22,6 @@ from flexmask.expr.tables import Table, looked_up, param
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DeferredIndex", "DeferredMask", "DeferredTable", "KINDS", "deferred", "in_graph"]
-
 #: The name of a call whose arguments are the digest of a mask's form and its tensors.
 GIVEN = "given"
 #: The name of a call that stands for None, which a graph does not take.

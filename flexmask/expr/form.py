@@ -21,24 +21,6 @@ if TYPE_CHECKING:
 
     from flexmask.expr.node import Node
 
-__all__ = [
-    "Derived",
-    "FORMS",
-    "Held",
-    "Kept",
-    "Key",
-    "MADE",
-    "NeedsDataError",
-    "PLAIN",
-    "Sizes",
-    "filled",
-    "joined",
-    "made",
-    "name_of_value",
-    "of_digest",
-    "of_form",
-]
-
 #: Plain values that may be a part of a form that is kept.
 PLAIN = {bool, float, int, str, type(None)}
 

@@ -20,32 +20,6 @@ from flexmask.expr.node import Node, within_depth
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = [
-    "Absolute",
-    "Arithmetic",
-    "Choice",
-    "Constant",
-    "FOLD",
-    "FOLD_COMPARE",
-    "Index",
-    "PRECEDENCE",
-    "Symbol",
-    "absolute",
-    "arithmetic",
-    "as_index",
-    "b",
-    "compare",
-    "h",
-    "kv",
-    "kv_len",
-    "maximum",
-    "minimum",
-    "parentheses_hint",
-    "q",
-    "q_len",
-    "wrap",
-]
-
 #: How tightly an operator binds in text, as in Python; what binds less tightly than its surroundings gets parentheses.
 PRECEDENCE = {"compare": 0, "|": 1, "^": 2, "&": 3, "+": 4, "-": 4, "*": 5, "//": 5, "%": 5, "~": 6, "atom": 7}
 

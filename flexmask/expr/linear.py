@@ -10,8 +10,6 @@ from typing import Any, cast
 from flexmask.expr.form import Key
 from flexmask.expr.index import PRECEDENCE, Arithmetic, Constant, Index, wrap
 
-__all__ = ["Linear", "Quotient", "Sum"]
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:

@@ -21,8 +21,6 @@ from flexmask.expr.tables import Lookup, Param, named_table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALL_CELLS", "And", "Compare", "Mask", "Named", "Not", "Or", "PerHead", "SWAPPED", "Truth", "Xor"]
-
 #: A comparison, its negation, and the same with the sides swapped.
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flexmask.report.stats import Stats
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["EQUIVALENTS", "EQUIVALENTS_OF_PLAN", "MaskMethods"]
-
 #: For arguments of torch's create_block_mask, what to write.
 EQUIVALENTS = {
     "B": "write batch=",

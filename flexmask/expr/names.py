@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from flexmask.expr.mask import Mask
 
-__all__ = ["NAMES", "call_hint", "describe_non_mask", "write_arguments"]
-
 #: Named masks by name. :mod:`flexmask.registry` adds those of plugins.
 NAMES: dict[str, Callable[..., Mask]] = {}
 

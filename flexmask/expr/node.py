@@ -19,8 +19,6 @@ from flexmask.expr.torch_functions import torch_function_message
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_DEPTH", "Node", "key_of", "nodes_in", "within_depth"]
-
 #: Operations inside each other at most in what a user builds. Everything that is done with an expression may use Python's stack
 #: for each of them, next to what the caller needs of it.
 MAX_DEPTH = 100

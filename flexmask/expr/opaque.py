@@ -10,8 +10,6 @@ from flexmask.expr.form import Key
 from flexmask.expr.index import PRECEDENCE, Index
 from flexmask.expr.node import Node, key_of
 
-__all__ = ["Opaque"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opaque(Index):

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from flexmask.expr.data import Data
     from flexmask.expr.form import Held
 
-__all__ = ["COVERING", "DocumentTable", "document_ids", "document_starts", "sequence_table", "subtree_ends"]
-
 #: What the values of a source are for, by its name.
 AXES = {"ids": "positions", "lengths": "documents", "cu_seqlens": "documents + 1", "position_ids": "positions"}
 #: The sources that give the number of positions that the documents cover.

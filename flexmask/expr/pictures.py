@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from flexmask.plotting.sheet import Indices
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["MaskPictures"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MaskPictures(Node):

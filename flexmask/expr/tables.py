@@ -24,24 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "CapturedTensor",
-    "Literal",
-    "Lookup",
-    "Param",
-    "RESERVED",
-    "Ranged",
-    "Role",
-    "Slot",
-    "Table",
-    "TensorTable",
-    "looked_up",
-    "named_table",
-    "param",
-    "write_data",
-]
-
-
 #: Names that mean something in the text of a mask, so that no parameter can have them; named masks add theirs.
 RESERVED = {"b", "h", "q", "kv", "q_len", "kv_len", "abs", "minimum", "maximum", "where", "table", "param"}
 RESERVED |= {"document_ids", "document_starts", "subtree_ends"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["torch_function_message"]
-
 #: What to write for a torch function, by its name.
 EQUIVALENTS = {
     "abs": "abs({0})",

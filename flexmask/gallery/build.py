@@ -11,8 +11,6 @@ from flexmask.gallery.pictures import write_picture
 from flexmask.gallery.readme import readme
 from flexmask.gallery.rendered import render_entry
 
-__all__ = ["build"]
-
 
 def build(entries: Sequence[Entry], folder: Path, done: Callable[[Entry], None] | None = None) -> None:
     """Writes ``pictures/SLUG.png`` for each entry, ``README.md`` and ``index.html``, the same bytes for the same entries.

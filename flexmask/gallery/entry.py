@@ -13,8 +13,6 @@ from flexmask.errors import RenderError
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = ["Entry", "Index", "Parameter", "parse_entry", "slug_of"]
-
 Parameter: TypeAlias = "int | float | list[Any]"
 Index: TypeAlias = 'int | Literal["all"]'
 

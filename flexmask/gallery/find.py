@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from flexmask._checks import closest
 
-__all__ = ["Card", "find"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from flexmask.gallery.texts import lengths, linked, sections, statistics
 from flexmask.plotting.html import page
 from flexmask.plotting.html.view import view_of
 
-__all__ = ["index"]
-
 HERE = "flexmask.gallery"
 PROJECT = "https://github.com/flexmask/flexmask"
 

@@ -12,8 +12,6 @@ from flexmask.gallery.snippets import command
 from flexmask.plotting.mpl.panels import save_sheet
 from flexmask.plotting.mpl.plot import save
 
-__all__ = ["write_picture"]
-
 #: Pixels of an inch, twice those of most screens, and colors of a file: the letters' edges need more than the cells.
 DPI, COLORS = 144, 128
 

@@ -10,8 +10,6 @@ from flexmask.gallery.rendered import RenderedEntry
 from flexmask.gallery.snippets import command, python
 from flexmask.gallery.texts import described, lengths, linked, sections
 
-__all__ = ["readme"]
-
 #: Pixels: how wide one picture is shown, and a row of panels.
 WIDTH, PANELS_WIDTH = 400, 680
 

@@ -14,8 +14,6 @@ from flexmask.report.stats import Stats
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = ["RenderedEntry", "render_entry"]
-
 
 @dataclass(frozen=True, eq=False)
 class RenderedEntry:

@@ -14,8 +14,6 @@ import flexmask
 from flexmask.gallery.entry import Entry
 from flexmask.registry import names
 
-__all__ = ["command", "python"]
-
 #: Characters of a line of Python at most, where it can be broken; and equal or consecutive values that are written as one.
 WIDTH, RUN = 100, 4
 

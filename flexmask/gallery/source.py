@@ -10,8 +10,6 @@ from flexmask._checks import nearest
 from flexmask.errors import RenderError
 from flexmask.gallery.entry import Entry, parse_entry
 
-__all__ = ["own_source", "read_entries", "select_entries"]
-
 
 def own_source() -> Path:
     """The file of the gallery of flexmask itself: as installed, or in a checkout, next to the pictures.

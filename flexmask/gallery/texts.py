@@ -14,8 +14,6 @@ from flexmask.plotting.caption import visible_text
 from flexmask.plotting.categories import count_text
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, Picture
 
-__all__ = ["described", "lengths", "linked", "sections", "statistics"]
-
 #: Runs of keys of a row that are listed.
 MAX_RUNS = 3
 ADDRESS = re.compile(r"https?://[^\s;,]+")

@@ -28,8 +28,6 @@ from flexmask.intervals.operations import greater
 from flexmask.intervals.parts import parts_of
 from flexmask.intervals.sizes import checked_size, checked_sizes
 
-__all__ = ["MAX_OFFSET", "bind", "check_bound"]
-
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60
 

@@ -36,8 +36,6 @@ from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, r
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.intervals.subtrees import subtree_rows
 
-__all__ = ["MAX_SLOTS", "RowBounds", "analyze"]
-
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
 MAX_SLOTS = 64
 #: The most queries with which a copy of a mask's data is kept: masks of more are rarely lowered twice with the same data.

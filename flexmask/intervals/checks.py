@@ -19,8 +19,6 @@ from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.evaluation import Evaluation
 from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits, value_range
 
-__all__ = ["AXES", "Computed", "check_ranges", "end_of_index", "is_computed"]
-
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
 

@@ -23,8 +23,6 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.extent import Read, extent, fits
 from flexmask.intervals.operations import JOINED, operation, table_lookup
 
-__all__ = ["Closure", "Column", "closure_of", "mask_closure", "without_unit_axes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Column(Index):

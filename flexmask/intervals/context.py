@@ -15,8 +15,6 @@ from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.node import Node
 
-__all__ = ["Context", "MAX_LENGTH", "Tables"]
-
 #: The greatest length, batch, number of heads or block size; rows hold positions as 32-bit integers.
 MAX_LENGTH = 2**30
 

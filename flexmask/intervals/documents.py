@@ -14,16 +14,6 @@ from flexmask.intervals.rows import padded
 from flexmask.intervals.runs import picked
 from flexmask.intervals.subtrees import subtree_ends
 
-__all__ = [
-    "check_covers",
-    "document_numbers",
-    "document_spans",
-    "document_stops",
-    "document_table",
-    "first_positions",
-    "is_at_positions",
-]
-
 
 def document_table(rule: str, source: Tensor, positions: int, *, may_be_longer: bool = False) -> Tensor:
     """Document ids, starts or ends of subtrees, ``int64[..., positions]``, from the data that a user gives.

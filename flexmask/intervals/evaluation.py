@@ -30,8 +30,6 @@ from flexmask.intervals.documents import document_numbers, first_positions, is_a
 from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
 from flexmask.intervals.operations import clamped, operation
 
-__all__ = ["Evaluation", "hoisted_closure", "sides"]
-
 
 class Evaluation:
     """The values of expressions in a context along one axis of positions.

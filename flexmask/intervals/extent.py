@@ -21,8 +21,6 @@ from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.operations import ARITHMETIC, greater, lesser
 
-__all__ = ["Extent", "INT64", "Read", "combined_extent", "extent", "fits", "value_range"]
-
 #: The least and the greatest of some values.
 Extent: TypeAlias = tuple[int, int]
 

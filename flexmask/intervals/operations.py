@@ -23,8 +23,6 @@ from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Slot
 from flexmask.intervals.context import Context
 
-__all__ = ["ARITHMETIC", "JOINED", "Operation", "clamped", "greater", "lesser", "operation", "table_lookup"]
-
 #: A function, and the expressions whose values it takes.
 Operation: TypeAlias = tuple[Callable[..., Any], list["Index | Mask"]]
 

@@ -12,8 +12,6 @@ from flexmask.expr.tables import Lookup, Ranged, Slot
 from flexmask.intervals.checks import AXES, Computed, is_computed
 from flexmask.intervals.extent import Extent
 
-__all__ = ["Parts", "may_be_longer", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Conditions", "MAX_CANDIDATES", "PiecewiseColumn", "direction"]
-
 #: Candidate intervals of a row at most, of which many may be empty.
 MAX_CANDIDATES = 256
 #: Entries of the table of first keys at most, for each key: about what the rows themselves take.

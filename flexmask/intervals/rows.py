@@ -17,8 +17,6 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import are_ints, is_captured
 
-__all__ = ["Rows", "padded", "union_runs"]
-
 #: Slots that are kept rather than counted where counting forces a host sync.
 FEW = 8
 

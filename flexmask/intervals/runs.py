@@ -13,8 +13,6 @@ from flexmask import _sync
 from flexmask.expr.mask import SWAPPED
 from flexmask.intervals.rows import Rows, padded
 
-__all__ = ["ValueRuns", "equal_hull", "nondecreasing_runs", "picked", "runs", "search", "threshold", "true_hull", "within_true"]
-
 #: Queries from which on one of each run of equal values is looked up, not each of them.
 MANY = 1024
 

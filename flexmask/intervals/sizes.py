@@ -17,8 +17,6 @@ from flexmask.expr.tables import Lookup, Table
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.parts import Parts, may_be_longer, parts_of
 
-__all__ = ["check_batch", "checked_size", "checked_sizes", "data_owner", "lengths_hint", "own_sizes"]
-
 #: The arguments for the sizes of axes.
 KEYWORDS = (("b", "batch"), ("h", "heads"))
 

@@ -22,8 +22,6 @@ from flexmask.expr.linear import Linear
 from flexmask.expr.mask import SWAPPED, Compare, Mask, Named, Truth
 from flexmask.intervals import laws
 
-__all__ = ["Span", "is_separable", "linear", "separate"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Span(Mask):

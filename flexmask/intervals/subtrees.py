@@ -18,8 +18,6 @@ from flexmask._transforms import are_ints, is_captured
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import Rows, padded
 
-__all__ = ["subtree_ends", "subtree_rows"]
-
 #: Intervals of a row that are listed in a graph, which cannot count them; those before them are bounded.
 LISTED = 4
 #: Greater depths are compared cell by cell, so that their differences fit 64 bits.

@@ -14,8 +14,6 @@ from flexmask._checks import checked_int
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_mask import block_sizes
 
-__all__ = ["AlignedDocuments", "align_documents"]
-
 
 @dataclass(frozen=True, eq=False)
 class AlignedDocuments:

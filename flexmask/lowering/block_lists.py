@@ -19,8 +19,6 @@ from flexmask.blocks.layout import Entries, rank_in_row
 from flexmask.blocks.sparse import union
 from flexmask.intervals.rows import Rows
 
-__all__ = ["BlockList", "grid_lists", "interval_lists", "no_lists", "pack", "run_lists"]
-
 #: ``num_blocks`` and ``indices``.
 BlockList: TypeAlias = tuple[Tensor, Tensor]
 

@@ -19,8 +19,6 @@ from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists,
 from flexmask.lowering.block_mask_type import BLOCK_MASK_TYPE
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
 
-__all__ = ["block_count", "block_lists", "block_mask", "block_sizes", "from_lists"]
-
 #: Blocks of a mask up to which each list of its BlockMask has room for all of them, on the CPU and elsewhere. Then the lists'
 #: strides follow from the lengths, so that a compiled kernel serves every mask. Beyond, lists are packed.
 MAX_ROOM = _sync.PerDevice(cpu=2**20, elsewhere=2**22)

@@ -11,8 +11,6 @@ from torch.utils._pytree import register_pytree_node
 from flexmask.lowering.block_lists import BlockList
 from flexmask.lowering.write_order import add_write_order
 
-__all__ = ["BLOCK_MASK_TYPE", "CroppableBlockMask"]
-
 #: Before 2.14 ``BlockMask._adjust``, which torch's own error message recommends, also reads the indices beyond ``num_blocks``,
 #: which torch's documentation calls undefined.
 READS_UNDEFINED = torch.__version__ < "2.14"

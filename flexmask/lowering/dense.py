@@ -12,8 +12,6 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 
-__all__ = ["bias", "cell_evaluator", "dense"]
-
 #: The largest dense mask in bytes, one for each cell; the other lowerings serve longer masks.
 MAX_BYTES = 4 * 2**30
 #: Cells evaluated at a time, which bounds the memory of intermediate results.

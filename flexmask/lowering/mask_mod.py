@@ -16,8 +16,6 @@ from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Form", "MaskMod", "interval_count", "interval_mod", "mask_mod", "tested_count"]
-
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 #: What a ``mask_mod`` computes: whether the key is in an interval of the row, or the expression of the mask.

@@ -11,8 +11,6 @@ from flexmask.errors import LoweringError
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
 
-__all__ = ["VarlenArguments", "varlen_arguments"]
-
 #: What to do with a mask that variable-length attention does not compute.
 REMEDY = "use backend='flex' or 'sdpa'"
 

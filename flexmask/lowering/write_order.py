@@ -14,8 +14,6 @@ from flexmask.blocks.layout import rank_in_row
 from flexmask.errors import LoweringError, OperandError
 from flexmask.lowering.block_lists import BlockList, pack
 
-__all__ = ["add_write_order", "check_write_order"]
-
 
 def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
     """Checks the arguments of :func:`flexmask.create_block_mask` for an order.

@@ -24,8 +24,6 @@ from flexmask.intervals.documents import document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.nn.lookback import lookback_of
 
-__all__ = ["CallTokens", "check_symbols", "last_keys", "mask_over_cache", "sizes_along"]
-
 
 @dataclass(frozen=True)
 class CallTokens:

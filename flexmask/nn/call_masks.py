@@ -21,8 +21,6 @@ from flexmask.tracing.as_mask import as_mask
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["AnyMask", "bound_mask", "module_mask", "unplaced"]
-
 #: A mask, or what it was lowered to.
 AnyMask: TypeAlias = Mask | LoweredMask | BlockMask
 

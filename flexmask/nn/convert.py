@@ -13,8 +13,6 @@ from flexmask.errors import LoweringError, OperandError
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["EQUIVALENTS", "NOT_LOADED", "SIZES", "load_weights", "sizes_from_torch", "state_from_torch", "to_torch"]
-
 #: For arguments of other attention modules, what to write here. In torch's module True means masked out, here it means attend.
 EQUIVALENTS = {
     "is_causal": "write mask='causal', in a decoding step together with cache=",

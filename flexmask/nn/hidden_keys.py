@@ -21,8 +21,6 @@ from flexmask.nn.cache_masks import CallTokens, check_symbols, mask_over_cache, 
 from flexmask.nn.lookback import lookback_of
 from flexmask.report.compare import Cell, Difference, difference
 
-__all__ = ["check_later_keys", "check_window", "described", "first_dropped", "first_shown", "mask_over_places"]
-
 #: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position. Where
 #: cells are computed one by one, keys up to the second distance are compared.
 FAR, FAR_CELLS = 2**20, 2**10

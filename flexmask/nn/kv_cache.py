@@ -28,8 +28,6 @@ from flexmask.scores.placed import PlacedScore
 from flexmask.scores.score import Score, ScoreMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["KVCache", "Step"]
-
 #: What a cache takes where a Mask is taken.
 ALSO = "a LoweredMask, a BlockMask, None"
 

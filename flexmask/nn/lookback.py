@@ -12,8 +12,6 @@ from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.solve import Span, separate
 
-__all__ = ["Lookback", "lookback_of"]
-
 
 class Lookback(NamedTuple):
     """How far from a query the keys are that it attends to.

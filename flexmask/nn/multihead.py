@@ -29,8 +29,6 @@ from flexmask.scores.score import Score, ScoreLike
 from flexmask.scores.text import as_score_mod
 from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["MultiheadFlexAttention", "Rope"]
-
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 

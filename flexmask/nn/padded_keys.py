@@ -19,8 +19,6 @@ from flexmask.expr.tables import TensorTable
 from flexmask.nn.cache_masks import CallTokens
 from flexmask.nn.hidden_keys import described, first_shown
 
-__all__ = ["PaddedKeys", "padded_keys"]
-
 
 @dataclass(frozen=True)
 class PaddedKeys:

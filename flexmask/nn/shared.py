@@ -11,8 +11,6 @@ from flexmask.errors import OperandError
 from flexmask.nn.call_masks import RESERVED
 from flexmask.nn.multihead import MultiheadFlexAttention
 
-__all__ = ["call"]
-
 
 def call(layer: MultiheadFlexAttention, x: Tensor, **given: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Calls a layer with a mask of its own, without the values of parameters that this mask does not have.

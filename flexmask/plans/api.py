@@ -25,8 +25,6 @@ from flexmask.plans.capture import Setting, run_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["Plan", "plan"]
-
 
 class Plan:
     """A mask at some lengths as a function of its data: ``plan(lengths=lengths)`` gives a LoweredMask. :func:`plan` makes it.

@@ -33,8 +33,6 @@ from flexmask.plans.fused import band_of
 from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
-__all__ = ["GRAPHS", "GraphCache", "MAX_CELLS", "Setting", "bound", "lower", "lower_in_graph", "run_graph"]
-
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
 

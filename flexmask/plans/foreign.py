@@ -17,8 +17,6 @@ from flexmask.intervals.runs import runs
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.plans.capture import MAX_CELLS
 
-__all__ = ["from_block_mask"]
-
 
 def from_block_mask(block_mask: BlockMask) -> tuple[Tensor, Tensor | MaskMod]:
     """The bounds ``int32[B', H', Q', K, 2]`` and the cells of a BlockMask; see :class:`LoweredMask`.

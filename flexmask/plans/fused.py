@@ -11,8 +11,6 @@ from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Mask, Truth
 from flexmask.intervals.solve import Span, separate
 
-__all__ = ["Band", "Fused", "KINDS", "band_of", "fused_kind"]
-
 #: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
 Fused: TypeAlias = Literal["whole", "causal"] | None
 

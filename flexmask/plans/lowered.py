@@ -27,8 +27,6 @@ from flexmask.lowering.block_mask import block_lists, from_lists
 from flexmask.lowering.mask_mod import MaskMod, interval_mod, tested_count
 from flexmask.plans.fused import KINDS, Band, Fused
 
-__all__ = ["LoweredMask", "flat_lists", "lists_of"]
-
 #: What to write where a LoweredMask is given to what takes something else.
 HINT = (
     "It is for flexmask.attention(query, key, value, lowered). Other functions take lowered.dense(), a tensor, or "

@@ -18,8 +18,6 @@ from torch.fx.node import map_arg
 
 from flexmask import _sync
 
-__all__ = ["Replay"]
-
 
 class Replay:
     """Runs a captured graph, on tensors that have values. What does not depend on ``q_offset`` runs once, until the data changes.

@@ -18,8 +18,6 @@ from flexmask.expr.mask import Mask
 from flexmask.plans.capture import Setting, bound, lower
 from flexmask.plans.lowered import LoweredMask
 
-__all__ = ["lower_traced"]
-
 #: The errors that a refused lowering raises.
 ERRORS: dict[str, type[FlexmaskError]] = {kind.__name__: kind for kind in (LoweringError, ExpressionError, OperandError)}
 

@@ -21,8 +21,6 @@ from flexmask.expr.tables import Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 
-__all__ = ["Band", "PADDING", "bands_of"]
-
 Axis: TypeAlias = Literal["q", "kv"]
 
 #: The named masks that mask out padding.

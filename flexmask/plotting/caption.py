@@ -12,18 +12,6 @@ from flexmask.errors import OperandError
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
-__all__ = [
-    "check_frame",
-    "first_term_note",
-    "join_lines",
-    "notes",
-    "numbered",
-    "selection_notes",
-    "shortened",
-    "title_lines",
-    "visible_text",
-]
-
 #: The most values of a list to write.
 MAX_VALUES = 32
 #: Inches that the cells of a picture take across at most.

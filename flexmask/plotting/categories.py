@@ -19,19 +19,6 @@ from flexmask.report.terms import hidden_text, reason, terms
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding
 
-__all__ = [
-    "Category",
-    "MAX_SHARDS",
-    "MAX_TERMS",
-    "Role",
-    "count_text",
-    "difference",
-    "is_detailed",
-    "reasons",
-    "shards",
-    "visibility",
-]
-
 #: The kinds of categories: the first two in a picture of one mask, the next four in a comparison of two masks, and the last one
 #: for each shard of a sequence.
 Role: TypeAlias = Literal["visible", "hidden", "both", "only_a", "only_b", "neither", "shard"]

@@ -21,8 +21,6 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 
-__all__ = ["Counts", "MaskSlice", "SAMPLES", "count_intervals"]
-
 Counts = NDArray[np.int64]
 
 #: Intervals, and cells, per chunk, which bounds the memory.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from flexmask.plotting.labels import ContentOptions, FrameOptions
     from flexmask.plotting.sheet import Indices
 
-__all__ = ["picture_suffix", "save"]
-
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = [
-    "ContentOptions",
-    "FrameOptions",
-    "LabelOptions",
-    "PictureOptions",
-    "Tokens",
-    "key_labels",
-    "picture_lengths",
-    "query_labels",
-]
-
 #: Labels: a list, or a text whose words are the labels.
 Tokens: TypeAlias = str | Sequence[str]
 

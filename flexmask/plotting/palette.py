@@ -13,21 +13,6 @@ from itertools import cycle
 
 from flexmask.plotting.categories import Category
 
-__all__ = [
-    "FAINT",
-    "HIDDEN",
-    "INK",
-    "IN_PARTIAL",
-    "Look",
-    "PADDED",
-    "SHARDS",
-    "STRETCHES",
-    "UNDECIDED",
-    "VISIBLE",
-    "WASTED",
-    "looks_of",
-]
-
 VISIBLE = "#0072B2"
 IN_PARTIAL = "#56B4E9"
 WASTED = "#BFC3C8"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from flexmask.distributed.sharding import Sharding
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "Picture", "Scores", "UNKNOWN", "rasterize"]
-
 #: The states of blocks. UNKNOWN: the bounds of a long mask differ there, and its cells are too many to evaluate.
 EMPTY, PARTIAL, FULL, UNKNOWN = range(4)
 

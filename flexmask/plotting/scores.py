@@ -23,8 +23,6 @@ from flexmask.plotting.raster import Picture, Scores, rasterize
 from flexmask.plotting.sheet import Indices, Sheet, arrange, panel_indices
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["score_picture", "score_sheet"]
-
 
 def score_picture(
     weights: Tensor,

@@ -19,8 +19,6 @@ from flexmask.plotting.density import MaskSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Selection", "select"]
-
 #: The most queries or keys. Their rows take about 3 GB; longer masks would run out of memory without an explanation.
 MAX_TOKENS = 2**27
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.plotting.categories import Category
 
-__all__ = ["Indices", "Sheet", "arrange", "panel_indices", "panel_sheet", "picture_or_sheet", "term_sheet"]
-
 #: The sequences or heads to draw: an index, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
 

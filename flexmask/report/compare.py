@@ -25,8 +25,6 @@ from flexmask.intervals.rows import Rows
 from flexmask.report.stats import row_counts
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["Cell", "Difference", "difference"]
-
 #: Queries and keys in a block in which cells are evaluated.
 SIZE = 128
 

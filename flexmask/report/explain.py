@@ -29,8 +29,6 @@ from flexmask.report.stats import Stats, stats
 from flexmask.report.terms import alternatives, hidden_text, reason, terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["CellReason", "Explanation", "Leaf", "explain", "memory_text"]
-
 
 @dataclass(frozen=True)
 class Leaf:

@@ -13,8 +13,6 @@ from flexmask.lowering.varlen import varlen_arguments
 from flexmask.plans.fused import KINDS, band_of
 from flexmask.report.stats import stats
 
-__all__ = ["kernel_lines"]
-
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
 SIZES = ((64, 64), (128, 128), (256, 128))
 #: The fewest keys that a kernel visits at a time.

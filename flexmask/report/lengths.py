@@ -11,8 +11,6 @@ from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
 from flexmask.intervals.extent import Extent, value_range
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["implied_lengths", "resolve_lengths"]
-
 #: The length where neither the caller nor the mask determines it.
 DEFAULT_LENGTH = 16
 #: The greatest value of an index that has no limit.

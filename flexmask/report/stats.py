@@ -17,8 +17,6 @@ from flexmask.intervals.rows import Rows
 from flexmask.lowering.block_lists import grid_lists, interval_lists, no_lists
 from flexmask.lowering.block_mask import MAX_GRID, MAX_ROOM, block_count, block_lists, block_sizes
 
-__all__ = ["Stats", "row_counts", "stats"]
-
 
 @dataclass(frozen=True)
 class Stats:

@@ -11,8 +11,6 @@ from functools import reduce
 
 from flexmask.expr.mask import And, Mask, Named, Or, PerHead
 
-__all__ = ["alternatives", "hidden_text", "reason", "terms"]
-
 #: What the reason of a union begins with.
 NONE_OF = "none of: "
 

@@ -15,8 +15,6 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.testing.findings import Finding
 from flexmask.testing.settings import Setting
 
-__all__ = ["check_backends", "own_backends"]
-
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 #: The greatest error of a number x against its value v, |x - v| / (1 + |v|).

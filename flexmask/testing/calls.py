@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from flexmask.errors import LoweringError, OperandError
 
-__all__ = ["call_text", "missing_arguments", "output_of", "required_parameters"]
-
 #: Names of parameters for masks, here and in other libraries.
 MASKS = {"mask", "attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
 

@@ -15,8 +15,6 @@ from flexmask.testing.lowerings import check_lowerings
 from flexmask.testing.settings import Reference, Setting, make_setting, reference_cells
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["agreement", "assert_equivalent", "assert_subset"]
-
 
 def assert_equivalent(
     mask: MaskLike,

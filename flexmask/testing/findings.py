@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Finding", "compare_cells", "compare_statistics", "part_around", "picture_around", "picture_part"]
-
 #: The most rows and columns of a picture.
 HEIGHT, WIDTH = 16, 24
 CORNER = "q\\kv"

@@ -12,8 +12,6 @@ from torch import Tensor
 from flexmask.errors import ExpressionError
 from flexmask.testing.calls import output_of
 
-__all__ = ["Call", "by_change", "by_gradient", "mixed_sequences"]
-
 #: The size of the values that a hidden position is changed to.
 LARGE = {torch.float16: 1e2}
 USUAL = 1e4

@@ -16,8 +16,6 @@ from flexmask.lowering.align import AlignedDocuments, align_documents
 from flexmask.testing.calls import output_of, required_parameters
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["assert_batch_invariant"]
-
 #: Parameters of a function under test.
 GIVEN = ("mask", "documents")
 NOTE = (

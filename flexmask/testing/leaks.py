@@ -22,8 +22,6 @@ from flexmask.testing.reach import dependence, visible_pairs
 from flexmask.testing.settings import check_size
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["assert_no_leak"]
-
 REMEDY = "check fewer or shorter sequences"
 #: The most layers that a message proposes.
 MOST_LAYERS = 128

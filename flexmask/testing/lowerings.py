@@ -15,8 +15,6 @@ from flexmask.lowering.mask_mod import interval_count
 from flexmask.testing.findings import Finding, compare_cells, compare_statistics
 from flexmask.testing.settings import Setting
 
-__all__ = ["check_lowerings"]
-
 
 def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Iterator[Finding]:
     """Checks dense, rows, mask_mod in both forms, BlockMask and stats.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flexmask.expr.mask import Mask
 
-__all__ = ["dependence", "visible_pairs"]
-
 
 def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """The keys that each query attends to in any head, ``bool[B, q_len, kv_len]``."""

@@ -18,8 +18,6 @@ from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
-__all__ = ["MAX_CELLS", "Reference", "Setting", "check_size", "make_setting", "reference_cells"]
-
 Reference: TypeAlias = MaskLike | Tensor
 
 #: The most cells of a check over all sequences and heads: their scores in float64 take 32 MiB.

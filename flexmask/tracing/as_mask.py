@@ -16,8 +16,6 @@ from flexmask.lowering.mask_mod import MaskMod
 from flexmask.parser import cached_mask
 from flexmask.tracing.trace import from_mask_mod
 
-__all__ = ["MaskLike", "as_mask"]
-
 #: An argument that stands for a mask. A function is traced: see :func:`flexmask.from_mask_mod`.
 MaskLike: TypeAlias = Mask | str | MaskMod
 

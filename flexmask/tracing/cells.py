@@ -41,8 +41,6 @@ from flexmask.expr.mask import Compare, Mask, Named, Not
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup, Table
 
-__all__ = ["recognize_tables"]
-
 
 def recognize_tables(mask: Mask) -> Mask:
     """A mask with named masks in place of its dense tables: see :meth:`flexmask.Mask.recognize`."""

@@ -20,8 +20,6 @@ from flexmask.lowering.write_order import add_write_order, check_write_order
 from flexmask.tracing.as_mask import MaskLike, as_mask
 from flexmask.tracing.trace import trace_function
 
-__all__ = ["create_block_mask"]
-
 
 def create_block_mask(
     mask_mod: MaskLike,

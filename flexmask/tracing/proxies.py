@@ -22,19 +22,6 @@ from flexmask.expr.tables import CapturedTensor, Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.extent import Extent, value_range
 
-__all__ = [
-    "Element",
-    "INTEGERS",
-    "MAX_ELEMENTS",
-    "NoExpression",
-    "Proxy",
-    "Source",
-    "TraceState",
-    "Untraceable",
-    "as_integer",
-    "as_truth",
-]
-
 Element: TypeAlias = Index | Mask
 
 #: The largest magnitude that data without values is assumed to have, so that sums of it still fit 64 bits.

@@ -20,8 +20,6 @@ from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals.solve import linear
 from flexmask.parser import parse
 
-__all__ = ["PATTERNS", "recognize"]
-
 #: Named masks with parameters, in the order in which patterns of equal length are tried. ``n``, ``m`` and ``k`` match integers,
 #: or data ``[B]``; ``data`` and ``more`` match tables.
 PATTERNS = (

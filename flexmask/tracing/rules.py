@@ -13,19 +13,6 @@ import torch
 
 from flexmask.tracing.proxies import Element, Proxy, TraceState
 
-__all__ = [
-    "METADATA",
-    "RANDOM",
-    "READS",
-    "RULES",
-    "Rule",
-    "broadcast_elements",
-    "has_proxy",
-    "map_elements",
-    "map_nested",
-    "rule",
-]
-
 Rule = Callable[..., Any]
 
 #: Operations that read metadata of a tensor, no values.

@@ -23,8 +23,6 @@ from flexmask.tracing.proxies import NoExpression, Proxy, TraceState, Untraceabl
 from flexmask.tracing.recognize import recognize
 from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, has_proxy, map_nested
 
-__all__ = ["from_mask_mod", "trace_function"]
-
 #: Arguments of torch functions that rules take by position, in this order; a caller may give them by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
 

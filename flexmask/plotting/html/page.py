@@ -17,20 +17,6 @@ from typing import Literal, TypedDict
 
 from flexmask.plotting.categories import Role, count_text
 
-__all__ = [
-    "BandData",
-    "CategoryData",
-    "PanelData",
-    "ViewData",
-    "compressed",
-    "document",
-    "inline_json",
-    "page",
-    "script",
-    "style",
-    "web",
-]
-
 HERE = "flexmask.plotting.html"
 #: The parts of the script, each built on those before it.
 PARTS = ("data.js", "elements.js", "colors.js", "legend.js", "stage.js", "view.js", "thumbnail.js")

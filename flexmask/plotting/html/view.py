@@ -18,8 +18,6 @@ from flexmask.plotting.sheet import Indices, Sheet, panel_sheet
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
 
-__all__ = ["block_size_for", "html", "notebook_html", "view_of"]
-
 #: Blocks along each side at most; a finer grid is left out.
 MAX_BLOCKS = (512, 512)
 #: Pixels: the height of a view in a notebook.

@@ -16,8 +16,6 @@ from flexmask.plotting.mpl.heat import UNSEEN, colored_scores, draw_numbers
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
-__all__ = ["MAX_SQUARES", "draw_cells", "faded", "opacity", "squares"]
-
 #: Cells along the longer side up to which each is drawn as a square of its own.
 MAX_SQUARES = 64
 #: The roles that are drawn as the background of the axes.

@@ -14,8 +14,6 @@ from flexmask.plotting.mpl.drawing import squares
 from flexmask.plotting.palette import FAINT, INK, PADDED, STRETCHES
 from flexmask.plotting.raster import Picture
 
-__all__ = ["BAND", "NUMBER_CHARACTER", "band_room", "draw_bands", "label_axes", "token_room"]
-
 #: Inches: a character of the numbers on an axis, and a band with the gap before it.
 NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
 #: Numbers along an axis at most, where there is not one for every index.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from flexmask.plotting.palette import HIDDEN, INK, Look
 from flexmask.plotting.raster import Picture, Scores
 
-__all__ = ["UNSEEN", "colored_scores", "draw_numbers", "scale_marks"]
-
 #: From no weight to the greatest.
 SCALE = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", "#9CCBEA", "#3B8FC9", "#0B4F8A", "#08264A"])
 #: How masked-out cells are drawn, to differ from visible cells of weight 0.

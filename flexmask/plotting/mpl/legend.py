@@ -18,9 +18,6 @@ from flexmask.plotting.mpl.heat import UNSEEN, scale_marks
 from flexmask.plotting.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
 
-__all__ = ["LEGEND", "entries_of", "legend_lines"]
-
-
 #: How legends are set.
 LEGEND: dict[str, Any] = {
     "alignment": "left",

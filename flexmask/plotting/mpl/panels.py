@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["draw_sheet", "plot_score_panels", "save_sheet"]
-
 #: Inches: a square of a small mask and the longer side of the others; between panels, and around all.
 SQUARE, LONGEST, GAP, MARGIN = 0.15, 2.4, 0.25, 0.15
 #: Inches: a line of a panel's title, of the title of all and of the legend, with their characters.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from flexmask.tracing.as_mask import MaskLike
 
-__all__ = ["DPI", "draw", "fit", "new_figure", "plot_scores", "save", "style", "write"]
-
 #: Pixels of an inch.
 DPI = 200
 #: Inches: a square of a small mask, also with a number in it, the longer side of the others, and the least that the shorter

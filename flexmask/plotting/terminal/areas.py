@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flexmask.plotting.categories import Category
     from flexmask.plotting.raster import Picture
 
-__all__ = ["coarsen", "draw_area"]
-
 RGB: TypeAlias = tuple[int, int, int]
 
 #: The colors of pixels of one category.

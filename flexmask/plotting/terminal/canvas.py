@@ -14,8 +14,6 @@ from rich.text import Text
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.terminal.signs import FAINT, Sign
 
-__all__ = ["Canvas", "Drawing", "LegendEntry", "MAX_LINES", "framed", "ruler"]
-
 #: The most lines of a drawing.
 MAX_LINES = 64
 CORNER = "q\\kv"

@@ -18,8 +18,6 @@ from flexmask.plotting.terminal.signs import BLOCKS, FAINT, IN_FULL, IN_PARTIAL,
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["blocks_fit", "cells_fit", "cells_width", "draw_blocks", "draw_cells"]
-
 #: Lines between blocks, upright, flat and crossing, by whether they are plain.
 RULES = {False: ("│", "─", "┼"), True: ("|", "-", "+")}
 #: Characters between the cells and the band of the queries.

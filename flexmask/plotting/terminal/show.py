@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.plotting.sheet import Sheet
 
-__all__ = ["show", "show_picture", "show_sheet"]
-
 #: Characters between pictures in a row, and between entries of the legend.
 BETWEEN = 3
 #: Characters per line of a downsampled picture in a row of several.

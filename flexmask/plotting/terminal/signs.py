@@ -11,20 +11,6 @@ from flexmask.plotting.categories import Category
 from flexmask.plotting.palette import looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN
 
-__all__ = [
-    "BLOCKS",
-    "EITHER",
-    "FAINT",
-    "IN_FULL",
-    "IN_PARTIAL",
-    "SHADES",
-    "SHADES_OF_BOTH",
-    "SKIPPED",
-    "Sign",
-    "WASTED",
-    "signs_of",
-]
-
 FAINT = "bright_black"
 
 
