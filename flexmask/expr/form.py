@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from flexmask._checks import is_tensor
 from flexmask.errors import FlexmaskError
 
 if TYPE_CHECKING:
@@ -52,14 +53,19 @@ class Sizes(tuple[Any, ...]):
 class Held:
     """A tensor of an expression, with its shape and dtype when a node took it.
 
+    Args:
+        tensor: the tensor; as the leaf of a pytree it may be anything.
+        axes: how many axes it must have, for a leaf. What has not is refused where the expression is used.
+
     Attributes:
         memo: what was worked out from its values.
     """
 
     __slots__ = ("dtype", "memo", "shape", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+    def __init__(self, tensor: Tensor, axes: int | None = None) -> None:
+        fits = axes is None or (is_tensor(tensor) and tensor.dim() == axes)
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape if fits else None, tensor.dtype if fits else None
         self.memo: dict[Any, Any] = {}
 
 

@@ -145,6 +145,10 @@ class Mask(MaskMethods):
                 raise LoweringError(f"{found}, and cannot move to {device}; {move_remedy(tensor.device, device)}")
         return self.with_tensors([tensor.to(device) for tensor in self.tensors])
 
+    def pin_memory(self) -> Mask:
+        """The same mask with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""
+        return self.with_tensors([tensor.pin_memory() for tensor in self.tensors])
+
 
 @deferrable
 def _combine(sign: str, left: Mask, right: object) -> Mask:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
 
-from flexmask._checks import is_traced
+from flexmask._checks import is_traced, kind_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.form import FORMS, Derived, Held, Key, filled, joined, made, name_of_value
 from flexmask.expr.torch_functions import torch_function_message
@@ -255,6 +255,12 @@ class Node(Derived):
         """Raises where a tensor has another shape or dtype than when the expression was made, which has these in it."""
         for held in self.held:
             tensor = held.tensor
+            if held.shape is None:
+                raise LoweringError(
+                    f"the mask {self.form} was given {kind_of(tensor)} in the place of a tensor of other axes, by torch.vmap or "
+                    "by another function of pytrees. A mask has its batch as the first axis of its data, [batch, ...]: call it "
+                    "without vmap, or make it inside from the data"
+                )
             if tensor.shape != held.shape or tensor.dtype != held.dtype:
                 what = "the mask" if is_traced() else self.brief()
                 raise LoweringError(

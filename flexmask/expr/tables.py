@@ -193,6 +193,8 @@ class TensorTable(Table):
     name: str = ""
 
     def __post_init__(self) -> None:
+        import flexmask.expr.pytree  # noqa: F401 - so that the mask is one
+
         form = made(Slot, 0, self.tensor.dim(), self.tensor.dtype, False, self.may_be_longer, self.name)
         self.take(form, (Held(self.tensor),))
 

@@ -127,6 +127,10 @@ class LoweredMask:
             raise OperandError(f"LoweredMask.to takes a torch.device or its name, e.g. 'cuda:0', got {kind_of(device)}")
         return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self))
 
+    def pin_memory(self) -> Self:
+        """The same value with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""
+        return cast(Self, tree_map_only(Tensor, Tensor.pin_memory, self))
+
     def __getitem__(self, index: int | slice) -> Self:
         """The mask of some sequences of the batch: an index, which keeps the axis, or a slice."""
         if isinstance(index, bool) or not isinstance(index, int | slice):
