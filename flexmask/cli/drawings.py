@@ -64,7 +64,7 @@ def label_options(command: Command) -> Command:
             help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
         ),
         click.option("--kv-tokens", type=TokenText(), metavar="TEXT", help="Labels of the keys, if they differ."),
-        click.option("--no-bands", is_flag=True, help="Do not draw documents and padding along the edges."),
+        click.option("--no-bands", is_flag=True, help="Do not draw documents, prefix trees and padding along the edges."),
     ]
     for option in reversed(options):
         command = option(command)

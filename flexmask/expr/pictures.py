@@ -67,7 +67,7 @@ class MaskPictures(Node):
                 the rank that holds the query.
             tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
             kv_tokens: labels of the keys.
-            bands: whether documents and padding are shown along the edges.
+            bands: whether documents, prefix trees and padding are shown along the edges.
             max_pixels: rows and columns of the picture at most; in a downsampled picture a pixel is the visible fraction.
             max_blocks: rows and columns of blocks at most; with more, they are not drawn.
             ax: where to draw; by default a new figure of a fitting size.

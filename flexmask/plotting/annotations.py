@@ -1,7 +1,7 @@
 """Bands along the edges of a picture: the document of each position, and padding.
 
 They come from the mask: documents from comparisons of the same data at query and key (``ids[b, q] == ids[b, kv]``), padding from
-``key_padding``, ``query_padding`` and ``cross_length``.
+``key_padding``, ``query_padding`` and ``cross_length``, and the trees of ``prefix_tree``, a band for each level, from its ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ PADDED = {"key_padding", "query_padding", "cross_length"}
 PADDING = "padding"
 #: The id that marks padding.
 PADDED_ID = -2
-#: The most stretches of a band; more could not be distinguished.
-MAX_STRETCHES = 256
+#: The most stretches of a band, of which more could not be distinguished, and bands of a tree.
+MAX_STRETCHES, MAX_LEVELS = 256, 8
+#: The named masks whose queries see a key until its end, and what lies between.
+NESTED, SUBTREE = "prefix_tree", "subtree"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Band:
 
 
 class _Source(NamedTuple):
-    """An expression with the values of a band: ids, or a mask that is false on padding."""
+    """An expression with the values of a band: ids, ends of subtrees, or a mask that is false on padding."""
 
     label: str
     node: Index | Mask
@@ -76,6 +78,8 @@ def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band
         line = values[min(batch, values.shape[0] - 1), min(head, values.shape[1] - 1)].cpu().expand(length)
         if isinstance(node, Mask):
             padded = padded | ~line
+        elif label == SUBTREE:
+            ids |= {(node.key, level): (label, numbers) for level, numbers in enumerate(_levels(line.clamp(min=0)))}
         else:
             ids[node.key] = label, line
     if padded.any() and not ids:
@@ -108,8 +112,28 @@ def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, paddin
                 yield _Source(_name(sides[axis].table) or words or name, sides[axis])
                 if padding and name == "document":
                     yield _Source(PADDING, sides[axis] >= 0)
+        case Compare("<", _, ends) if name == NESTED and axis == _axis(ends) == "kv":
+            yield _Source(SUBTREE, ends)
         case Compare() if padding and name in PADDED and _axis(mask) == axis:
             yield _Source(PADDING, mask)
+
+
+def _levels(end: Tensor) -> list[Tensor]:
+    """For each level of a tree the number of the segment at the root of the subtree that a token is in, -1 for none.
+
+    Args:
+        end: the first position behind the subtree of each token; tokens of a segment have the same.
+    """
+    starts = [0, *((end[1:] != end[:-1]).nonzero().flatten() + 1).tolist()]
+    levels: list[Tensor] = []
+    path: list[int] = []  # the ends of the subtrees that a segment is in
+    for number, start in enumerate(starts if len(starts) <= MAX_STRETCHES else []):
+        path = [stop for stop in path if stop > start]
+        if len(path) == len(levels):
+            levels.append(torch.full_like(end, -1))
+        levels[len(path)][start : int(end[start])] = number
+        path.append(int(end[start]))
+    return levels[:MAX_LEVELS]
 
 
 def _ids(node: Index | Mask, context: Context) -> Index | Mask:

@@ -68,7 +68,7 @@ class Picture:
             None if a pixel covers several cells, or without terms.
         block_size: queries and keys in a block, or None without blocks.
         blocks: the state of each block, ``int8[q_blocks, kv_blocks]``; None if there are too many to draw.
-        bands: documents and padding along the edges.
+        bands: documents, prefix trees and padding along the edges.
         q_tokens: labels of the queries; None for their numbers.
         kv_tokens: labels of the keys, in the same way.
         scores: attention weights of the visible cells; None for the mask alone.
@@ -144,7 +144,7 @@ def rasterize(
         tokens: labels of the positions, a list or a text that is split at blanks: of the queries, and also of the keys
             without ``kv_tokens``; with ``q_offset`` queries have the later labels.
         kv_tokens: labels of the keys, if they differ.
-        bands: whether to show documents and padding along the edges.
+        bands: whether to show documents, prefix trees and padding along the edges.
         max_pixels: the most rows and columns of the picture; longer masks are downsampled.
         max_blocks: the most rows and columns of the block grid; a finer grid is left out.
         split_heads: with ``why``, whether ``per_head`` is split into the terms of the head's mask, or is one term.

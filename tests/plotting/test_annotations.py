@@ -8,21 +8,21 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask import Mask
+from flexmask import Mask, masks
 from flexmask.errors import FlexmaskError, OperandError, RenderError
-from flexmask.plotting.annotations import MAX_STRETCHES
+from flexmask.plotting.annotations import MAX_STRETCHES, Band
 from flexmask.plotting.raster import Picture, rasterize
+
+
+def along(shown: Picture, band: Band) -> list[str]:
+    """What each position along a band is."""
+    ends = [*band.starts[1:], shown.q_len if band.axis == "q" else shown.kv_len]
+    return [value for start, end, value in zip(band.starts, ends, band.values, strict=True) for _ in range(start, end)]
 
 
 def positions(shown: Picture) -> dict[tuple[str, str], list[str]]:
     """For each band what each position is."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for band in shown.bands:
-        length = shown.q_len if band.axis == "q" else shown.kv_len
-        ends = [*band.starts[1:], length]
-        runs = zip(band.starts, ends, band.values, strict=True)
-        found[band.axis, band.label] = [value for start, end, value in runs for _ in range(start, end)]
-    return found
+    return {(band.axis, band.label): along(shown, band) for band in shown.bands}
 
 
 def both(values: list[str], label: str = "document") -> dict[tuple[str, str], list[str]]:
@@ -98,6 +98,26 @@ def test_bands_have_the_name_of_their_data_or_the_words_of_their_part() -> None:
         (fm.document(lengths=fm.table(lengths, name="sizes")), "document", "011"),
     ):
         assert positions(rasterize(fm.causal() & mask, 3)) == both(list(values), label), label
+
+
+TREES = [
+    (masks.prefix_tree(lengths=[2, 1, 1, 2, 1, 1], parents=[-1, 0, 1, 1, 0, -1]), 8),
+    (masks.prefix_tree(end=[7, 7, 6, 4, 6, 6, 7, 8]), 8),
+    (masks.prefix_tree(position_ids=torch.tensor([[0, 1, 2, 3, 3, 4, 2, 0]])), 8),
+]
+
+
+@pytest.mark.parametrize(("mask", "length"), TREES, ids=["segments", "ends", "depths"])
+def test_each_level_of_a_tree_is_a_band_of_the_keys(mask: Mask, length: int) -> None:
+    """A bar of a level is below the bar of the level before that it is a part of, as the subtree."""
+    shown = rasterize(mask, length)
+    assert {(band.axis, band.label) for band in shown.bands} == {("kv", "subtree")}
+    drawn = [" ".join(value or "." for value in along(shown, band)) for band in shown.bands]
+    assert drawn == ["0 0 0 0 0 0 0 5", ". . 1 1 1 1 4 .", ". . . 2 3 3 . ."]
+
+
+def test_padding_behind_a_tree_is_in_none() -> None:
+    assert positions(rasterize(masks.prefix_tree(end=[2, 2, 0, -1, -1]), 5)) == {("kv", "subtree"): ["0", "0", "", "", ""]}
 
 
 def test_labels_of_bands_are_drawn() -> None:

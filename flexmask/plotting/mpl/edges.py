@@ -1,4 +1,4 @@
-"""The labels around a picture on matplotlib axes: numbers or tokens, and bands of documents and padding."""
+"""The labels around a picture on matplotlib axes: numbers or tokens, and bands of documents, prefix trees and padding."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def plot_score_panels(
         q_offset: position of the first query.
         tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
         kv_tokens: labels of the keys.
-        bands: whether documents and padding are shown along the edges.
+        bands: whether documents, prefix trees and padding are shown along the edges.
         title: instead of the mask's text.
     """
     labels: LabelOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}

@@ -86,7 +86,7 @@ def plot_scores(
         q_offset: position of the first query.
         tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
         kv_tokens: labels of the keys.
-        bands: whether documents and padding are shown along the edges.
+        bands: whether documents, prefix trees and padding are shown along the edges.
         ax: where to draw; by default a new figure of a fitting size.
         title: instead of the mask's text.
 
