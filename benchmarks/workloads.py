@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmask import Mask, causal, document, from_dense, h, key_padding, kv, prefix_lm, q, sliding_window
 from flexmask.lowering.mask_mod import MaskMod
+from flexmask.masks import prefix_tree
 
 __all__ = [
     "Workload",
@@ -20,6 +21,7 @@ __all__ = [
     "packed_work",
     "prefix_work",
     "table_work",
+    "tree_work",
     "window_work",
     "workloads",
 ]
@@ -97,6 +99,37 @@ def prefix_work(length: int, device: str) -> Workload:
     return Workload("prefix LM", length, lambda: prefix_lm(prefix), lambda b, h, q, kv: (q >= kv) | (kv < prefix[b]), 1)
 
 
+def _subtree_ends(length: int, samples: int) -> Tensor:
+    """The first position behind the subtree of each token, ``int64[length]``, in a random binary tree with a leaf per sample."""
+    draw = torch.Generator().manual_seed(length)
+    cuts = torch.randperm(length - 1, generator=draw)[: 2 * samples - 2] + 1
+    edges = [0, *cuts.sort().values.tolist(), length]  # of the segments, in depth-first order
+    ends = torch.empty(length, dtype=torch.int64)
+
+    def behind(segment: int, leaves: int) -> int:
+        """The first segment behind the subtree of one."""
+        after = segment + 1
+        if leaves > 1:
+            left = int(torch.randint(1, leaves, (), generator=draw))
+            after = behind(behind(after, left), leaves - left)
+        ends[edges[segment] : edges[segment + 1]] = edges[after]
+        return after
+
+    behind(0, samples)
+    return ends
+
+
+def tree_work(length: int, device: str, samples: int = 256) -> Workload:
+    """Samples that share prefixes, in a tree that branches at random."""
+    ends = _subtree_ends(length, samples).to(device)
+    return Workload(
+        f"tree of {samples} samples",
+        length,
+        lambda: prefix_tree(ends.clone()),
+        lambda b, h, q, kv: (kv <= q) & (q < ends[kv]),
+    )
+
+
 def heads_work(length: int, n_heads: int) -> Workload:
     """``(kv <= q) & (q - kv < 64 * (h + 1))``"""
     return Workload(
@@ -139,5 +172,5 @@ def workloads(device: str, *, quick: bool) -> list[Workload]:
     found += [causal_work(length) for length in (8 * k, 32 * k, 128 * k, k * k)]
     found += [window_work(length) for length in (32 * k, 128 * k, k * k)]
     found += [prefix_work(length, device) for length in (32 * k, 128 * k)]
-    found += [packed_work(8 * k, device, batch=16), heads_work(8 * k, 16)]
+    found += [tree_work(32 * k, device), packed_work(8 * k, device, batch=16), heads_work(8 * k, 16)]
     return [*found, dilated_work(8 * k), dilated_work(32 * k), table_work(8 * k, device)]

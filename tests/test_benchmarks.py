@@ -22,6 +22,7 @@ from benchmarks.workloads import (
     packed_work,
     prefix_work,
     table_work,
+    tree_work,
     window_work,
 )
 
@@ -52,6 +53,7 @@ SHORT = [
     *(make(300) for make in (causal_work, window_work, dilated_work)),
     even_work(600, "cpu"),
     prefix_work(1200, "cpu"),
+    tree_work(400, "cpu", 20),
     heads_work(300, 3),
     table_work(300, "cpu"),
 ]

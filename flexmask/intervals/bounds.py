@@ -195,8 +195,8 @@ class _Analysis:
     def subtrees(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[RowBounds]]:
         """The rows of ``(kv <= q) & (q < end[kv])``, also with ``depth[kv] >= depth[q] - n``, and the remaining operands."""
         context = self.context
-        is_causal = any(isinstance(part, Span) and _behind_query(part.stop) in {0, 1} for part in operands)
-        if not is_causal or context.q_end is None:
+        causal = next((part for part in operands if isinstance(part, Span) and _behind_query(part.stop) in {0, 1}), None)
+        if causal is None or context.q_end is None:
             return operands, []
         n = greater(context.kv_len, context.q_end)
         at_least = [part for part in operands if isinstance(part, Compare) and part.sign in {">", ">="}]
@@ -212,7 +212,9 @@ class _Analysis:
         if found is None:
             return operands, []
         lower, upper, are_depths = found
-        done = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
+        done: list[Mask] = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
+        if not is_captured() and causal.start is None and _behind_query(causal.stop) == 1:
+            done.append(causal)
         left = tuple(part for part in operands if not any(part is other for other in done))
         return left, [RowBounds(lower, upper) if lower is not upper else RowBounds.of(lower)]
 
