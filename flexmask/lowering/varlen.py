@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import LoweringError
+from flexmask.expr.mask import Named
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
 
@@ -107,6 +108,8 @@ def _intervals(context: Context) -> tuple[Tensor, Tensor]:
     rows = bounds.lower
     if not bounds.exact:
         reason = "a part of it is not separable in q and kv"
+        if any(isinstance(node, Named) and node.name == "from_dense" for node in context.named.walk()):
+            reason += "; mask.recognize() finds the named masks in the cells of from_dense, which may be"
     elif rows.slots > 1:
         reason = f"its rows have {rows.slots} key intervals"
     elif rows.lo.shape[1] > 1:

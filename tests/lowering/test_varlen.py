@@ -112,7 +112,8 @@ def test_documents(lengths: list[list[int]], inside: fm.Mask) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ((q - kv) % 2 == 0, "not separable"),
+        ((q - kv) % 2 == 0, "not separable in q and kv; use backend"),
+        (fm.causal() & fm.from_dense(torch.eye(6).bool()), r"not separable in q and kv; mask.recognize\(\) finds"),
         (masks.sink_window(1, size=2), "2 key intervals"),
         (fm.per_head([fm.causal(), fm.full()]), "heads differ"),
         (fm.causal() & fm.key_padding([3, 6]), r"query 0 of sequence 0 .* \[0, 1\).* \(-1, 0\) .* add query_padding"),
