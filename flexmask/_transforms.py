@@ -84,26 +84,22 @@ def can_keep_tensors() -> bool:
     return not is_captured() and has_values(made := torch.empty(0, device="cpu")) and not is_wrapped(made)
 
 
-def outer_tangents() -> AbstractContextManager[Any]:
-    """Within it the tangents of outer transforms follow operations: torch calls the `jvp` of a function with all tangents off."""
-    enabled: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
-    return nullcontext() if enabled is None else enabled(True)
-
-
-def without_tangent(tensor: Tensor) -> Tensor:
-    """A tensor less its tangent in the innermost transform."""
-    primal: Tensor = forward_ad.unpack_dual(tensor).primal
-    return primal
-
-
 def is_transformed(*tensors: Tensor) -> bool:
     """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent."""
     if torch.compiler.is_compiling():
         return False
     if _has_transforms():
         return True
-    has_level = getattr(forward_ad, "_current_level", 0) >= 0
-    return has_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return _has_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def is_forward_mode(*tensors: Tensor) -> bool:
+    """Whether tensors have forward-mode tangents, also of an outer transform."""
+    return _has_level() and is_transformed(*tensors)
+
+
+def _has_level() -> bool:
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def is_wrapped(tensor: Tensor) -> bool:

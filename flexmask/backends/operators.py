@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from flexmask._sync import needs_sync
-from flexmask._transforms import is_observed, is_transformed, outer_tangents, without_tangent
+from flexmask._transforms import is_forward_mode, is_observed, is_transformed
 from flexmask.backends.problem import Problem, precise_dtype
-from flexmask.backends.tile_derivatives import attend_with_score_mod, hessian_product, tangent
+from flexmask.backends.tile_derivatives import gradients, second_gradients
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
 from flexmask.backends.tile_weights import has_nonfinite
 from flexmask.backends.unchanged import Unchanged
 from flexmask.lowering.mask_mod import MaskMod
 
 #: The values of a Problem as arguments of an operator.
-TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool", "Tensor?", "float?"
+TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool", "Tensor?", "float?", "bool"
 SCHEMA = ", ".join(f"{kind} {name}" for kind, name in zip(TYPES, Problem._fields, strict=True))
 #: How many values a Problem has, and of these the number that are not query, key and value, and the place of the bias.
 SIZE = len(Problem._fields)
@@ -36,9 +36,7 @@ def attend_tiles(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output, [B, H, Q, Dv], and the logsumexp, [B, H, Q] where the problem asks for it."""
     if torch.compiler.is_compiling() and not callable(problem.cells):
         found = _block_sdpa(*problem)
-    elif _is_differentiated(*problem.tensors) or (
-        problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
-    ):
+    elif _is_differentiated(*problem.tensors) or problem.learns_bias:
         if callable(problem.cells):
             problem = problem._replace(cells=Unchanged(problem.cells))
         found = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
@@ -102,17 +100,10 @@ def _block_sdpa(*values: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "flexmask::block_sdpa_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor logsumexp, {SCHEMA}, bool for_bias=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor logsumexp, {SCHEMA}) -> Tensor[]",
 )
-def _block_sdpa_backward(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, *values: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients, of which that of the bias is empty without ``for_bias``."""
-    problem, for_bias = _with_own_bounds(Problem(*values[:SIZE])), values[SIZE:] == (True,)
-    grads = backward(grad, grad_lse, out, logsumexp, problem, for_bias=for_bias)
-    by_query, by_key, by_value, by_bias, *_ = *grads, grad.new_empty(0)
-    return by_query, by_key, by_value, by_bias
+def _block_sdpa_backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, *values: Any) -> list[Tensor]:
+    return backward(grad, grad_lse, out, logsumexp, _with_own_bounds(Problem(*values)))
 
 
 def _with_own_bounds(problem: Problem) -> Problem:
@@ -129,11 +120,10 @@ def _(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 @_block_sdpa_backward.register_fake
-def _(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    problem, for_bias = Problem(*values[4 : SIZE + 4]), values[SIZE + 4 :] == (True,)
-    (query, key, value), bias = problem.tensors, problem.bias
-    by_bias = query.new_empty(0) if bias is None or not for_bias else torch.empty_like(bias, dtype=precise_dtype(query))
-    return empty_output(query, query), empty_output(key, key), empty_output(value, value), by_bias
+def _(*values: Any) -> list[Tensor]:
+    problem = Problem(*values[-SIZE:])
+    by_bias = [torch.empty_like(bias, dtype=precise_dtype(bias)) for bias in problem.learned]
+    return [*(empty_output(tensor, tensor) for tensor in problem.tensors), *by_bias]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -142,17 +132,15 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    for_bias = bool(ctx.needs_input_grad[BIAS])
-    by_tensors = _block_sdpa_backward(*_backward_values(ctx, *grads), for_bias)
-    return _all_gradients(by_tensors, for_bias=for_bias)
+    return _all_gradients(_block_sdpa_backward(*_backward_values(ctx, *grads)))
 
 
-def _all_gradients(by_tensors: Sequence[Tensor], *, for_bias: bool) -> tuple[Tensor | None, ...]:
-    """The gradients of all values of a problem, from those of query, key, value and, with ``for_bias``, the bias."""
-    found: list[Tensor | None] = [*by_tensors[:3], *[None] * CONSTANTS]
-    if for_bias:
-        found[BIAS] = by_tensors[3]
-    return tuple(found)
+def _all_gradients(found: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients of all values of a problem, from those of query, key and value, and of a bias that has one."""
+    every: list[Tensor | None] = [*found[:3], *[None] * CONSTANTS]
+    if len(found) > 3:
+        every[BIAS] = found[3]
+    return tuple(every)
 
 
 def _backward_values(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -187,24 +175,11 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         values = _backward_values(ctx, *grads)
-        tensors = [value for value in values[:-CONSTANTS] if value is not None]
-        problem, for_bias = Problem(*values[-SIZE:]), bool(ctx.needs_input_grad[BIAS])
-        if problem.is_scored and _is_differentiated(*tensors):
-            return _all_gradients(_gradients_by_autograd(problem, *values[:2], for_bias=for_bias), for_bias=for_bias)
-        if for_bias:
-            return _all_gradients(_compute_gradient(*values, for_bias=True), for_bias=True)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if is_forward_mode(*tensors):
+            return _all_gradients(gradients(Problem(*values[-SIZE:]), *values[:2]))
         compute = _Gradient.apply if _is_differentiated(*tensors) else _Gradient.forward
-        return _all_gradients(compute(*values), for_bias=False)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
-        _, problem = _saved(ctx)
-        tangents = tuple(
-            torch.zeros_like(tensor) if one is None else one for one, tensor in zip(tangents, problem.tensors, strict=False)
-        )
-        with outer_tangents():
-            of_out, of_lse = tangent(_without_tangents(problem), tangents)
-            return of_out, of_lse if problem.with_lse else None
+        return _all_gradients(compute(*values))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
@@ -212,30 +187,16 @@ class _Attention(Function):
         return tuple(_unfold_mapped(output, info.batch_size) for output in outputs), (0, 0)
 
 
-def _compute_gradient(*values: Any, for_bias: bool = False) -> tuple[Tensor, ...]:
-    grad, grad_lse, out, logsumexp, *rest = values
-    problem = Problem(*rest)
-    if not callable(problem.cells) and is_observed(problem.query):
-        return cast("tuple[Tensor, ...]", _block_sdpa_backward(*values, for_bias))
-    return backward(grad, grad_lse, out, logsumexp, problem, for_bias=for_bias)
-
-
-def _gradients_by_autograd(problem: Problem, grad: Tensor, grad_lse: Tensor | None, *, for_bias: bool) -> tuple[Tensor, ...]:
-    """The gradients with a bias or a cap where they are differentiated again: those of operations that torch differentiates."""
-    tensors = [*problem.tensors, *([problem.bias] if for_bias and problem.bias is not None else [])]
-    outputs, grads = attend_with_score_mod(problem), (grad, grad_lse)
-    pairs = [(one, own) for one, own in zip(outputs, grads, strict=True) if one is not None and own is not None]
-    sums = torch.stack([(one * own).sum() for one, own in pairs]).sum()
-    return torch.autograd.grad(sums, tensors, create_graph=True)
-
-
 class _Gradient(Function):
-    """The gradient of attention in tiles by query, key and value, as a function of the outputs' gradients and of these."""
+    """The gradients of attention in tiles, as a function of the outputs' gradients and of what these are computed from."""
 
     @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad_query, grad_key, grad_value, *_ = _compute_gradient(*values)
-        return grad_query, grad_key, grad_value
+    def forward(*values: Any) -> tuple[Tensor, ...]:
+        grad, grad_lse, out, logsumexp, *rest = values
+        problem = Problem(*rest)
+        if not callable(problem.cells) and is_observed(problem.query):
+            return tuple(_block_sdpa_backward(*values))
+        return tuple(backward(grad, grad_lse, out, logsumexp, problem))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -244,31 +205,14 @@ class _Gradient(Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         (grad, grad_lse), problem = _saved(ctx)
-        of_out, of_lse = tangent(problem, tangents)
-        by_tensors = hessian_product(grad, grad_lse, problem, tangents)
+        by_grad, by_lse, *by_tensors = second_gradients(problem, grad, grad_lse, tangents)
         # The outputs are functions of the others, so they have no gradient of their own.
-        return of_out, None if grad_lse is None else of_lse, None, None, *by_tensors, *[None] * CONSTANTS
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        (grad, grad_lse), problem = _saved(ctx)
-        with outer_tangents():
-            grad, problem = without_tangent(grad), _without_tangents(problem)
-            grad_lse = None if grad_lse is None else without_tangent(grad_lse)
-            outputs = _Attention.apply(*problem)  # type: ignore[no-untyped-call]
-            linear = _Gradient.apply(*tangents[:2], *outputs, *problem)  # type: ignore[no-untyped-call]
-            curved = hessian_product(grad, grad_lse, problem, tangents[4:7])
-        return tuple(one + other for one, other in zip(linear, curved, strict=True))
+        return by_grad, by_lse, None, None, *_all_gradients(by_tensors)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, values))  # type: ignore[no-untyped-call]
-        return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0, 0, 0)
-
-
-def _without_tangents(problem: Problem) -> Problem:
-    query, key, value = map(without_tangent, problem.tensors)
-    return problem._replace(query=query, key=key, value=value)
+        return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0,) * len(grads)
 
 
 class _Fused(Function):

@@ -35,6 +35,7 @@ class Problem(NamedTuple):
         with_lse: whether the logsumexp of the scores of each row is a result too, [B, H, Q]: -inf in fully masked rows.
         bias: added to the scores, floating point [B', H', Q + KV] or [B', H', Q, KV], as of `flexmask.scores.placed.Form`.
         cap: the bound of soft-capping after that.
+        learns_bias: whether the bias has a gradient.
     """
 
     query: Tensor
@@ -49,11 +50,22 @@ class Problem(NamedTuple):
     with_lse: bool = False
     bias: Tensor | None = None
     cap: float | None = None
+    learns_bias: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, by which attention is differentiated."""
         return self.query, self.key, self.value
+
+    @property
+    def learned(self) -> tuple[Tensor, ...]:
+        """The bias where it has a gradient, too."""
+        return (self.bias,) if self.learns_bias and self.bias is not None else ()
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Problem:
+        """With others in place of `tensors` and `learned`."""
+        problem = self._replace(query=query, key=key, value=value)
+        return problem._replace(bias=learned[0]) if learned else problem
 
     @property
     def is_fused(self) -> bool:
@@ -76,8 +88,7 @@ class Problem(NamedTuple):
 
     def precise(self) -> Problem:
         """With query, key and value in the dtype in which scores and derivatives are computed."""
-        query, key, value = (tensor.to(precise_dtype(tensor)) for tensor in self.tensors)
-        return self._replace(query=query, key=key, value=value)
+        return self.with_tensors(*(tensor.to(precise_dtype(tensor)) for tensor in self.tensors))
 
     def tiling(self, most_scores: int | None = None, *, in_bands: bool = False) -> Tiling:
         """The tiles, see `plan_tiles`."""

@@ -1,116 +1,27 @@
-"""Derivatives of attention that can be differentiated and mapped again: tangents, second derivatives, any `score_mod`.
+"""Attention in operations that torch differentiates and maps any number of times, with any `score_mod`; shapes as in `tile`.
 
-They are simple rather than fast, and written in operations that torch differentiates. Shapes as in `tile`.
+It is simple rather than fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmask.backends.mixed_precision import without_autocast
-from flexmask.backends.problem import Problem, precise_dtype
+from flexmask.backends.problem import Problem
 from flexmask.backends.score_mods import over_indices
 from flexmask.backends.tile import Tile
-from flexmask.backends.tile_weights import attend, compute_weights, has_nonfinite
+from flexmask.backends.tile_weights import attend, has_nonfinite
 from flexmask.backends.unchanged import Unchanged
 from flexmask.scores.score import ScoreMod
 
 
-@dataclass(frozen=True, eq=False)
-class _TileTangents:
-    """The parts of a tile from which both further derivatives are computed.
-
-    Attributes:
-        q: the queries, folded, times the scale; k and v are the keys and values.
-        q_tangent: the tangent of q; k_tangent and v_tangent are those of k and v.
-        weights: the weights before dropout.
-        scores_tangent: the tangent of the scores, less its mean under the weights of the row.
-        mean: that mean, [b, n, g * m, 1].
-        factors: the factors of dropout, or 1.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_tangent: Tensor
-    k_tangent: Tensor
-    v_tangent: Tensor
-    weights: Tensor
-    scores_tangent: Tensor
-    mean: Tensor
-    factors: Tensor | float
-
-
-def _tile_tangents(problem: Problem, tangents: Sequence[Tensor]) -> Iterator[tuple[Tile, _TileTangents]]:
-    """Each block of rows with its tangents, computed in float32 at least."""
-    problem = problem.precise()
-    query_tangent, key_tangent, value_tangent = (tensor.to(problem.query.dtype) for tensor in tangents)
-    for tile in problem.tiling().tiles:
-        q, k, v = problem.parts(tile)
-        q, q_tangent = q * problem.scale, tile.fold(query_tangent) * problem.scale
-        k_tangent, v_tangent = tile.gather_keys(key_tangent), tile.gather_keys(value_tangent)
-        weights, _ = compute_weights(tile, q, k, problem.visible(tile))
-        scores_tangent = q_tangent @ k.mT + q @ k_tangent.mT
-        mean = (weights * scores_tangent).sum(-1, keepdim=True)
-        factors = problem.factors(tile)
-        yield tile, _TileTangents(q, k, v, q_tangent, k_tangent, v_tangent, weights, scores_tangent - mean, mean, factors)
-
-
-def tangent(problem: Problem, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The tangents of the output, [B, H, Q, Dv], and the logsumexp, [B, H, Q], along those of query, key and value."""
-    query = problem.query
-    parts, means = [], []
-    with without_autocast(query):
-        for tile, change in _tile_tangents(problem, tangents):
-            weights_tangent = change.weights * change.scores_tangent * change.factors
-            part = weights_tangent @ change.v + change.weights * change.factors @ change.v_tangent
-            parts.append(tile.unfold(part))
-            means.append(tile.unfold(change.mean).squeeze(-1))
-    return torch.cat(parts, 2).to(query.dtype), torch.cat(means, 2)
-
-
-def hessian_product(grad: Tensor, grad_lse: Tensor | None, problem: Problem, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tangents of the gradients of query, key and value: the Hessian of ``(grad * out).sum()`` times the tangents.
-
-    It is the gradient of ``(grad * tangent).sum() = sum(G * P * (S - sum(P * S)) + H * P)``, with P the weights, S the tangent of
-    the scores, ``G = grad @ v.mT`` and ``H = grad @ v_tangent.mT``; with the logsumexp, also of ``sum(grad_lse * P * S)``.
-    """
-    query, key, value = problem.tensors
-    query_parts, key_parts, value_parts, places = [], [], [], []
-    grad = grad.to(precise_dtype(query))
-    with without_autocast(query):
-        for tile, change in _tile_tangents(problem, tangents):
-            weights, g = change.weights, tile.fold(grad)
-            by_value, by_change = g @ change.v.mT * change.factors, g @ change.v_tangent.mT * change.factors
-            mean = (weights * by_value).sum(-1, keepdim=True)
-            first = weights * (by_value - mean)
-            by_weights = by_value * change.scores_tangent - mean * (change.scores_tangent + change.mean) + by_change
-            if grad_lse is not None:
-                by_lse = tile.fold(grad_lse.unsqueeze(-1))
-                first, by_weights = first + weights * by_lse, by_weights + by_lse * change.scores_tangent
-            second = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True))
-            query_parts.append(tile.unfold(first @ change.k_tangent + second @ change.k) * problem.scale)
-            key_parts.append(first.mT @ change.q_tangent + second.mT @ change.q)
-            value_parts.append((weights * change.scores_tangent * change.factors).mT @ g)
-            places.append(tile.indices(query.device)[3])
-    at = torch.cat(places)
-    sums = [
-        torch.zeros_like(total, dtype=grad.dtype).index_add(2, at, torch.cat(parts, 2))
-        for total, parts in ((key, key_parts), (value, value_parts))
-    ]
-    return tuple(tensor.to(query.dtype) for tensor in (torch.cat(query_parts, 2), *sums))
-
-
-# ---------------------------------------------------------------- with changed scores
-
-
-def attend_with_score_mod(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor | None]:
-    """The output with a score_mod, or with bias and cap, [B, H, Q, Dv], and the logsumexp, which torch differentiates."""
+def differentiable_attention(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor | None]:
+    """The output, [B, H, Q, Dv], and the logsumexp where the problem asks for it; with a score_mod in place of bias and cap."""
     query, key, value = problem.tensors
     tiles = problem.tiling().tiles
     score_mod = None if score_mod is None else over_indices(score_mod)
@@ -118,8 +29,7 @@ def attend_with_score_mod(problem: Problem, score_mod: ScoreMod | None = None) -
     isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
 
     def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        given = problem._replace(query=query, key=key, value=value)
-        out, logsumexp = attend(given, tile, score_mod, isolate_nonfinite=isolate_nonfinite)
+        out, logsumexp = attend(problem.with_tensors(query, key, value), tile, score_mod, isolate_nonfinite=isolate_nonfinite)
         return tile.unfold(out).to(query.dtype), None if logsumexp is None else tile.unfold(logsumexp).squeeze(-1)
 
     if transformed:  # transforms cannot differentiate checkpoints
@@ -129,3 +39,31 @@ def attend_with_score_mod(problem: Problem, score_mod: ScoreMod | None = None) -
         found = [checkpoint(repeated, tile, query, key, value, use_reentrant=False) for tile in tiles]
     parts, logsumexps = zip(*found, strict=True)
     return torch.cat(parts, 2), torch.cat(logsumexps, 2) if problem.with_lse else None
+
+
+def gradients(problem: Problem, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, and of a bias that has one, by those of the output and of the logsumexp."""
+    precise = problem.precise()
+
+    def loss(*tensors: Tensor) -> Tensor:
+        out, logsumexp = differentiable_attention(precise.with_tensors(*tensors))
+        total = (out * grad).sum()
+        return total if logsumexp is None or grad_lse is None else total + (logsumexp * grad_lse).sum()
+
+    tensors = *precise.tensors, *precise.learned
+    with without_autocast(problem.query):
+        found = torch.func.grad(loss, tuple(range(len(tensors))))(*tensors)
+    return *(one.to(problem.query.dtype) for one in found[:3]), *found[3:]
+
+
+def second_gradients(problem: Problem, grad: Tensor, grad_lse: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the sum of `gradients` times weights by ``grad``, ``grad_lse``, query, key, value and a learned bias."""
+    of_lse = () if grad_lse is None else (grad_lse,)
+
+    def first(grad: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        lse, tensors = others[: len(of_lse)], others[len(of_lse) :]
+        return gradients(problem.with_tensors(*tensors), grad, lse[0] if lse else None)
+
+    pull = torch.func.vjp(first, grad, *of_lse, *problem.tensors, *problem.learned)[1]
+    by_grad, *found = pull(tuple(weights))
+    return [by_grad, *found] if of_lse else [by_grad, None, *found]

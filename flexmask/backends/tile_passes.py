@@ -104,15 +104,13 @@ def _unfused_scores(query: Tensor) -> int:
     return UNFUSED_SCORES_PER_THREAD * torch.get_num_threads() if on_cpu else UNFUSED_SCORES
 
 
-def backward(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, problem: Problem, *, for_bias: bool = False
-) -> tuple[Tensor, ...]:
+def backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tensor, problem: Problem) -> list[Tensor]:
     """The gradients of query, key and value by those of the output and of the logsumexp, computed in float32 at least.
 
-    With ``for_bias`` also that of the bias, which the fused kernel does not give.
+    Where the problem learns its bias also that of the bias, which the fused kernel does not give.
     """
     tensors = query, *_ = problem.tensors
-    is_fused = len(logsumexp) > 0 and problem.is_fused and not for_bias
+    is_fused = len(logsumexp) > 0 and problem.is_fused and not problem.learns_bias
     problem, grad, out = problem.precise(), grad.to(precise_dtype(grad)), out.to(precise_dtype(out))
     if grad_lse is not None:
         problem, grad, out = _with_channel(problem, grad, grad_lse, out)
@@ -135,15 +133,13 @@ def backward(
                 yield tile, _unfused_gradients(problem, tile, part_grad, part_out, bias, lse)
 
     with without_autocast(query):
-        grads = _sums(problem, of_tiles(), for_bias=for_bias)
+        grads = _sums(problem, of_tiles())
         if has_nonfinite(grads[0]):
             tiles = problem.tiling(_unfused_scores(query)).tiles
-            grads = _sums(
-                problem, ((tile, _isolating_gradients(problem, tile, grad, grad_lse)) for tile in tiles), for_bias=for_bias
-            )
+            grads = _sums(problem, ((tile, _isolating_gradients(problem, tile, grad, grad_lse)) for tile in tiles))
     if grad_lse is not None:
         grads[:3] = [empty_output(one, one).copy_(total[..., : one.size(3)]) for one, total in zip(tensors, grads, strict=False)]
-    return tuple(total.to(query.dtype if i < 3 else total.dtype) for i, total in enumerate(grads))
+    return [*(total.to(query.dtype) for total in grads[:3]), *grads[3:]]
 
 
 def _with_channel(problem: Problem, grad: Tensor, grad_lse: Tensor, out: Tensor) -> tuple[Problem, Tensor, Tensor]:
@@ -155,14 +151,13 @@ def _with_channel(problem: Problem, grad: Tensor, grad_lse: Tensor, out: Tensor)
     query, key, value, grad, out = (F.pad(tensor, (0, CHANNELS)) for tensor in (*problem.tensors, grad, out))
     grad[..., -1] = 1
     out[..., -1] = -grad_lse
-    return problem._replace(query=query, key=key, value=value), grad, out
+    return problem.with_tensors(query, key, value), grad, out
 
 
-def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, ...]]], *, for_bias: bool) -> list[Tensor]:
+def _sums(problem: Problem, of_tiles: Iterable[tuple[Tile, tuple[Tensor, ...]]]) -> list[Tensor]:
     """The gradients of query, key, value and bias from those of each tile: of query, key and value, and of the scores."""
     totals = [empty_output(tensor, tensor).zero_() for tensor in problem.tensors]
-    if for_bias and problem.bias is not None:
-        totals.append(torch.zeros_like(problem.bias, dtype=precise_dtype(problem.query)))
+    totals += [torch.zeros_like(bias, dtype=precise_dtype(bias)) for bias in problem.learned]
     for tile, (to_query, to_key, to_value, *to_scores) in of_tiles:
         tile.write(totals[0], to_query)
         for total, part in zip(totals[1:3], (to_key, to_value), strict=True):

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
+from flexmask._transforms import has_values, is_captured, is_forward_mode, is_observed, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Cells
-from flexmask.backends.tile_derivatives import attend_with_score_mod
+from flexmask.backends.tile_derivatives import differentiable_attention
 from flexmask.backends.tile_passes import FUSED_SCORES
 from flexmask.backends.tile_weights import has_nonfinite
 from flexmask.backends.tiling import may_be_dense
@@ -53,8 +53,8 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if score_mod is not None or (problem.is_scored and problem.is_transformed()):
-        return attend_with_score_mod(problem, score_mod)
+    if score_mod is not None or (problem.is_scored and problem.is_transformed()) or is_forward_mode(*problem.tensors):
+        return differentiable_attention(problem, score_mod)
     if problem.cells is None and problem.rows is None and not problem.with_lse and not problem.is_scored:
         if (run := _one_interval(problem)) is not None:
             query, key, value = problem.tensors
@@ -133,7 +133,8 @@ def _run(call: Call) -> Output:
     rows, keys = hashes or (None, None)
     form = call.score_mod.form() if isinstance(call.score_mod, PlacedScore) else None
     bias, cap = form or (None, None)
-    problem = Problem(query, key, value, *visible, scale, call.dropout_p, rows, keys, call.return_lse, bias, cap)
+    learns_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    problem = Problem(query, key, value, *visible, scale, call.dropout_p, rows, keys, call.return_lse, bias, cap, learns_bias)
     out, lse = attend(problem, call.score_mod if form is None else None)
     return out if lse is None or not call.return_lse else (out, lse)
 

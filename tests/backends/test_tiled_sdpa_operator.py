@@ -71,15 +71,15 @@ class TestOperator:
         bounds = intervals(causal(20, 20))
         sizes = *query.shape[:3], key.shape[2]
         hashes = hashes_of(torch.tensor(3), *map(torch.arange, sizes)) if dropout_p else (None, None)
-        arguments = (query, key, value, bounds, cells, 0.5, dropout_p, *hashes, False, None, None)
+        arguments = (query, key, value, bounds, cells, 0.5, dropout_p, *hashes, False, None, None, False)
         checks = torch.library.opcheck(torch.ops.flexmask.block_sdpa.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
 
     def test_opcheck_backward(self) -> None:
         query, key, value = (tensor.detach() for tensor in inputs(q_len=20, kv_len=20))
         bounds = intervals(causal(20, 20))
-        outputs = torch.ops.flexmask.block_sdpa(query, key, value, bounds, None, 0.5, 0.0, None, None, False, None, None)
-        arguments = (query, None, *outputs, query, key, value, bounds, None, 0.5, 0.0, None, None, False, None, None)
+        outputs = torch.ops.flexmask.block_sdpa(query, key, value, bounds, None, 0.5, 0.0, None, None, False, None, None, False)
+        arguments = (query, None, *outputs, query, key, value, bounds, None, 0.5, 0.0, None, None, False, None, None, False)
         operator = torch.ops.flexmask.block_sdpa_backward.default
         checks = torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         assert set(checks.values()) == {"SUCCESS"}
