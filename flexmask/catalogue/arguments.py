@@ -1,4 +1,4 @@
-"""Checks of the arguments of named masks: numbers, sizes of axes, masks, and tables with several possible axes."""
+"""The arguments of named masks: numbers, sizes of axes, tables with several possible axes, and masks within a part."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table, per_batch, ranged, truths
-from flexmask.expr.index import Index, Symbol
-from flexmask.expr.mask import Mask
+from flexmask.expr.index import Arithmetic, Index, Symbol, kv, q
+from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.names import describe_non_mask
+from flexmask.expr.node import Node
 from flexmask.expr.tables import Literal, Lookup, Param, Table
 
 if TYPE_CHECKING:
     from flexmask.expr.data import Data
-
-__all__ = ["check_mask", "fixed_int", "fixed_ints", "int_or_index", "lookup", "number", "per_sequence"]
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:
@@ -104,3 +103,32 @@ def _is_broadcast(index: Index | int, size: int | None) -> bool:
 
 def _brief(value: object) -> str:
     return f"a table of shape {list(value.shape)}" if isinstance(value, Table) else repr(value)
+
+
+def with_local_positions(name: str, mask: Mask, queries: Index, near: Index, keys: Index) -> Mask:
+    """``mask`` at positions relative to the start of a part, valid where query and key are in the same part.
+
+    Args:
+        name: the named mask, for messages.
+        mask: the mask to apply; it must not use ``q_len`` and ``kv_len``.
+        queries: the start of the queries' positions, as an expression of ``q``.
+        near: the start of the keys' positions, as an expression of ``q``.
+        keys: the start of the keys' positions, as an expression of ``kv``.
+    """
+    if mask.symbols & {"q_len", "kv_len"}:
+        raise OperandError(f"{name}: {mask} uses q_len or kv_len, which are not those of a part of the sequence")
+
+    def moved(node: Node) -> Node | None:
+        if not isinstance(node, Compare):
+            return None
+        # Within a part both starts of the keys are equal. With ``near`` differences of positions cancel. With ``keys`` indices
+        # stay inside their tables, and conditions on the key alone stay so.
+        start = keys if any(_is_of_key(below) for below in node.walk()) else near
+        return node.substitute(q=q - queries, kv=kv - start)
+
+    return cast(Mask, mask.expand().replace(moved))
+
+
+def _is_of_key(node: Node) -> bool:
+    steps = isinstance(node, Lookup) or (isinstance(node, Arithmetic) and node.sign == "%")
+    return steps and "kv" in node.symbols

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence
-from flexmask.catalogue.local import with_local_positions
+from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence, with_local_positions
 from flexmask.errors import ExpressionError
 from flexmask.expr.choice import where
 from flexmask.expr.data import along

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, cast
 
-from flexmask.catalogue.arguments import check_mask
-from flexmask.catalogue.local import with_local_positions
+from flexmask.catalogue.arguments import check_mask, with_local_positions
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr import tables
 from flexmask.expr.data import along, as_table

@@ -1,19 +1,20 @@
-"""Options that the commands share: the mask's text, its parameters, and the lengths and sizes of the lowering."""
+"""Options that the commands share: the mask's text, its parameters, the lengths and sizes of the lowering, labels and files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import reduce, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from flexmask.cli.completion import complete_expression
-from flexmask.cli.messages import UserError
-from flexmask.cli.output import to_stderr
-from flexmask.cli.values import BlockSize, Count, Parameter
+from flexmask.cli.output import UserError, echo
+from flexmask.cli.values import Count, block_size, complete_expression, parameter, resolve_mask, token_text
+from flexmask.plotting.caption import picture_suffix
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -30,163 +31,88 @@ MAX_QUERIES = 2**27
 MAX_OFFSET = 2**30
 
 
-class Lowering(TypedDict):
-    """The arguments of a lowering."""
-
-    q_len: int
-    kv_len: int
-    batch: int | None
-    heads: int | None
-    q_offset: int
-    device: str
-
-
 @dataclass(frozen=True)
-class LoweringOptions:
-    """The values of the options of :func:`lowering_options`."""
+class LengthOptions:
+    """The values of the options of :data:`length_options`."""
 
     seq_len: int | None
     q_len: int | None
     kv_len: int | None
     q_offset: int
     parameters: Parameters
+
+    def masks(self, *texts: str) -> list[Mask]:
+        """The masks of texts, or of functions in modules, with their parameters bound.
+
+        Raises:
+            FlexmaskError: text that is not a mask, a function that cannot be traced, a value that does not fit, or a value for a
+                parameter that no mask has.
+            UserError: a parameter without a value or with two, or a function that does not exist.
+        """
+        names = [name for name, _ in self.parameters]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(f"the parameter {twice[0]} is given twice")
+        masks = [resolve_mask(text.strip()) if REFERENCE.fullmatch(text.strip()) else None for text in texts]
+        known = [
+            set(re.findall(r"[^\W\d]\w*", text)) if mask is None else set(mask.params)
+            for text, mask in zip(texts, masks, strict=True)
+        ]
+        # A parameter that no mask has goes to the first mask, which raises.
+        known[0] |= set(names).difference(*known)
+        return [
+            _bound(text, mask, {name: value for name, value in self.parameters if name in own})
+            for text, mask, own in zip(texts, masks, known, strict=True)
+        ]
+
+    def lengths(self, *masks: Mask) -> tuple[int, int]:
+        """The lengths as given, else as the masks imply: see :func:`flexmask.report.lengths.resolve_lengths`.
+
+        Raises:
+            UsageError: ``seq_len`` together with another length.
+            UserError: lengths whose rows do not fit into memory.
+        """
+        if self.seq_len is not None and (self.q_len is not None or self.kv_len is not None):
+            raise click.UsageError("give --seq-len, or --q-len and --kv-len, not both")
+        q_len, kv_len = (self.seq_len if length is None else length for length in (self.q_len, self.kv_len))
+        from flexmask.report.lengths import resolve_lengths
+
+        found = resolve_lengths(*masks, q_len=q_len, kv_len=kv_len)
+        for name, length in zip(("q_len", "kv_len"), found, strict=True):
+            if length > MAX_QUERIES:
+                raise UserError(f"{name} {length:,} is too long; at most {MAX_QUERIES:,}")
+        return found
+
+
+@dataclass(frozen=True)
+class LoweringOptions(LengthOptions):
+    """The values of the options of :data:`lowering_options`."""
+
     batch: int | None
     heads: int | None
     device: str
 
     def masks(self, *texts: str) -> list[Mask]:
-        """The masks of texts, as for :func:`read_masks`, with their data on the device."""
+        """The masks of texts, with their data on the device."""
         from flexmask import _sync
 
         where = _sync.resolve_device(self.device)
-        return [mask.to(where) for mask in read_masks(texts, self.parameters)]
+        return [mask.to(where) for mask in super().masks(*texts)]
 
-    def lowering(self, *masks: Mask) -> Lowering:
+    def lowering(self, *masks: Mask) -> dict[str, Any]:
         """The arguments of lowerings that the masks share.
 
         Raises:
             UsageError: contradicting options of lengths.
             UserError: more rows than fit into memory.
         """
-        q_len, kv_len = checked_lengths(*masks, seq_len=self.seq_len, q_len=self.q_len, kv_len=self.kv_len)
+        q_len, kv_len = self.lengths(*masks)
         symbols = {symbol for mask in masks for symbol in mask.expand().symbols}
         rows = q_len * ((self.batch or 1) if "b" in symbols else 1) * ((self.heads or 1) if "h" in symbols else 1)
         if rows > MAX_QUERIES:
             raise UserError(f"{rows:,} queries in all sequences and heads are too many; at most {MAX_QUERIES:,}")
-        return Lowering(
-            q_len=q_len, kv_len=kv_len, batch=self.batch, heads=self.heads, q_offset=self.q_offset, device=self.device
-        )
-
-
-def expression_argument(name: str, metavar: str, **settings: Any) -> Callable[[Command], Command]:
-    """Adds the text of a mask, or MODULE:NAME."""
-    return click.argument(name, metavar=metavar, shell_complete=complete_expression, **settings)
-
-
-def block_size_option(default: str) -> Callable[[Command], Command]:
-    """Adds ``--block-size``."""
-    text = f"Tokens in a block. [default: {default}]"
-    return click.option("--block-size", type=BlockSize(), default=default, metavar="N|Q,KV", help=text)
-
-
-def json_option(what: str) -> Callable[[Command], Command]:
-    """Adds ``--json``; ``what`` describes the document in its help text."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON document instead: {what}.")
-
-
-def mask_options(command: Command) -> Command:
-    """Adds the text of one mask, its parameters and its lengths."""
-    return expression_argument("expression", "EXPR")(_length_options(command))
-
-
-def lowering_options(command: Command) -> Command:
-    """Adds parameters and the arguments of lowerings, which the command takes as ``options``."""
-    options = [
-        click.option(
-            "--batch",
-            type=Count(min=1),
-            metavar="N",
-            help="Number of sequences, if the mask's data does not determine it.",
-        ),
-        click.option(
-            "--heads", type=Count(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."
-        ),
-        click.option("--device", default="cpu", metavar="DEVICE", help="The device of the lowering. [default: cpu]"),
-    ]
-
-    @wraps(command)
-    def collected(**values: Any) -> Any:
-        options = LoweringOptions(**{name: values.pop(name) for name in LoweringOptions.__dataclass_fields__})
-        return command(options=options, **values)
-
-    for option in reversed(options):
-        collected = option(collected)
-    return cast(Command, _length_options(collected))
-
-
-def _length_options(command: Command) -> Command:
-    length = Count(min=1)
-    options = [
-        click.option("--seq-len", type=length, metavar="N", help="Number of queries and of keys. [default: from the data]"),
-        click.option("--q-len", type=length, metavar="N", help="Number of queries."),
-        click.option("--kv-len", type=length, metavar="N", help="Number of keys."),
-        click.option(
-            "--q-offset",
-            type=Count(0, MAX_OFFSET),
-            default=0,
-            metavar="N",
-            help="Position of the first query. [default: 0]",
-        ),
-        click.option(
-            "-p",
-            "--param",
-            "parameters",
-            type=Parameter(),
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="Value of a parameter: a number, a list such as [0,0,1,1], or @FILE with one of these. Repeatable.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def read_mask(expression: str, parameters: Parameters) -> Mask:
-    """The mask of one text: see :func:`read_masks`. Output of user modules goes to stderr."""
-    with to_stderr():
-        return read_masks([expression], parameters)[0]
-
-
-def read_masks(texts: Sequence[str], parameters: Parameters) -> list[Mask]:
-    """The masks of texts, or of functions in modules, with their parameters bound.
-
-    Raises:
-        FlexmaskError: text that is not a mask, a function that cannot be traced, a value that does not fit, or a value for a
-            parameter that no mask has.
-        UserError: a parameter without a value or with two, or a function that does not exist.
-    """
-    names = [name for name, _ in parameters]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"the parameter {twice[0]} is given twice")
-    masks = [_resolve(text.strip()) if REFERENCE.fullmatch(text.strip()) else None for text in texts]
-    known = [
-        set(re.findall(r"[^\W\d]\w*", text)) if mask is None else set(mask.params)
-        for text, mask in zip(texts, masks, strict=True)
-    ]
-    # A parameter that no mask has goes to the first mask, which raises.
-    known[0] |= set(names).difference(*known)
-    return [
-        _bound(text, mask, {name: value for name, value in parameters if name in own})
-        for text, mask, own in zip(texts, masks, known, strict=True)
-    ]
-
-
-def _resolve(reference: str) -> Mask:
-    from flexmask.cli.references import resolve_mask
-
-    return resolve_mask(reference)
+        sizes = {"batch": self.batch, "heads": self.heads, "q_offset": self.q_offset, "device": self.device}
+        return {"q_len": q_len, "kv_len": kv_len, **sizes}
 
 
 def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
@@ -206,21 +132,111 @@ def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
     return bound
 
 
-def checked_lengths(*masks: Mask, seq_len: int | None, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
-    """As :func:`flexmask.report.lengths.resolve_lengths`, of the options for lengths.
+def expression_argument(name: str, metavar: str, **settings: Any) -> Callable[[Command], Command]:
+    """Adds the text of a mask, or MODULE:NAME."""
+    return click.argument(name, metavar=metavar, shell_complete=complete_expression, **settings)
 
-    Raises:
-        UsageError: ``seq_len`` together with another length.
-        UserError: lengths whose rows do not fit into memory.
-    """
-    if seq_len is not None:
-        if q_len is not None or kv_len is not None:
-            raise click.UsageError("give --seq-len, or --q-len and --kv-len, not both")
-        q_len = kv_len = seq_len
-    from flexmask.report.lengths import resolve_lengths
 
-    found = resolve_lengths(*masks, q_len=q_len, kv_len=kv_len)
-    for name, length in zip(("q_len", "kv_len"), found, strict=True):
-        if length > MAX_QUERIES:
-            raise UserError(f"{name} {length:,} is too long; at most {MAX_QUERIES:,}")
-    return found
+def block_size_option(default: str) -> Callable[[Command], Command]:
+    """Adds ``--block-size``."""
+    text = f"Tokens in a block. [default: {default}]"
+    return click.option("--block-size", type=block_size, default=default, metavar="N|Q,KV", help=text)
+
+
+def json_option(what: str) -> Callable[[Command], Command]:
+    """Adds ``--json``; ``what`` describes the document in its help text."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON document instead: {what}.")
+
+
+def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one, in this order."""
+    return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
+
+
+def _collected(kind: type[LengthOptions]) -> Callable[[Command], Command]:
+    """Gives a command the values of some options as one argument, ``options``."""
+
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def collected(**values: Any) -> Any:
+            options = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            return command(options=options, **values)
+
+        return cast(Command, collected)
+
+    return add
+
+
+#: The parameters and lengths of a mask.
+LENGTHS: list[Any] = [
+    click.option("--seq-len", type=Count(min=1), metavar="N", help="Number of queries and of keys. [default: from the data]"),
+    click.option("--q-len", type=Count(min=1), metavar="N", help="Number of queries."),
+    click.option("--kv-len", type=Count(min=1), metavar="N", help="Number of keys."),
+    click.option(
+        "--q-offset", type=Count(0, MAX_OFFSET), default=0, metavar="N", help="Position of the first query. [default: 0]"
+    ),
+    click.option(
+        "-p",
+        "--param",
+        "parameters",
+        type=parameter,
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Value of a parameter: a number, a list such as [0,0,1,1], or @FILE with one of these. Repeatable.",
+    ),
+]
+#: Adds parameters and lengths, which the command takes as ``options``.
+length_options = _all(*LENGTHS, _collected(LengthOptions))
+#: Adds parameters and the arguments of lowerings, which the command takes as ``options``.
+lowering_options = _all(
+    *LENGTHS,
+    click.option(
+        "--batch", type=Count(min=1), metavar="N", help="Number of sequences, if the mask's data does not determine it."
+    ),
+    click.option("--heads", type=Count(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."),
+    click.option("--device", default="cpu", metavar="DEVICE", help="The device of the lowering. [default: cpu]"),
+    _collected(LoweringOptions),
+)
+
+
+#: Adds the labels of the axes.
+label_options = _all(
+    click.option(
+        "--tokens",
+        type=token_text,
+        metavar="TEXT",
+        help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
+    ),
+    click.option("--kv-tokens", type=token_text, metavar="TEXT", help="Labels of the keys, if they differ."),
+    click.option("--no-bands", is_flag=True, help="Do not draw documents, prefix trees and padding along the edges."),
+)
+
+
+def output_option(instead: str) -> Callable[[Command], Command]:
+    """Adds ``-o``; ``instead`` completes its help text."""
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_output,
+        metavar="FILE",
+        help=f"Write a .png, .svg, .pdf or interactive .html {instead}.",
+    )
+
+
+def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Checks the output file before any work is done."""
+    if value is None:
+        return None
+    picture_suffix(value)
+    return value
+
+
+@contextmanager
+def writing(output: Path, what: str | None = None) -> Iterator[None]:
+    """Reports that a file was written, or ``what``, or why it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {str(error.filename or output)!r}: {error.strerror or error}") from error
+    echo(f"wrote {what or output}", err=True)

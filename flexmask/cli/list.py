@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 import click
 
 from flexmask import registry
-from flexmask._checks import nearest, signature_of
-from flexmask.cli.completion import complete_name
+from flexmask._checks import closest, nearest, signature_of
 from flexmask.cli.inputs import json_option
-from flexmask.cli.messages import UserError
-from flexmask.cli.output import Cell, Row, echo, heading, print_json, print_table, to_stderr
+from flexmask.cli.output import Cell, Row, UserError, echo, heading, print_json, print_table, to_stderr
+from flexmask.cli.values import complete_name
 from flexmask.expr.names import NAMES
 
 #: A reference as documentation has it, such as :func:`flexmask.causal`.
@@ -111,7 +110,11 @@ def _description(name: str, define: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """A mask with what is said of it.
+    """A mask with what is said of it, by which it is found.
+
+    It is found where it has each word: as it stands anywhere in its texts, or without blanks and signs in one of its names, so
+    that ``llama4`` and ``streaming llm`` find what is called Llama 4 and StreamingLLM. A word that no mask has is read as the
+    nearest one of a name. The search of the gallery's page (``gallery/web/index.js``) finds the same.
 
     Attributes:
         title: its name.
@@ -128,6 +131,44 @@ class Found:
     source: str
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The texts that are also found by part, joined or apart."""
+        return self.title, *self.aliases, *self.tags
+
+    def has(self, word: str) -> bool:
+        """Whether a word in small letters is in a text, or joined in a name."""
+        return word in "\n".join((*self.names, self.text, self.caption, self.source)).lower() or _is_in_a_name(word, self.names)
+
+    def words(self) -> set[str]:
+        """The words of the names, and each name as one word."""
+        return {word for name in self.names for word in (*_words(name), _joined(name))}
+
+    def fit(self, words: Sequence[str]) -> int:
+        """How well words fit that it has: one that is a name counts more than one that begins or is in one, or is elsewhere."""
+        whole = "".join(map(_joined, words))
+        return sum(_fit(word, self.names) for word in words) + (4 if whole in map(_joined, self.names) else 0)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def _joined(name: str) -> str:
+    return "".join(_words(name))
+
+
+def _is_in_a_name(word: str, names: Sequence[str]) -> bool:
+    return bool(_joined(word)) and any(_joined(word) in _joined(name) for name in names)
+
+
+def _fit(word: str, names: Sequence[str]) -> int:
+    if _joined(word) in map(_joined, names):
+        return 3
+    if any(part.startswith(word) for name in names for part in _words(name)):
+        return 2
+    return int(_is_in_a_name(word, names))
 
 
 @click.command("find")
@@ -161,7 +202,6 @@ def find_masks(words: tuple[str, ...], as_json: bool) -> None:
 
 def _found(words: str) -> list[Found]:
     """The named masks and the entries of the gallery that have all words, those that fit best first."""
-    from flexmask.gallery.find import Card, find
     from flexmask.gallery.source import own_source, read_entries
 
     with to_stderr():  # plugins may print while they are imported
@@ -175,6 +215,7 @@ def _found(words: str) -> list[Found]:
         Found(entry.title, entry.text, entry.caption, entry.source, entry.aliases, (entry.family, *entry.tags))
         for entry in read_entries(own_source())
     ]
-    return find(
-        words, masks + entries, lambda one: Card((one.title, *one.aliases, *one.tags), (one.text, one.caption, one.source))
-    )
+    masks += entries
+    known = sorted(set[str]().union(*(mask.words() for mask in masks)))
+    wanted = [word if any(mask.has(word) for mask in masks) else closest(word, known) or word for word in words.lower().split()]
+    return sorted((mask for mask in masks if all(map(mask.has, wanted))), key=lambda mask: -mask.fit(wanted))

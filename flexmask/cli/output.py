@@ -1,4 +1,4 @@
-"""Output of the commands: text for any encoding, tables for any width, and JSON.
+"""Output of the commands: text for any encoding, tables for any width, JSON, errors, and progress on stderr.
 
 Tables are formatted here and not by rich, whose import takes half of the time of ``flexmask list``.
 """
@@ -9,13 +9,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import zip_longest
 from textwrap import wrap
-from typing import NamedTuple, TypeAlias
+from threading import Timer
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import click
+
+from flexmask.errors import TextError
+from flexmask.plotting.caption import shortened
+
+if TYPE_CHECKING:
+    pass
 
 #: ASCII replacements of signs that an encoding lacks.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})
@@ -148,3 +155,76 @@ def _wrapped(text: str, width: int) -> list[str]:
         after = before + "    " if before else ""
         lines += wrap(line.strip(), max(width, 8), initial_indent=before, subsequent_indent=after, break_on_hyphens=False) or [""]
     return lines
+
+
+#: Characters of a long text to show around an error.
+EXCERPT = 76
+#: Values of a list that a message shows at most.
+MAX_VALUES = 8
+
+
+class UserError(click.ClickException):
+    """Bad input: the command line prints the message without a traceback."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        echo(f"Error: {self.format_message()}", err=True)
+
+
+def brief(text: object) -> str:
+    """A text with only the first values of long lists."""
+    return shortened(str(text), 12)
+
+
+def message_of(error: Exception) -> str:
+    """The message of an error, with long lists and texts shortened."""
+    if isinstance(error, TextError) and error.column is not None:
+        return f"{shortened(error.reason, MAX_VALUES)}\n{_excerpt(error.text, error.column)}"
+    return shortened(str(error), MAX_VALUES)
+
+
+def _excerpt(text: str, column: int) -> str:
+    """The part of a long text around a column, with a caret under the column."""
+    start = max(0, min(column - EXCERPT // 2, len(text) - EXCERPT))
+    part = ("..." if start else "") + text[start : start + EXCERPT] + ("..." if start + EXCERPT < len(text) else "")
+    return f"  {part}\n  {' ' * (column - start + (3 if start else 0))}^"
+
+
+#: Seconds before progress is shown.
+DELAY = 0.7
+
+
+@contextmanager
+def spinner(doing: str) -> Iterator[Callable[[str], None]]:
+    """Shows a text with a spinner after a short delay; yields a function that changes the text.
+
+    Nothing is shown if stderr is not a terminal. Output of user functions goes to stderr meanwhile, see :func:`to_stderr`; print
+    the answer afterwards.
+    """
+    with to_stderr():
+        if not sys.stderr.isatty():
+            yield lambda text: None
+            return
+        from rich.console import Console
+
+        status = Console(stderr=True).status(doing)
+        timer = Timer(DELAY, status.start)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield status.update
+        finally:
+            timer.cancel()
+            timer.join()
+            status.stop()  # rich restores the stream that it found
+
+
+@contextmanager
+def block_progress(doing: str) -> Iterator[None]:
+    """As :func:`spinner`, with the share of the open blocks that are evaluated."""
+    with spinner(doing) as update:
+        from flexmask.blocks.survey import watched
+
+        with watched(lambda share: update(f"{doing}: {share:.0%} of the blocks that have to be evaluated")):
+            yield

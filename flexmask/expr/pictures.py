@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flexmask.distributed.sharding import Sharding
     from flexmask.expr.mask import Mask
-    from flexmask.plotting.labels import ContentOptions, FrameOptions, PictureOptions, Tokens
+    from flexmask.plotting.annotations import ContentOptions, FrameOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
     from flexmask.tracing.as_mask import MaskLike
 
@@ -137,7 +137,7 @@ class MaskPictures(Node):
         Raises:
             RenderError: more than 64 panels, or as :meth:`plot`.
         """
-        from flexmask.plotting.mpl.panels import draw_sheet
+        from flexmask.plotting.mpl.plot import draw_sheet
         from flexmask.plotting.sheet import panel_sheet
 
         sheet = panel_sheet(
@@ -186,7 +186,7 @@ class MaskPictures(Node):
         Raises:
             RenderError: as :meth:`plot`.
         """
-        from flexmask.plotting.mpl.panels import draw_sheet
+        from flexmask.plotting.mpl.plot import draw_sheet
         from flexmask.plotting.sheet import term_sheet
 
         sheet = term_sheet(
@@ -328,7 +328,7 @@ class MaskPictures(Node):
                 :meth:`plot`.
             OSError: the file cannot be written.
         """
-        from flexmask.plotting.files import save
+        from flexmask.plotting.sheet import save
 
         options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
         options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}

@@ -1,14 +1,183 @@
-"""The source of a gallery: a TOML file with one ``[[mask]]`` for each entry."""
+"""The source of a gallery: a TOML file with one ``[[mask]]`` for each entry, the keys of an entry, and their types."""
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flexmask._checks import nearest
 from flexmask.errors import RenderError
-from flexmask.gallery.entry import Entry, parse_entry
+
+if TYPE_CHECKING:
+    from flexmask.expr.mask import Mask
+
+Parameter: TypeAlias = "int | float | list[Any]"
+Index: TypeAlias = 'int | Literal["all"]'
+
+#: The most queries or keys of an entry: every cell is drawn.
+LONGEST = 512
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A mask, how it is drawn, and its description.
+
+    Attributes:
+        title: its title.
+        family: its section.
+        text: the mask, as :func:`flexmask.parse` reads it.
+        q_len: queries.
+        tags: search words, of a small vocabulary.
+        aliases: further search words: names of models and methods.
+        caption: the keys that a query attends to.
+        source: the origin of the mask, with or without URLs.
+        kv_len: keys.
+        q_offset: position of the first query.
+        block_size: tokens in a block of the grid that is drawn; None for no grid.
+        batch: which sequence is drawn, or all.
+        head: which head is drawn, or all.
+        why: whether hidden cells are colored by the term that masks them out.
+        q_tokens: labels of the queries.
+        kv_tokens: labels of the keys.
+        params: values of the text's parameters.
+        computed: for values that a model computes, PyTorch code that computes them.
+        score_mod: what the layers of a model do to scores next to the mask, as code that defines a ``score_mod``.
+    """
+
+    title: str
+    family: str
+    text: str
+    q_len: int
+    tags: tuple[str, ...]
+    caption: str
+    source: str
+    kv_len: int
+    q_offset: int = 0
+    block_size: int | None = None
+    batch: Index = 0
+    head: Index = 0
+    why: bool = False
+    q_tokens: tuple[str, ...] | None = None
+    kv_tokens: tuple[str, ...] | None = None
+    params: Mapping[str, Parameter] = field(default_factory=dict)
+    computed: Mapping[str, str] = field(default_factory=dict)
+    score_mod: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def slug(self) -> str:
+        """The name of its files, and of its place on the page."""
+        return slug_of(self.title)
+
+    def mask(self) -> Mask:
+        """The mask, with its data."""
+        from flexmask.parser import parse
+
+        return parse(self.text, **self.params)
+
+
+def slug_of(title: str) -> str:
+    """A title in small letters and digits, with dashes between the words."""
+    return "-".join(re.findall("[a-z0-9]+", title.lower()))
+
+
+def parse_entry(given: Mapping[str, object], place: int) -> Entry:
+    """The entry of a table of the source.
+
+    Args:
+        given: the table.
+        place: which of the entries it is, counted from 1.
+
+    Raises:
+        RenderError: a key that is missing, unknown or of the wrong type, which the message names, as it does the entry.
+    """
+    title = given.get("title")
+    where = f"entry {place}" + (f" ({title!r})" if isinstance(title, str) else "")
+    for key in given:
+        if key not in KEYS:
+            raise RenderError(f"{where}: there is no key {key!r}.{nearest(key, KEYS)} An entry has {', '.join(KEYS)}")
+    missing = [key for key in WANTED if key not in given]
+    if missing:
+        raise RenderError(f"{where}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    for key, value in given.items():
+        fits, wanted = KEYS[key]
+        if not fits(value):
+            raise RenderError(f"{where}: {key} must be {wanted}, got {value!r}")
+    if not slug_of(str(title)):
+        raise RenderError(f"{where}: title must have an ASCII letter or digit, for the names of its files")
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    entry = Entry(**{"kv_len": given["q_len"], **lists})
+    for key, labels, length in (("q_tokens", entry.q_tokens, entry.q_len), ("kv_tokens", entry.kv_tokens, entry.kv_len)):
+        if labels is not None and len(labels) != length:
+            raise RenderError(f"{where}: {key} must be {length} labels, one for each position, got {len(labels)}")
+    if unknown := sorted(entry.computed.keys() - entry.params.keys()):
+        raise RenderError(f"{where}: computed has {', '.join(unknown)}, which params does not have")
+    return entry
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+def _is_length(value: object) -> bool:
+    return _is_index(value) and value in range(1, LONGEST + 1)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_choice(value: object) -> bool:
+    return value == "all" or _is_index(value)
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(data, int | float | list) for data in value.values())
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+Rule: TypeAlias = tuple[Callable[[object], bool], str]
+
+_TEXT: Rule = (_is_text, "a string")
+_TEXTS: Rule = (_are_texts, "a list of strings")
+_LENGTH: Rule = (_is_length, f"a number of tokens from 1 to {LONGEST}")
+_CHOICE: Rule = (_is_choice, 'an index from 0 on or "all"')
+
+#: What each key of an entry must be.
+KEYS: dict[str, Rule] = {
+    "title": _TEXT,
+    "family": _TEXT,
+    "text": _TEXT,
+    "q_len": _LENGTH,
+    "tags": _TEXTS,
+    "caption": _TEXT,
+    "source": _TEXT,
+    "kv_len": _LENGTH,
+    "q_offset": (_is_index, "a position from 0 on"),
+    "block_size": _LENGTH,
+    "batch": _CHOICE,
+    "head": _CHOICE,
+    "why": (lambda value: isinstance(value, bool), "true or false"),
+    "q_tokens": _TEXTS,
+    "kv_tokens": _TEXTS,
+    "params": (_is_data, "a table of numbers and lists"),
+    "computed": (_is_code, "a table of strings"),
+    "score_mod": _TEXT,
+    "aliases": _TEXTS,
+}
+#: The keys that every entry has.
+WANTED = ("title", "family", "text", "q_len", "tags", "caption", "source")
 
 
 def own_source() -> Path:

@@ -25,8 +25,7 @@ from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torc
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import placed_score
-from flexmask.scores.score import Score, ScoreLike
-from flexmask.scores.text import as_score_mod
+from flexmask.scores.score import Score, ScoreLike, as_score_mod
 from flexmask.tracing.as_mask import MaskLike
 
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.

@@ -1,17 +1,20 @@
-"""The text of a picture: the mask's text, shortened, and notes on lengths, blocks and visible cells."""
+"""What is around a picture: the mask's text, shortened, notes on lengths, blocks and visible cells, and the name of its file."""
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexmask._checks import kind_of
-from flexmask.errors import OperandError
+from flexmask.errors import OperandError, RenderError
 
 if TYPE_CHECKING:
     from flexmask.plotting.raster import Picture
 
+SUFFIXES = (".png", ".svg", ".pdf", ".html")
 #: The most values of a list to write.
 MAX_VALUES = 32
 #: Inches that the cells of a picture take across at most.
@@ -24,6 +27,21 @@ def check_frame(title: object, width: object = None) -> None:
         raise OperandError(f"title must be a string or None, got {kind_of(title)}")
     if width is not None and not (isinstance(width, int | float) and not isinstance(width, bool) and 0 < width <= MAX_WIDTH):
         raise OperandError(f"width must be a number of inches above 0 and up to {MAX_WIDTH}, got {width!r}")
+
+
+def picture_suffix(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> str:
+    """The suffix of a picture file, in lower case.
+
+    Raises:
+        RenderError: it is not one of ``suffixes``.
+        OperandError: ``path`` is not a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OperandError(f"the path of a picture must be a string or a Path, got {kind_of(path)}")
+    suffix = Path(path).suffix.lower()
+    if suffix not in suffixes:
+        raise RenderError(f"the file of a picture must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}, got {str(path)!r}")
+    return suffix
 
 
 def shortened(text: str, most: int = MAX_VALUES) -> str:

@@ -1,4 +1,4 @@
-"""Counts of visible cells in each rectangle of a regular grid over a mask, ``int64[rows, columns]``.
+"""Counts of visible cells in each rectangle of a regular grid over one sequence and head of a mask, ``int64[rows, columns]``.
 
 Counts come from the key intervals: each end of an interval adds a ramp to its row of the grid. The work is linear in the
 intervals and in the grid, not in q_len x kv_len. If the bounds differ, the cells between them are evaluated, up to a limit.
@@ -14,12 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexmask._checks import checked_int
 from flexmask.blocks.classify import Blocks, classify, decide_open
 from flexmask.blocks.sparse import BlockSets
-from flexmask.intervals.bounds import RowBounds
+from flexmask.errors import OperandError, RenderError
+from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
+from flexmask.intervals.sizes import own_sizes
 
 Counts = NDArray[np.int64]
 
@@ -157,3 +162,65 @@ def _behind(ends: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Coun
     starts = np.bincount(place, minlength=size).reshape(height, -1)[:, :width]
     before = np.cumsum(starts, axis=1) - starts
     return within.astype(np.int64) + before * np.diff(edges[:width], prepend=0)
+
+
+#: The most queries or keys. Their rows take about 3 GB; longer masks would run out of memory without an explanation.
+MAX_TOKENS = 2**27
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One sequence and one head of masks at given lengths.
+
+    Attributes:
+        q_len: queries.
+        kv_len: keys.
+        q_offset: position of the first query.
+        batch: index of the sequence.
+        head: index of the head.
+        batches: sequences of the masks; None if unknown.
+        heads: heads of the masks, in the same way.
+    """
+
+    q_len: int
+    kv_len: int
+    q_offset: int | Tensor
+    batch: int
+    head: int
+    batches: int | None
+    heads: int | None
+
+    def context(self, mask: Mask) -> Context:
+        """The lowering context of a mask; sequences and heads that its data does not determine are those of the selection."""
+        own = own_sizes(mask)
+        batch, heads = (
+            None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
+            for axis, index, size in (("b", self.batch, self.batches), ("h", self.head, self.heads))
+        )
+        return bind(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
+
+    def slice(self, mask: Mask) -> MaskSlice:
+        """One sequence and head of a mask."""
+        context = self.context(mask)
+        return MaskSlice(context, analyze(context), self.batch if context.batch > 1 else 0, self.head if context.heads > 1 else 0)
+
+
+def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_offset: int | Tensor) -> Selection:
+    """The selection, with the numbers of sequences and heads if a mask determines them."""
+    for name, index in (("batch", batch), ("head", head)):
+        checked_int(index, name, 0, kind=OperandError, wanted="one index, of which Mask.plot_panels draws several")
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if isinstance(length, int) and length > MAX_TOKENS:
+            raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")
+    found = [own_sizes(mask) for mask in masks]
+    if isinstance(q_offset, torch.Tensor):
+        found.append({"b": q_offset.numel()})
+    depends = {symbol for mask in masks for symbol in mask.symbols}
+    batches, heads = (
+        max((sizes[axis] for sizes in found if axis in sizes), default=None if axis in depends else 1) for axis in ("b", "h")
+    )
+    for what, name, index, size in (("sequence", "batch", batch, batches), ("head", "head", head, heads)):
+        if size is not None and index >= size:
+            there = f"the {what}s are 0 to {size - 1}" if size > 1 else f"leave it 0, as the mask is the same for every {what}"
+            raise RenderError(f"{name} {index} is out of range: {there}")
+    return Selection(q_len, kv_len, q_offset, batch, head, batches, heads)

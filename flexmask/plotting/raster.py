@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 
 from flexmask.errors import OperandError, RenderError
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.plotting.annotations import Band, bands_of
+from flexmask.plotting.annotations import Band, Tokens, bands_of, key_labels, picture_lengths, query_labels
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
 from flexmask.plotting.categories import shards as by_shard
-from flexmask.plotting.density import Counts, MaskSlice
-from flexmask.plotting.labels import Tokens, key_labels, picture_lengths, query_labels
-from flexmask.plotting.selection import Selection, select
+from flexmask.plotting.density import Counts, MaskSlice, Selection, select
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -14,11 +15,9 @@ from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Truth
 from flexmask.intervals.bind import bind
-from flexmask.intervals.context import Context
-from flexmask.lowering.dense import dense as mask_cells
-from flexmask.plotting.annotations import bands_of
+from flexmask.lowering.dense import dense
+from flexmask.plotting.annotations import LabelOptions, bands_of, key_labels, query_labels
 from flexmask.plotting.caption import shortened
-from flexmask.plotting.labels import LabelOptions, key_labels, query_labels
 from flexmask.plotting.raster import Picture, Scores, rasterize
 from flexmask.plotting.sheet import Indices, Sheet, arrange, panel_indices
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -45,8 +44,8 @@ def score_picture(
         RenderError: a sequence or head that the weights do not have, or weights that are not finite.
         OperandError: weights that are not such a tensor.
     """
-    _check(weights, batch, head)
-    return _picture(weights, batch, head, _MaskCells.lower(weights, mask, options), options)
+    (found,) = _pictures(weights, mask, [(batch, head)], options)
+    return found
 
 
 def score_sheet(
@@ -66,61 +65,53 @@ def score_sheet(
         head: which heads, in the same way.
         options: options of labels, as for :func:`flexmask.plotting.raster.rasterize`.
     """
-    _check(weights, 0, 0)
-    shown, places = _MaskCells.lower(weights, mask, options), panel_indices(batch, head, weights.shape[0], weights.shape[1])
-    found = []
-    for b, h in places:
-        _check(weights, b, h)
-        found.append(_picture(weights, b, h, shown, options))
-    scores = [picture.scores for picture in found if picture.scores is not None]
-    most = max(own.most for own in scores)
-    return arrange([replace(s, scores=replace(own, most=most)) for s, own in zip(found, scores, strict=True)], places)
+    _check_weights(weights)
+    places = panel_indices(batch, head, weights.shape[0], weights.shape[1])
+    found = _pictures(weights, mask, places, options)
+    most = max(shown.scores.most for shown in found if shown.scores is not None)
+    return arrange([replace(shown, scores=shown.scores and replace(shown.scores, most=most)) for shown in found], places)
 
 
-@dataclass(frozen=True)
-class _MaskCells:
-    """The cells of a mask, ``bool[B, H, q_len, kv_len]``, with its text and its lowering context."""
-
-    text: str
-    context: Context
-    cells: Tensor
-
-    @classmethod
-    def lower(cls, weights: Tensor, mask: MaskLike | None, options: LabelOptions) -> _MaskCells:
-        batch, heads, q_len, kv_len = weights.shape
-        whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
-        context = bind(whole, q_len, kv_len, batch=batch, heads=heads, q_offset=options.get("q_offset", 0))
-        text = "attention weights" if mask is None else shortened(str(whole))
-        return cls(text, context, mask_cells(context).expand(weights.shape))
-
-
-def _picture(weights: Tensor, batch: int, head: int | None, whole: _MaskCells, options: LabelOptions) -> Picture:
-    values = weights[batch].mean(0) if head is None else weights[batch, head]
-    values = values.detach().float().cpu()
-    if not values.isfinite().all():
-        raise RenderError("weights must be finite; flexmask.backends.attention_weights gives 0 in fully masked rows")
+def _pictures(
+    weights: Tensor, mask: MaskLike | None, places: Sequence[tuple[int, int | None]], options: LabelOptions
+) -> list[Picture]:
+    """A picture for each sequence and head; None for the mean of all heads."""
+    _check_weights(weights)
     batches, heads, q_len, kv_len = weights.shape
-    cells, offset = whole.cells[batch], whole.context.q_offset
-    shown = rasterize(from_dense((cells.any(0) if head is None else cells[head]).cpu()), q_len, kv_len)
-    first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
-    tokens = options.get("tokens")
-    pixels = _averaged(values.numpy(), shown.step)
-    return replace(
-        shown,
-        text=whole.text,
-        q_offset=first,
-        batch=batch,
-        batches=batches,
-        head=head or 0,
-        heads=heads if head is not None else 1,
-        bands=bands_of(whole.context, batch, head or 0) if options.get("bands", True) else (),
-        q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
-        kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
-        scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),
-    )
+    for batch, head in places:
+        for name, index, size in (("batch", batch, batches), ("head", 0 if head is None else head, heads)):
+            checked_int(index, name, 0, size - 1, RenderError, "an index")
+    whole = Truth(True) if mask is None else as_mask(mask, device=weights.device)
+    context = bind(whole, q_len, kv_len, batch=batches, heads=heads, q_offset=options.get("q_offset", 0))
+    visible, offset, tokens = dense(context).expand(weights.shape), context.q_offset, options.get("tokens")
+    found = []
+    for batch, head in places:
+        values = (weights[batch].mean(0) if head is None else weights[batch, head]).detach().float().cpu()
+        if not values.isfinite().all():
+            raise RenderError("weights must be finite; flexmask.backends.attention_weights gives 0 in fully masked rows")
+        cells = visible[batch].any(0) if head is None else visible[batch, head]
+        shown = rasterize(from_dense(cells.cpu()), q_len, kv_len)
+        first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
+        pixels = _averaged(values.numpy(), shown.step)
+        found.append(
+            replace(
+                shown,
+                text="attention weights" if mask is None else shortened(str(whole)),
+                q_offset=first,
+                batch=batch,
+                batches=batches,
+                head=head or 0,
+                heads=heads if head is not None else 1,
+                bands=bands_of(context, batch, head or 0) if options.get("bands", True) else (),
+                q_tokens=None if tokens is None else query_labels(tokens, q_len, kv_len, first),
+                kv_tokens=key_labels(kv_len, tokens, options.get("kv_tokens")),
+                scores=Scores(pixels, float(pixels.max()), heads if head is None and heads > 1 else None),
+            )
+        )
+    return found
 
 
-def _check(weights: Tensor, batch: int, head: int | None) -> None:
+def _check_weights(weights: Tensor) -> None:
     if isinstance(weights, Tensor) and (reason := not_plain_reason(weights)):
         raise OperandError(f"weights must be a plain tensor, got {reason}")
     if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.is_floating_point():
@@ -128,8 +119,6 @@ def _check(weights: Tensor, batch: int, head: int | None) -> None:
         raise OperandError(f"weights must be a floating-point tensor [B, H, q_len, kv_len], got {got}")
     if not weights.numel():
         raise RenderError(f"there are no weights in {list(weights.shape)}")
-    for name, index, size in (("batch", batch, weights.shape[0]), ("head", 0 if head is None else head, weights.shape[1])):
-        checked_int(index, name, 0, size - 1, RenderError, "an index")
 
 
 def _averaged(values: NDArray[np.float32], step: tuple[int, int]) -> NDArray[np.float32]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 
 from flexmask.errors import OperandError, RenderError
-from flexmask.plotting.caption import selection_notes, shortened
+from flexmask.plotting.annotations import ContentOptions, FrameOptions, PictureOptions, picture_lengths
+from flexmask.plotting.caption import check_frame, picture_suffix, selection_notes, shortened
 from flexmask.plotting.categories import MAX_TERMS
-from flexmask.plotting.labels import ContentOptions, PictureOptions, picture_lengths
+from flexmask.plotting.density import select
 from flexmask.plotting.raster import Picture, rasterize
-from flexmask.plotting.selection import select
 from flexmask.report.terms import terms
 from flexmask.tracing.as_mask import as_mask
 
@@ -124,6 +125,40 @@ def picture_or_sheet(
         return panel_sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
     place: PictureOptions = {**options, "batch": batch, "head": head}
     return term_sheet(mask, q_len, kv_len, **place) if terms else rasterize(mask, q_len, kv_len, **place)
+
+
+def save(
+    mask: Mask,
+    path: str | Path,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    batch: Indices | None = None,
+    head: Indices | None = None,
+    terms: bool = False,
+    frame: FrameOptions | None = None,
+    **options: Unpack[ContentOptions],
+) -> None:
+    """Writes a picture of a mask, in the format of the suffix of ``path``: see :meth:`flexmask.Mask.save_picture`."""
+    suffix, frame = picture_suffix(path), frame or {}
+    check_frame(frame.get("title"), frame.get("width"))
+    if suffix == ".html":
+        from flexmask.plotting.html.view import html
+
+        if terms:
+            raise RenderError("the interactive view shows the terms itself; leave out terms=")
+        if frame:
+            raise RenderError(f"the interactive view has its own title, legend and width; leave out {' and '.join(frame)}")
+        places = {"batch": "some" if batch is None else batch, "head": "some" if head is None else head}
+        text = html(mask, q_len, kv_len, **places, **options)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8", newline="\n")
+        return
+    from flexmask.plotting.mpl.plot import save as save_drawing
+
+    shown = picture_or_sheet(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_drawing(shown, path, **frame)
 
 
 def panel_indices(batch: Indices, head: Indices, batches: int | None, heads: int | None) -> list[tuple[int, int]]:

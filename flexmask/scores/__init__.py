@@ -3,7 +3,6 @@
 ``alibi() >> softcap(50.0)`` is a small value. It is given as ``score_mod=`` where a function could be.
 """
 
-from flexmask.scores.score import Score, ScoreMod, alibi, bias, relative_bias, softcap
-from flexmask.scores.text import parse
+from flexmask.scores.score import Score, ScoreMod, alibi, bias, parse, relative_bias, softcap
 
 __all__ = ["Score", "ScoreMod", "alibi", "bias", "parse", "relative_bias", "softcap"]

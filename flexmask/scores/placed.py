@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import LoweringError
-from flexmask.scores.score import Score, ScoreMod
+from flexmask.scores.score import Score, ScoreMod, as_score_mod
 from flexmask.scores.steps import Alibi, Bias, Relative, Softcap
-from flexmask.scores.text import as_score_mod
 
 
 class Form(NamedTuple):

@@ -1,19 +1,38 @@
-"""Comparisons of a mask with a reference: ``assert_equivalent``, its findings, and ``assert_subset``."""
+"""Comparisons of a mask with a reference: ``assert_equivalent``, with its findings, and ``assert_subset``.
+
+Every lowering is compared with the expected cells, and attention on each backend with dense masked softmax in float64: outputs,
+and gradients where the backend has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from flexmask._checks import checked_number, kind_of
+from flexmask.backends.api import attention
+from flexmask.backends.backend import Backend, Call, get_backend, ordered_backends
+from flexmask.errors import ExpressionError, OperandError
 from flexmask.intervals.bind import bind
+from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.testing.backends import check_backends, own_backends
-from flexmask.testing.findings import Finding, part_around, picture_part
-from flexmask.testing.lowerings import check_lowerings
-from flexmask.testing.settings import Reference, Setting, make_setting, reference_cells
+from flexmask.lowering.mask_mod import interval_count
+from flexmask.testing.settings import Finding, Reference, Setting, compare_cells, make_setting, picture_around, reference_cells
 from flexmask.tracing.as_mask import MaskLike, as_mask
+
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+#: The greatest error of a number x against its value v, |x - v| / (1 + |v|).
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+#: GPUs may multiply float32 with fewer bits.
+GPU_TOLERANCE = 1e-2
+EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
+#: Channels of a head. FlexAttention on CUDA takes no fewer.
+WIDTH = 16
 
 
 def assert_equivalent(
@@ -125,17 +144,190 @@ def assert_subset(
     if found.first_self is None:
         return
     b, h, q, kv = found.first_self
-    rows, columns = part_around((q, kv), (q_len, kv_len or q_len))
-    shown = []
-    for part in (mask, other):
-        context = bind(part, q_len, kv_len, batch, heads, q_offset, device)
-        cells = cell_evaluator(context)(rows.start, rows.stop, columns.start, columns.stop)
-        shown.append(cells[min(b, context.batch - 1), min(h, context.heads - 1)].cpu())
-    marks = torch.where(shown[0] & ~shown[1], 2, shown[0].int())
-    picture = picture_part(
-        marks, (rows.start, columns.start), ".#+", "# shown by both   . hidden by the first   + shown by it alone"
-    )
+
+    def marks(rows: slice, columns: slice) -> Tensor:
+        shown = []
+        for part in (mask, other):
+            context = bind(part, q_len, kv_len, batch, heads, q_offset, device)
+            cells = cell_evaluator(context)(rows.start, rows.stop, columns.start, columns.stop)
+            shown.append(cells[min(b, context.batch - 1), min(h, context.heads - 1)].cpu())
+        return torch.where(shown[0] & ~shown[1], 2, shown[0].int())
+
+    legend = "# shown by both   . hidden by the first   + shown by it alone"
+    picture = picture_around((q, kv), (q_len, kv_len or q_len), marks, ".#+", legend)
     raise AssertionError(
         f"{mask.brief()}\nshows {found.only_self:,} of {found.cells:,} cells that are hidden in\n{other.brief()}\n"
         f"the first at {found.first_self}\n\n{picture}"
     )
+
+
+def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Iterator[Finding]:
+    """Checks dense, rows, mask_mod in both forms, BlockMask and stats.
+
+    Args:
+        setting: the mask with its lengths and device.
+        wanted: the expected cells, ``bool[B, H, q_len, kv_len]``.
+        block_size: tokens in a block, or the pair (queries, keys).
+    """
+    mask, lowering = setting.mask, setting.lowering
+    yield compare_cells("dense", mask.dense(**lowering).expand(setting.shape), wanted)
+    bounds, keys = mask.rows(**lowering), torch.arange(setting.kv_len, device=setting.device)
+    lower, upper = (rows.holds(keys).expand(setting.shape) for rows in (bounds.lower, bounds.upper))
+    yield compare_cells("rows" if bounds.exact else "rows (bounds)", lower | (wanted & upper), wanted)
+    forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
+    if interval_count(bounds) is None:
+        del forms["mask_mod (interval)"]
+    for name, form in forms.items():
+        mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]
+        yield compare_cells(name, setting.cells(mask_mod), wanted)
+    found = mask.block_mask(**lowering, block_size=block_size)
+    yield from _block_mask(found, setting, wanted)
+    yield _stats(setting, wanted, block_size)
+
+
+def _block_mask(found: BlockMask, setting: Setting, wanted: Tensor) -> Iterator[Finding]:
+    """Compares the lists of a BlockMask with those of torch, and the cells that a kernel computes from them."""
+    theirs = create_block_mask(
+        lambda b, h, q_idx, kv_idx: wanted[b, h, q_idx, kv_idx], *setting.shape, str(setting.device), found.BLOCK_SIZE
+    )
+    q_size, kv_size = found.BLOCK_SIZE
+    seen = setting.cells(found.mask_mod)
+    for along, what in (("kv", "forward"), ("q", "backward")):
+        grids = []
+        for kind in (along, f"full_{along}"):
+            grid, named_twice = _grid(found, kind, setting)
+            yield compare_cells(f"BlockMask ({kind}_indices)", grid ^ named_twice, _grid(theirs, kind, setting)[0], "blocks")
+            grids.append(grid if along == "kv" else grid.transpose(2, 3))
+        partial, full = (
+            grid.repeat_interleave(q_size, 2).repeat_interleave(kv_size, 3)[:, :, : setting.q_len, : setting.kv_len]
+            for grid in grids
+        )
+        yield compare_cells(f"BlockMask ({what} cells)", full | (partial & seen), wanted)
+
+
+def _grid(block_mask: BlockMask, kind: str, setting: Setting) -> tuple[Tensor, Tensor]:
+    """The blocks in a list of a BlockMask, and those listed more than once; ``bool[B, H, rows, columns]``."""
+    counts, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+    width = indices.shape[-1]
+    used = torch.arange(width, device=indices.device) < counts.unsqueeze(-1)
+    times = torch.zeros(used.shape, dtype=torch.int32, device=indices.device)
+    times.scatter_add_(-1, indices.where(used, 0).long(), used.to(torch.int32))
+    shape = (setting.batch, setting.heads, *times.shape[2:])
+    return (times > 0).expand(shape), (times > 1).expand(shape)
+
+
+def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) -> Finding:
+    found = setting.mask.stats(**setting.lowering, block_size=block_size)
+    cells = wanted[: found.batch, : found.heads]
+    q_size, kv_size = block_sizes(block_size)
+    padded = torch.nn.functional.pad(cells, (0, -setting.kv_len % kv_size, 0, -setting.q_len % q_size))
+    visible = padded.unflatten(3, (-1, kv_size)).unflatten(2, (-1, q_size)).sum((3, 5))
+    full = int((visible == q_size * kv_size).sum())
+    statistics = {
+        "visible": int(cells.sum()),
+        "fully_masked_rows": int((~cells.any(-1)).sum()),
+        "partial_blocks": int((visible > 0).sum()) - full,
+        "full_blocks": full,
+        "empty_blocks": int((visible == 0).sum()),
+    }
+    wrong = [f"{key} {own:,}, not {value:,}" for key, value in statistics.items() if (own := getattr(found, key)) != value]
+    return Finding("stats", bool(wrong), ", ".join(wrong) or f"{len(statistics)} statistics agree")
+
+
+def own_backends(setting: Setting) -> tuple[str, ...]:
+    """The registered backends that have gradients in a setting."""
+    batch, heads, q_len, kv_len = setting.shape
+    with torch.enable_grad():
+        query = torch.empty(batch, heads, q_len, WIDTH, device=setting.device, requires_grad=True)
+        key = torch.empty(batch, heads, kv_len, WIDTH, device=setting.device)
+        call = Call(query, key, key, setting.mask, q_offset=setting.q_offset)
+        return tuple(backend.name for backend in ordered_backends(call) if backend.reason_against(call) is None)
+
+
+def check_backends(
+    setting: Setting,
+    visible: Tensor,
+    backends: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    tolerance: float | None,
+) -> Iterator[Finding]:
+    """Checks :func:`flexmask.attention` under a mask.
+
+    Args:
+        setting: the mask with its lengths and device.
+        visible: the expected cells, ``bool[B, H, q_len, kv_len]``.
+        backends: names of backends. Gradients are checked where the backend supports them, and dtypes that it does not support
+            are left out.
+        dtypes: of query, key and value.
+        tolerance: the greatest error of a number, relative to 1 plus its size; the default depends on the dtype.
+
+    Raises:
+        ExpressionError: a backend that is not registered, or a dtype without a tolerance.
+        OperandError: what is no list of them, or a tolerance that is no number.
+    """
+    for name, given in (("backends", backends), ("dtypes", dtypes)):
+        if not isinstance(given, list | tuple):
+            raise OperandError(f"{name} must be a list, e.g. {name}={EXAMPLES[name]}, got {kind_of(given)}")
+    if tolerance is not None:
+        checked_number(tolerance, "tolerance")
+    for backend in map(get_backend, backends):
+        for dtype in dtypes:
+            if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
+                raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
+            yield from _check(setting, visible, backend, dtype, tolerance)
+
+
+def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
+    most = tolerance if tolerance is not None else TOLERANCE[dtype]
+    if tolerance is None and setting.device.type != "cpu":
+        most = max(most, GPU_TOLERANCE)
+    draw = torch.Generator().manual_seed(0)
+    batch, heads, q_len, kv_len = setting.shape
+    lengths = (q_len, kv_len, kv_len)
+    precise = [torch.randn(batch, heads, length, WIDTH, generator=draw, dtype=torch.float64, device="cpu") for length in lengths]
+    given = [tensor.to(dtype) for tensor in precise]
+    inputs = cast(Inputs, tuple(tensor.to(setting.device).requires_grad_() for tensor in given))
+    copies = cast(Inputs, tuple(tensor.double().requires_grad_() for tensor in given))
+    seen = visible.cpu()
+    call = Call(*inputs, setting.mask, q_offset=setting.q_offset)
+    with torch.enable_grad():
+        has_gradients = backend.reason_against(call) is None
+    with torch.set_grad_enabled(has_gradients):
+        if backend.reason_against(call):
+            return
+        out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend.name)
+    wanted = _softmax(copies, seen)
+    name = f"{backend.name} {str(dtype).removeprefix('torch.')}"
+    fully_masked = out.detach().cpu()[~seen.any(-1)]
+    if fully_masked.count_nonzero():
+        yield Finding(f"{name} output", True, f"{fully_masked.abs().max():.3g} in a fully masked row, not exactly 0")
+    else:
+        yield _compare(f"{name} output", out, wanted, most)
+    if has_gradients:
+        weight = torch.randn(out.shape, generator=draw, dtype=torch.float64, device="cpu")
+        found = torch.autograd.grad((out.double().cpu() * weight).sum(), inputs)
+        expected = torch.autograd.grad((wanted * weight).sum(), copies)
+        for which, gradient, value in zip(("query", "key", "value"), found, expected, strict=True):
+            yield _compare(f"{name} gradient of {which}", gradient, value, most)
+
+
+def _softmax(tensors: Inputs, visible: Tensor) -> Tensor:
+    """Masked softmax attention; 0 in fully masked rows."""
+    query, key, value = tensors
+    fully_masked = ~visible.any(-1, keepdim=True)
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf).masked_fill(fully_masked, 0), -1)
+    return weights.masked_fill(fully_masked, 0) @ value
+
+
+def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Finding:
+    value = wanted.detach()
+    error = (found.detach().double().cpu() - value).abs() / (1 + value.abs())
+    largest = float(error.max())
+    wrong = not largest <= tolerance  # also where it is no number
+    text = f"largest error {largest:.1e}, at most {tolerance:.0e}"
+    if wrong:
+        worst = int(torch.where(error.isnan(), torch.inf, error).argmax())
+        b, h, place, _ = (int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), error.shape))
+        text = f"largest error {largest:.1e}, more than {tolerance:.0e}, at b={b}, h={h}, position {place}"
+    return Finding(name, wrong, text)

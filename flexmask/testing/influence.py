@@ -1,20 +1,27 @@
-"""Which positions of its input each position of an output depends on, found by gradients and by changes."""
+"""Which positions of its input each position of an output depends on, found by gradients and by changes; and which it may.
+
+With the calls of the functions that users check, and what to write where a call fails or lacks an argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flexmask.errors import ExpressionError
-from flexmask.testing.calls import output_of
+from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask.expr.mask import Mask
 
 #: The size of the values that a hidden position is changed to.
 LARGE = {torch.float16: 1e2}
 USUAL = 1e4
+#: Names of parameters for masks, here and in other libraries.
+MASKS = {"mask", "attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,3 +139,107 @@ def mixed_sequences(call: Call) -> Iterator[tuple[int, int]]:
             for b in differs.nonzero().flatten().tolist():
                 if b != source:
                     yield source, b
+
+
+def output_of(function: Callable[..., Any], x: Tensor, given: Mapping[str, Any], note: str = "") -> Tensor:
+    """The output ``[B, length, ...]`` of ``function(x, name=value, ...)``; of a tuple the first item.
+
+    Args:
+        function: a module or function.
+        x: ``[B, length, ...]``.
+        given: its other arguments, by name.
+        note: what to write, for the message where the function fails.
+
+    Raises:
+        LoweringError: the output has other sequences or another length than ``x``.
+        OperandError: the function fails, or gives no tensor.
+    """
+    __tracebackhide__ = True
+    try:
+        out = function(x, **given)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a function of the user raises
+        raise OperandError(
+            f"the function fails where it is called as {call_text(given)}: {type(error).__name__}: {error}\n"
+            f"{note or 'If your code calls it in another way, write that call as a lambda'}"
+        ) from error
+    if isinstance(out, tuple):
+        out = out[0]
+    if not isinstance(out, Tensor):
+        raise OperandError(f"the function must give a tensor [B, length, ...], got {type(out).__name__}")
+    if out.shape[:2] != x.shape[:2]:
+        raise LoweringError(f"the output must be [B, length, ...] = {[*x.shape[:2]]} and more, got {list(out.shape)}")
+    return out
+
+
+def call_text(names: Iterable[str]) -> str:
+    """A call as code, e.g. ``function(x, context=context)``."""
+    return f"function({', '.join(['x', *(f'{name}={name}' for name in names)])})"
+
+
+def required_parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters without a default, after the first parameter."""
+    return [parameter.name for parameter in _others(function) if _is_required(parameter)]
+
+
+def missing_arguments(function: Callable[..., Any], given: Collection[str]) -> str:
+    """The required parameters of a function, and the first one for a mask, that a call lacks, and how to give them.
+
+    Empty where there are none. A module with a mask of its own needs no other.
+    """
+    others = [parameter for parameter in _others(function) if parameter.name not in given]
+    own = isinstance(function, nn.Module) and getattr(function, "mask", None) is not None
+    masks = [] if own else [parameter.name for parameter in others if parameter.name in MASKS][:1]
+    names = [parameter.name for parameter in others if _is_required(parameter) or parameter.name in masks]
+    if not names:
+        return ""
+    wrapped = f"lambda {', '.join(['x', *given])}: {call_text([*given, *names])}"
+    lines = [
+        f"The check calls {call_text(given)}, without {', '.join(names)}: it gives the function no mask and no other argument.",
+        f"Write the call of your code: assert_no_leak({wrapped}, ...)",
+    ]
+    if masks:
+        lines.append(
+            f"with {masks[0]} as your code gives it: a flexmask mask, the tensor of a tokenizer, or cells. Where True means "
+            "visible, as in scaled_dot_product_attention, these are mask.dense(length)[0, 0]; where True means hidden, as in "
+            "torch.nn.MultiheadAttention and TransformerEncoderLayer, ~mask.dense(length)[0, 0]"
+        )
+    return "\n".join(lines)
+
+
+def _is_required(parameter: Parameter) -> bool:
+    """Whether a call must give a parameter."""
+    return parameter.default is Parameter.empty and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _others(function: Callable[..., Any]) -> list[Parameter]:
+    """The parameters of a function or module after the first; none of a function in C, which has no signature."""
+    try:
+        return [*inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()][1:]
+    except ValueError:
+        return []
+
+
+def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """The keys that each query attends to in any head, ``bool[B, q_len, kv_len]``."""
+    cells = mask.to(device).dense(q_len, kv_len, batch=batch, heads=heads, device=device)
+    return cells.any(1).expand(batch, -1, -1)
+
+
+def dependence(shown: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The positions of the input that each position of the output may depend on, ``bool[B, length, length]``.
+
+    Gives them where the layers are applied once, twice, and so on, until nothing more can be reached.
+
+    Args:
+        shown: the visible pairs of each layer in order; a layer's output also depends on its input at the same position.
+    """
+    own = torch.eye(shown[0].shape[-1], dtype=torch.bool, device=shown[0].device)
+    steps = [(cells | own).float() for cells in shown]
+    found, before = own.float().expand_as(steps[0]), None
+    while before is None or not torch.equal(found, before):
+        before = found
+        for step in steps:
+            found = (step @ found > 0).float()
+        yield found > 0

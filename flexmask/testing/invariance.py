@@ -13,7 +13,7 @@ from flexmask.catalogue import causal, per_document
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.lowering.align import AlignedDocuments, align_documents
-from flexmask.testing.calls import output_of, required_parameters
+from flexmask.testing.influence import output_of, required_parameters
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 #: Parameters of a function under test.

@@ -15,11 +15,8 @@ from flexmask._checks import check_function, checked_int, kind_of, not_plain_rea
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.report.terms import terms
-from flexmask.testing.calls import missing_arguments
-from flexmask.testing.findings import picture_around
-from flexmask.testing.influence import Call, by_change, by_gradient, mixed_sequences
-from flexmask.testing.reach import dependence, visible_pairs
-from flexmask.testing.settings import check_size
+from flexmask.testing.influence import Call, by_change, by_gradient, dependence, missing_arguments, mixed_sequences, visible_pairs
+from flexmask.testing.settings import check_size, picture_around
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 REMEDY = "check fewer or shorter sequences"
@@ -192,10 +189,11 @@ def _check(call: Call, rule: _Rule) -> None:
     ways = ", ".join(f"{int(part.sum()):,} {way}" for way, part in found.items() if part.any())
     what = "key" if rule.name == "context" or rule.layers * len(rule.masks) == 1 else "position"
     marks = torch.where(leaks[b], 2, (~hidden[b]).int())
+    legend = f"batch {b}: # may be seen   . hidden   ! leaks"
+    picture = picture_around((q, kv), (q_len, length), lambda rows, columns: marks[rows, columns], ".#!", legend)
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
-        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n\n"
-        f"{picture_around(marks, (q, kv), '.#!', f'batch {b}: # may be seen   . hidden   ! leaks')}"
+        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n\n{picture}"
         + (f"\n\n{call.note}" if call.note else "")
     )
 

@@ -1,7 +1,11 @@
-"""The setting of a check: a mask with its lengths, sizes and device, and the cells of a reference."""
+"""The setting of a check: a mask with its lengths, sizes and device; the cells of a reference; and the findings of checks.
+
+A finding is a line of text, and a small ASCII picture if cells differ.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,14 +58,7 @@ class Setting:
     @property
     def lowering(self) -> dict[str, Any]:
         """The arguments of a lowering."""
-        return {
-            "q_len": self.q_len,
-            "kv_len": self.kv_len,
-            "batch": self.batch,
-            "heads": self.heads,
-            "q_offset": self.q_offset,
-            "device": self.device,
-        }
+        return {name: getattr(self, name) for name in ("q_len", "kv_len", "batch", "heads", "q_offset", "device")}
 
     def cells(self, mask_mod: MaskMod) -> Tensor:
         """The cells of a ``mask_mod``, called with single indices as FlexAttention does."""
@@ -159,3 +156,80 @@ def _as_4d(reference: Tensor) -> Tensor:
             f"got {reference.dtype}{list(reference.shape)}"
         )
     return reference.unsqueeze(-3) if reference.dim() == 3 else reference.view(*[1] * (4 - reference.dim()), *reference.shape)
+
+
+#: The most rows and columns of a picture.
+HEIGHT, WIDTH = 16, 24
+CORNER = "q\\kv"
+#: The signs of cells: hidden in both, visible in both, missing, extra.
+SIGNS = ".#-+"
+LEGEND = "# visible   . hidden   - missing   + extra"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        wrong: whether the check failed.
+        text: the result in statistics.
+        picture: the cells around the first difference, as lines; empty if there is nothing to draw.
+    """
+
+    name: str
+    wrong: bool
+    text: str
+    picture: str = ""
+
+
+def compare_cells(name: str, found: Tensor, wanted: Tensor, unit: str = "cells") -> Finding:
+    """Compares cells with the expected ones.
+
+    Args:
+        name: what was checked.
+        found: ``bool[B, H, rows, columns]``.
+        wanted: the expected cells, of the same shape.
+        unit: the name of an entry, ``"cells"`` or ``"blocks"``.
+    """
+    missing, extra = wanted & ~found, found & ~wanted
+    wrong = missing | extra
+    count = int(wrong.sum())
+    if not count:
+        return Finding(name, False, f"0 of {wrong.numel():,} {unit} differ")
+    b, h, row, column = wrong.nonzero()[0].tolist()
+    first = f"the first at b={b}, h={h}, q={row}, kv={column}"
+    if unit != "cells":
+        first = f"the first at b={b}, h={h} in row {row}, column {column} of the blocks"
+    text = f"{count:,} of {wrong.numel():,} {unit} differ ({int(missing.sum()):,} missing, {int(extra.sum()):,} extra), {first}"
+    marks = found[b, h] + 2 * wrong[b, h]  # 3 for extra cells
+    sizes = marks.shape[0], marks.shape[1]
+    picture = picture_around((row, column), sizes, lambda rows, columns: marks[rows, columns], SIGNS, LEGEND)
+    return Finding(name, True, text, picture)
+
+
+def picture_around(
+    at: tuple[int, int], sizes: tuple[int, int], marks: Callable[[slice, slice], Tensor], signs: str, legend: str
+) -> str:
+    """A picture of the part of a table around one place.
+
+    Args:
+        at: row and column of the place.
+        sizes: rows and columns of the table.
+        marks: from a range of rows and one of columns to the index of the sign of each cell there, ``int[rows, columns]``.
+        signs: the signs.
+        legend: their meanings.
+    """
+    rows, columns = (
+        slice(start := max(0, min(place - most // 2, size - most)), min(start + most, size))
+        for place, size, most in zip(at, sizes, (HEIGHT, WIDTH), strict=True)
+    )
+    top, left, cells = rows.start, columns.start, marks(rows, columns).tolist()
+    margin = max(len(CORNER), len(str(top + len(cells) - 1)))
+    step = (len(str(left + len(cells[0]) - 1)) + 2) // 2
+    ruler = ""
+    for column in range(0, len(cells[0]), step):
+        ruler = f"{ruler:<{2 * column}}{left + column}"
+    lines = [f"{CORNER:>{margin}} {ruler}"]
+    lines += [f"{top + row:>{margin}} {' '.join(signs[mark] for mark in line)}" for row, line in enumerate(cells)]
+    return "\n".join([*lines, "", legend])

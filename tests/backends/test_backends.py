@@ -17,7 +17,7 @@ from flexmask import MultiheadFlexAttention, attention
 from flexmask.backends import Backend, Call, backend, backend_names, choose_backend, register_backend
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing import assert_equivalent
-from flexmask.testing.backends import own_backends
+from flexmask.testing.equivalence import own_backends
 from flexmask.testing.settings import make_setting
 from tests.support.cli import run
 

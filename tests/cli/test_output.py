@@ -19,7 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from flexmask.cli import main, progress
+from flexmask.cli import main, output
 from flexmask.cli.output import Cell, print_table, printable
 from tests.support.cli import PLAIN
 from tests.support.exhaustive import exhaustive
@@ -256,7 +256,7 @@ def test_a_sign_of_life_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_how_far_counting_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A mask of many blocks, all of which differ: the share that is done on a terminal, nothing elsewhere."""
     options = ["random_cells(0.5)", "--seq-len", "2048", "--block-size", "8", "--json"]
-    monkeypatch.setattr(progress, "DELAY", 0.0)  # however fast it counts
+    monkeypatch.setattr(output, "DELAY", 0.0)  # however fast it counts
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     with terminal() as (stderr, shown), open(stderr, "w", closefd=False) as stream, contextlib.redirect_stderr(stream):

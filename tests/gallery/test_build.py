@@ -27,14 +27,9 @@ from PIL import Image
 import flexmask as fm
 from flexmask.cli import main
 from flexmask.errors import FlexmaskError
-from flexmask.gallery.build import build
-from flexmask.gallery.entry import Entry
-from flexmask.gallery.index import PROJECT, index
-from flexmask.gallery.pictures import write_picture
-from flexmask.gallery.readme import readme
-from flexmask.gallery.rendered import RenderedEntry, render_entry
-from flexmask.gallery.snippets import command, python
-from flexmask.gallery.source import own_source, read_entries, select_entries
+from flexmask.gallery.build import PROJECT, build, index, readme, write_picture
+from flexmask.gallery.rendered import RenderedEntry, command, python, render_entry
+from flexmask.gallery.source import Entry, own_source, read_entries, select_entries
 from flexmask.plotting.mpl.legend import entries_of
 from tests.support.exhaustive import each_run, one_in
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask.gallery.entry import Entry
-from flexmask.gallery.snippets import python
-from flexmask.gallery.source import read_entries, select_entries
+from flexmask.gallery.rendered import python
+from flexmask.gallery.source import Entry, read_entries, select_entries
 
 ENTRIES = {entry.title: entry for entry in read_entries(Path(__file__).parents[2] / "gallery" / "gallery.toml")}
 NAMED = [entry for entry in ENTRIES.values() if entry.family in ("basics", "block grids", "models")]

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import flexmask as fm
-from flexmask.gallery.entry import Entry
-from flexmask.gallery.index import index
-from flexmask.gallery.rendered import render_entry
-from flexmask.gallery.snippets import command, python
-from flexmask.gallery.source import read_entries
+from flexmask.gallery.build import index
+from flexmask.gallery.rendered import command, python, render_entry
+from flexmask.gallery.source import Entry, read_entries
 from tests.support import browser
 from tests.support.browser import Opened, screenshot, watched_page
 from tests.support.cli import run

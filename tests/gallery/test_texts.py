@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from flexmask.gallery.build import described
 from flexmask.gallery.rendered import RenderedEntry, render_entry
 from flexmask.gallery.source import read_entries
-from flexmask.gallery.texts import described
 from flexmask.plotting.raster import Picture
 
 ENTRIES = read_entries(Path(__file__).parents[2] / "gallery" / "gallery.toml")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.plotting.html.page import BandData, CategoryData, PanelData, ViewData, compressed
+from flexmask.plotting.html.view import Data, compressed
 
 __all__ = ["Case", "N", "PADDED", "block_kind", "by_area", "case", "causal", "packed_text"]
 
@@ -24,7 +24,7 @@ class Case:
     """A mask as loops see it, and as the page gets it."""
 
     terms: dict[str, Callable[[int, int, int], bool]]
-    view: ViewData
+    view: Data
 
     def hiding(self, b: int, q: int, kv: int) -> list[str]:
         return [name for name, shows in self.terms.items() if not shows(b, q, kv)]
@@ -52,10 +52,10 @@ def case(
     block_size: list[int] | None = None,
     q_offset: int = 0,
     tokens: list[str] | None = None,
-    bands: Callable[[int], list[BandData]] = lambda b: [],
+    bands: Callable[[int], list[Data]] = lambda b: [],
 ) -> Case:
     """The view's data, cell by cell."""
-    names, panels = list(terms), list[PanelData]()
+    names, panels = list(terms), list[Data]()
     for b in range(batches):
         cells = [(b, q + q_offset, kv) for q in range(q_len) for kv in range(kv_len)]
         hiding = [[kind for kind, name in enumerate(names, start=1) if not terms[name](*cell)] for cell in cells]
@@ -82,10 +82,8 @@ def case(
                 "bands": bands(b),
             }
         )
-    labels: list[CategoryData] = [
-        {"role": "hidden", "label": f"hidden by {name}" if len(names) > 1 else "hidden"} for name in names
-    ]
-    view: ViewData = {
+    labels: list[Data] = [{"role": "hidden", "label": f"hidden by {name}" if len(names) > 1 else "hidden"} for name in names]
+    view: Data = {
         "text": " & ".join(names),
         "q_len": q_len,
         "kv_len": kv_len,
@@ -107,7 +105,7 @@ def packed_text(tokens: bool = True, block_size: list[int] | None = None) -> Cas
     """Two sequences of packed documents, padded at the end."""
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in DOCUMENTS]
 
-    def bands(b: int) -> list[BandData]:
+    def bands(b: int) -> list[Data]:
         starts = [0, DOCUMENTS[b][0], sum(DOCUMENTS[b][:2])]
         count = len([length for length in DOCUMENTS[b] if length])
         names, starts = ["0", "1", "2"][:count], starts[:count]
@@ -138,7 +136,7 @@ def causal(q_len: int = 6, kv_len: int = 6, **options: Any) -> Case:
     return case({"causal": lambda b, q, kv: kv <= q}, q_len, kv_len, **{**options, "q_offset": offset})
 
 
-def by_area(size: int = 512, step: int = 256) -> ViewData:
+def by_area(size: int = 512, step: int = 256) -> Data:
     """Causal, far too large for cells: pixels on the diagonal show half of what they stand for."""
     shares = bytearray()
     for role in ("visible", "hidden"):

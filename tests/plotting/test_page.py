@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from flexmask.plotting import palette
-from flexmask.plotting.html.page import CategoryData, PanelData, ViewData, compressed, inline_json, page, script, style
+from flexmask.plotting.html.view import Data, compressed, inline_json, page, script, style
 from tests.plotting.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
 from tests.support import browser
 from tests.support.browser import Opened, opened, screenshot
@@ -130,7 +130,7 @@ Shown = Callable[..., AbstractContextManager[Opened]]
 def shown(chromium: Any, tmp_path: Path) -> Shown:
     """Opens views and sees to it that nothing goes wrong and nothing is asked for."""
 
-    def open_view(view: ViewData, **options: Any) -> AbstractContextManager[Opened]:
+    def open_view(view: Data, **options: Any) -> AbstractContextManager[Opened]:
         return watched(opened(chromium, page(view), tmp_path, **options))
 
     return open_view
@@ -472,14 +472,14 @@ def test_the_legend_counts(shown: Shown) -> None:
 @pytest.mark.browser
 def test_differences_have_their_own_kinds(shown: Shown) -> None:
     mask = causal(4, 4).view
-    kinds: list[CategoryData] = [
+    kinds: list[Data] = [
         {"role": "both", "label": "visible in both"},
         {"role": "only_a", "label": "only A"},
         {"role": "only_b", "label": "only B"},
         {"role": "neither", "label": "hidden in both"},
     ]
     cells = bytes((q + kv) % 4 for q in range(4) for kv in range(4))
-    panel: PanelData = {**mask["panels"][0], "cells": compressed(cells), "pairs": [[4, 4]] * 4}
+    panel: Data = {**mask["panels"][0], "cells": compressed(cells), "pairs": [[4, 4]] * 4}
     with shown({**mask, "text": "A vs B", "categories": kinds, "panels": [panel]}) as view:
         view.page.locator(".flexmask-stage canvas").focus()
         for q in range(4):

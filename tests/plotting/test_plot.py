@@ -21,7 +21,6 @@ from matplotlib.image import imread
 import flexmask as fm
 from flexmask import Mask
 from flexmask.plotting import density
-from flexmask.plotting.mpl.panels import save_sheet
 from flexmask.plotting.mpl.plot import save
 from flexmask.plotting.raster import rasterize
 from flexmask.plotting.scores import score_picture, score_sheet
@@ -161,7 +160,7 @@ def test_golden_scores(tmp_path: Path) -> None:
     weights = fm.backends.attention_weights(query, query[:, :1], mask)
     tokens = "The quick brown fox jumps over the <pad> <pad>"
     assert_golden("scores", tmp_path, lambda path: save(score_picture(weights, mask, tokens=tokens), path))
-    assert_golden("score_heads", tmp_path, lambda path: save_sheet(score_sheet(weights, mask, tokens=tokens), path))
+    assert_golden("score_heads", tmp_path, lambda path: save(score_sheet(weights, mask, tokens=tokens), path))
 
 
 def test_golden_images_would_show_one_wrong_cell(tmp_path: Path) -> None:

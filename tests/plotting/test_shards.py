@@ -10,7 +10,7 @@ import pytest
 import flexmask as fm
 from flexmask.distributed import shard_sequence
 from flexmask.errors import RenderError
-from flexmask.plotting.mpl.panels import draw_sheet
+from flexmask.plotting.mpl.plot import draw_sheet
 from flexmask.plotting.palette import SHARDS, looks_of
 from flexmask.plotting.raster import rasterize
 from flexmask.plotting.sheet import panel_sheet

@@ -184,7 +184,7 @@ def test_the_page_gets_the_cells() -> None:
         assert np.array_equal(kinds == 0, cells[panel["batch"], panel["head"]])
         for name, kind, drawn in (("hidden_by", "<u4", picture.hidden_by), ("blocks", "u1", picture.blocks)):
             assert drawn is not None
-            assert np.array_equal(unpacked(panel[name], kind), drawn.flatten())  # type: ignore[literal-required]
+            assert np.array_equal(unpacked(panel[name], kind), drawn.flatten())
         assert panel["shares"] is None
 
 

@@ -24,7 +24,7 @@ from flexmask.errors import LoweringError
 from flexmask.plotting import density
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, rasterize
 from flexmask.plotting.sheet import Sheet, panel_sheet, term_sheet
-from flexmask.plotting.terminal.show import show_sheet
+from flexmask.plotting.terminal.show import print_drawing
 from tests.support.exhaustive import half, one_in
 from tests.support.strategies import mask_cases, shapes
 
@@ -50,7 +50,7 @@ def output(drawn: Mask | Sheet, *lengths: int, on: str = "pipe", width: int = 80
     file = io.TextIOWrapper(io.BytesIO(), encoding=settings.pop("encoding", "utf-8"), newline="\n")
     console = Console(file=file, width=width, height=height, **settings)
     if isinstance(drawn, Sheet):
-        show_sheet(drawn, console=console)
+        print_drawing(drawn, console=console)
     else:
         drawn.show(*lengths, console=console, **options)
     file.flush()

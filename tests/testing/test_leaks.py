@@ -15,7 +15,7 @@ import flexmask as fm
 from flexmask import Mask, MultiheadFlexAttention
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing import assert_no_leak
-from flexmask.testing.reach import dependence
+from flexmask.testing.influence import dependence
 from tests.support.exhaustive import half
 from tests.support.gpu import needs_gpu
 from tests.support.strategies import Case, Shape, shaped_masks

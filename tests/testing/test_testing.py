@@ -191,14 +191,14 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda f: lambda *a: replace(f(*a), visible=7),
         "stats, against the reference: visible 7, not 78",
     ),
-    "outputs": ("flexmask.testing.backends.attention", lambda f: lambda *a, **o: f(*a, **o) * 1.001, "sdpa float32 output"),
+    "outputs": ("flexmask.testing.equivalence.attention", lambda f: lambda *a, **o: f(*a, **o) * 1.001, "sdpa float32 output"),
     "gradients": (
-        "flexmask.testing.backends.attention",
+        "flexmask.testing.equivalence.attention",
         lambda f: lambda query, key, value, *a, **o: f(query, key.detach() + 0 * key, value, *a, **o),
         "sdpa float32 gradient of key",
     ),
     "not a number": (
-        "flexmask.testing.backends.attention",
+        "flexmask.testing.equivalence.attention",
         lambda f: lambda *a, **o: f(*a, **o) * torch.nan,
         "largest error nan",
     ),
@@ -220,9 +220,9 @@ def test_a_tampered_lowering(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_query_without_keys_must_give_exactly_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexmask.testing import backends
+    from flexmask.testing import equivalence
 
-    monkeypatch.setattr(backends, "attention", lambda *a, **o: fm.attention(*a, **o) + 1e-9)
+    monkeypatch.setattr(equivalence, "attention", lambda *a, **o: fm.attention(*a, **o) + 1e-9)
     check_fails(lambda: assert_equivalent(fm.key_padding(0), 4), "sdpa float32 output", "1e-09 in a fully masked row")
 
 

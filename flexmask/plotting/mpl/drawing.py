@@ -1,4 +1,4 @@
-"""The cells of a picture on matplotlib axes: squares where each can be seen, else an image; and over them the blocks."""
+"""The cells of a picture on matplotlib axes: squares where each can be seen, else an image; attention weights; and the blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from numpy.typing import NDArray
 
 from flexmask.plotting.categories import is_detailed
-from flexmask.plotting.mpl.heat import UNSEEN, colored_scores, draw_numbers
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
@@ -153,3 +152,53 @@ def _draw_grid(shown: Picture, ax: Axes, step: tuple[int, int], *, color: str, l
     lines: list[list[tuple[int, int]]] = [[(0, y), (shown.kv_len, y)] for y in range(step[0], shown.q_len, step[0])]
     lines += [[(x, 0), (x, shown.q_len)] for x in range(step[1], shown.kv_len, step[1])]
     ax.add_collection(LineCollection(lines, colors=color, linewidths=linewidth, zorder=2), autolim=False)
+
+
+#: From no weight to the greatest.
+SCALE = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", "#9CCBEA", "#3B8FC9", "#0B4F8A", "#08264A"])
+#: How masked-out cells are drawn, to differ from visible cells of weight 0.
+UNSEEN = Look(HIDDEN, "////", "#CFCFCF")
+#: Inches that a cell must have for its number, and from which lightness on the ink is white.
+ROOM, DARK = 0.2, 0.5
+
+
+def colored_scores(scores: Scores, visible: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The color of each pixel, ``float32[rows, columns, 3]``; of one that shows nothing that of hidden cells."""
+    image = np.asarray(SCALE(_relative(scores)), dtype=np.float32)[..., :3]
+    image[visible == 0] = [int(HIDDEN[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return image
+
+
+def draw_numbers(shown: Picture, ax: Axes) -> None:
+    """Writes the weight into each visible cell, where they fit."""
+    assert shown.scores is not None
+    box = ax.get_window_extent()
+    inches = min(box.width / shown.kv_len, box.height / shown.q_len) / ax.figure.dpi
+    if inches < ROOM:
+        return
+    relative = _relative(shown.scores)
+    places = np.argwhere(shown.shares[0] > 0).tolist()
+    numbers = [_written(float(shown.scores.values[row, column])) for row, column in places]
+    size = min(8.0, 72 * inches / (0.75 * max(map(len, numbers), default=1) + 0.65))
+    for (row, column), number in zip(places, numbers, strict=True):
+        color = "white" if relative[row, column] > DARK else INK
+        ax.text(column + 0.5, row + 0.5, number, ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
+
+
+def _written(weight: float) -> str:
+    """A weight in three characters, if it is between 0 and 1."""
+    if abs(weight) >= 10:
+        return f"{weight:.3g}"
+    return "1.0" if f"{weight:.2f}" == "1.00" else f"{weight:.2f}".removeprefix("0")
+
+
+def scale_marks(scores: Scores) -> list[tuple[str, str]]:
+    """Colors along the scale, each with its weight."""
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    colors = [tuple(round(255 * part) for part in SCALE(share)[:3]) for share in shares]
+    return [("#{:02X}{:02X}{:02X}".format(*c), f"{share * scores.most:.2g}") for c, share in zip(colors, shares, strict=True)]
+
+
+def _relative(scores: Scores) -> NDArray[np.float32]:
+    """The weights as parts of the greatest."""
+    return (scores.values / (scores.most or 1.0)).clip(0, 1)

@@ -1,4 +1,4 @@
-"""The legend of a picture: the meaning of each color, with its number of cells or blocks."""
+"""What is around a picture on matplotlib axes: labels, bands of documents, trees and padding, and the legend of the colors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from textwrap import TextWrapper
 from typing import Any
 
 import numpy as np
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
-from flexmask.plotting.annotations import PADDING
+from flexmask.plotting import palette
+from flexmask.plotting.annotations import PADDING, Band
+from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import count_text, is_detailed
-from flexmask.plotting.mpl.drawing import faded, opacity, squares
-from flexmask.plotting.mpl.heat import UNSEEN, scale_marks
-from flexmask.plotting.palette import FAINT, HIDDEN, IN_PARTIAL, INK, PADDED, UNDECIDED, VISIBLE, WASTED, Look, looks_of
+from flexmask.plotting.mpl.drawing import UNSEEN, faded, opacity, scale_marks, squares
+from flexmask.plotting.palette import FAINT, INK, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
 
+#: Inches: a character of the numbers on an axis, and a band with the gap before it.
+NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
+#: Numbers along an axis at most, where there is not one for every index.
+MAX_NUMBERS = 9
+#: Characters of a token at most, and of the label of a band of queries, which is below the title.
+MAX_CHARACTERS, MAX_UPRIGHT = 16, 10
 #: How legends are set.
 LEGEND: dict[str, Any] = {
     "alignment": "left",
@@ -33,6 +43,115 @@ LEGEND: dict[str, Any] = {
     "columnspacing": 1.4,
     "labelcolor": INK,
 }
+
+
+def band_room(shown: Picture, axis: str) -> float:
+    """Inches that the bands along an axis take."""
+    return BAND * sum(band.axis == axis for band in shown.bands)
+
+
+def token_room(tokens: tuple[str, ...] | None) -> float:
+    """Inches that tokens take, written at a right angle to the axis or along it."""
+    return 0.0 if tokens is None else NUMBER_CHARACTER * max(len(_cut(token)) for token in tokens)
+
+
+def label_room(shown: Picture) -> float:
+    """Inches that the numbers or tokens of the queries take."""
+    return max(NUMBER_CHARACTER * len(f"{shown.q_offset + shown.q_len:,}"), token_room(shown.q_tokens))
+
+
+def label_axes(shown: Picture, ax: Axes, *, names: bool = True) -> None:
+    """Numbers the queries and keys, or writes their tokens, and draws the bands; ``names`` says what the axes are.
+
+    Bands are below the cells for the keys, and to their right for the queries.
+    """
+    ax.apply_aspect()
+    box, points = ax.get_window_extent(), 72 / ax.figure.dpi
+    block = shown.block_size if shown.blocks is not None else None
+    most = {
+        "x": box.width * points / (72 * NUMBER_CHARACTER * len(f"{shown.kv_len:,}") + 6),
+        "y": box.height * points / 9,
+    }
+    if shown.q_len == shown.kv_len:
+        most = dict.fromkeys(most, min(most.values()))
+    across, down = (
+        numbered(length, room if length <= room else min(room, MAX_NUMBERS), block and block[axis])
+        for length, room, axis in ((shown.kv_len, most["x"], 1), (shown.q_len, most["y"], 0))
+    )
+    ax.xaxis.tick_top()
+    ax.xaxis.set_label_position("top")
+    if shown.kv_tokens is not None:
+        across = numbered(shown.kv_len, box.width * points / 9)
+    upright: dict[str, Any] = {} if shown.kv_tokens is None else {"rotation": 90}
+    ax.set_xticks([x + 0.5 for x in across], _labels(across, shown.kv_tokens, 0), parse_math=False, **upright)
+    ax.set_yticks([y + 0.5 for y in down], _labels(down, shown.q_tokens, shown.q_offset), parse_math=False)
+    length = 0 if squares(shown) else 2.5
+    ax.tick_params(labelsize="x-small", colors=FAINT, labelcolor=INK, length=length, width=0.6, pad=2)
+    if names:
+        ax.set_xlabel("key index" if shown.kv_tokens is None else "key", fontsize="small", color=INK)
+        ax.set_ylabel("query index" if shown.q_tokens is None else "query", fontsize="small", color=INK)
+    for axis in ("q", "kv"):
+        for place, band in enumerate(band for band in shown.bands if band.axis == axis):
+            _draw_band(shown, ax, band, place)
+
+
+def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
+    """One band, in the units of the axis along it, and in inches across."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    along_keys = band.axis == "kv"
+    length = shown.kv_len if along_keys else shown.q_len
+    offset = GAP + BAND * place
+    x, y = (0.0, -offset) if along_keys else (offset, 0.0)
+    shift = ScaledTranslation(x, y, figure.dpi_scale_trans)
+    box = ax.get_window_extent()
+    thick = (BAND - GAP) * figure.dpi / (box.height if along_keys else box.width)
+    transform: Transform = (ax.get_xaxis_transform() if along_keys else ax.get_yaxis_transform()) + shift
+    at, apart = ((0, -thick / 2), (-0.02, 0)) if along_keys else ((1 + thick / 2, 0), (0, 0.02))
+    ax.text(
+        at[0],
+        at[1],
+        "" if band.label == PADDING else _cut(band.label, MAX_CHARACTERS if along_keys else MAX_UPRIGHT),
+        transform=transform + ScaledTranslation(apart[0], apart[1], figure.dpi_scale_trans),
+        rotation=0 if along_keys else 90,
+        ha="right" if along_keys else "center",
+        va="center_baseline" if along_keys else "bottom",
+        fontsize=5.5,
+        color=FAINT,
+        parse_math=False,
+    )
+    inches = (box.width if along_keys else box.height) / figure.dpi / length  # of a position
+    for number, (start, stop) in enumerate(zip(band.starts, (*band.starts[1:], length), strict=True)):
+        value = band.values[number]
+        if not value:
+            continue
+        padding = value == PADDING
+        corner, size = ((start, -thick), (stop - start, thick)) if along_keys else ((1, start), (thick, stop - start))
+        color = palette.PADDED.color if padding else palette.STRETCHES[number % 2]
+        patch = Rectangle(corner, *size, transform=transform, facecolor=color, edgecolor="white", linewidth=0.6)
+        patch.set(clip_on=False, hatch=palette.PADDED.hatch if padding else None)
+        ax.add_patch(patch)
+        if len(value) * NUMBER_CHARACTER * 0.85 < (stop - start) * inches:
+            x, y = corner[0] + size[0] / 2, corner[1] + size[1] / 2
+            ax.text(
+                x,
+                y,
+                value,
+                transform=transform,
+                rotation=0 if along_keys else 270,
+                ha="center",
+                va="center_baseline" if along_keys else "center",
+                fontsize=5.5,
+                color=INK,
+            )
+
+
+def _labels(indices: range, tokens: tuple[str, ...] | None, offset: int) -> list[str]:
+    return [f"{index + offset:,}" if tokens is None else _cut(tokens[index]) for index in indices]
+
+
+def _cut(token: str, most: int = MAX_CHARACTERS) -> str:
+    return token if len(token) <= most else token[: most - 1] + "…"
 
 
 def entries_of(pictures: Sequence[Picture], characters: int) -> tuple[list[Patch], int]:
@@ -57,6 +176,17 @@ def legend_lines(entries: list[Patch], columns: int) -> int:
     return sum(str(entry.get_label()).count("\n") + 1 for entry in entries)
 
 
+def draw_legend(
+    owner: Axes | Figure, entries: tuple[list[Patch], int], said: list[str], corner: tuple[float, float], **place: Any
+) -> None:
+    """Draws notes and the entries of the legend, in so many columns, with their upper left corner at a place."""
+    handles, columns = entries
+    legend = owner.legend(
+        handles=handles, ncols=columns, title="\n".join(said), loc="upper left", bbox_to_anchor=corner, **place, **LEGEND
+    )
+    legend.get_title().set(color=FAINT, parse_math=False)
+
+
 def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     """How something looks, what it is, and how many there are, of all that the picture has."""
     if shown.scores is not None:
@@ -68,17 +198,17 @@ def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     elif shown.blocks is not None:
         yield from _of_blocks(shown.blocks)
     elif shown.step == (1, 1):
-        yield Look(VISIBLE), "visible", ""
-        yield Look(HIDDEN), "hidden", ""
+        yield Look(palette.VISIBLE), "visible", ""
+        yield Look(palette.HIDDEN), "hidden", ""
     else:
         for label, share in {"none visible": 0.0, "25 %": 0.25, "50 %": 0.5, "75 %": 0.75, "all": 1.0}.items():
-            yield Look(faded(VISIBLE, float(opacity(share)))), label, ""
+            yield Look(faded(palette.VISIBLE, float(opacity(share)))), label, ""
     if shown.blocks is not None and (shown.blocks == UNKNOWN).any():
-        yield Look(UNDECIDED), "blocks of unknown kind", f"{(shown.blocks == UNKNOWN).sum():,}"
+        yield Look(palette.UNDECIDED), "blocks of unknown kind", f"{(shown.blocks == UNKNOWN).sum():,}"
     if shown.estimated is not None:
-        yield Look(UNDECIDED), "estimated", ""
+        yield Look(palette.UNDECIDED), "estimated", ""
     if any(PADDING in band.values for band in shown.bands):
-        yield PADDED, "padding", ""
+        yield palette.PADDED, "padding", ""
 
 
 def _of_categories(shown: Picture) -> Iterator[tuple[Look, str, str]]:
@@ -87,8 +217,8 @@ def _of_categories(shown: Picture) -> Iterator[tuple[Look, str, str]]:
         if category.role == "visible" and shown.blocks is not None and shown.block_size is not None:
             in_full = int((shown.blocks == FULL).sum()) * shown.block_size[0] * shown.block_size[1]
             if in_full:
-                yield Look(VISIBLE), "visible, in full blocks", f"{in_full:,}"
-            yield Look(IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
+                yield Look(palette.VISIBLE), "visible, in full blocks", f"{in_full:,}"
+            yield Look(palette.IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
         elif category.hides is None or pairs[1]:
             yield look if squares(shown) else replace(look, hatch=""), category.label, count_text(pairs)
     if shown.blocks is not None and (shown.blocks == EMPTY).any():
@@ -100,12 +230,12 @@ def _of_blocks(blocks: NDArray[np.int8]) -> Iterator[tuple[Look, str, str]]:
     count = {state: int((blocks == state).sum()) for state in (FULL, PARTIAL, EMPTY)}
     some = [state for state, number in count.items() if number]
     if FULL in some:
-        yield Look(VISIBLE), "full blocks", f"{count[FULL]:,}"
+        yield Look(palette.VISIBLE), "full blocks", f"{count[FULL]:,}"
     if PARTIAL in some:
-        yield Look(IN_PARTIAL), "partial blocks, visible cells", f"{count[PARTIAL]:,}"
-        yield Look(WASTED), "partial blocks, hidden cells: computed, then discarded", ""
+        yield Look(palette.IN_PARTIAL), "partial blocks, visible cells", f"{count[PARTIAL]:,}"
+        yield Look(palette.WASTED), "partial blocks, hidden cells: computed, then discarded", ""
     if EMPTY in some:
-        yield Look(HIDDEN), "empty blocks, skipped", f"{count[EMPTY]:,}"
+        yield Look(palette.HIDDEN), "empty blocks, skipped", f"{count[EMPTY]:,}"
 
 
 def _columns(shown: Picture) -> int:

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: PNG, SVG and PDF for papers and pull requests, always the same bytes for the same picture.
+"""Pictures and sheets with matplotlib: PNG, SVG and PDF for papers and pull requests, always the same bytes for the same mask.
 
 Nothing here touches pyplot, so drawing opens no window and changes no global state.
 """
@@ -20,15 +20,14 @@ from matplotlib.transforms import ScaledTranslation
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
-from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, title_lines
-from flexmask.plotting.files import picture_suffix
-from flexmask.plotting.labels import FrameOptions, LabelOptions, Tokens
+from flexmask.plotting.annotations import FrameOptions, LabelOptions, Tokens
+from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, picture_suffix, title_lines, visible_text
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
-from flexmask.plotting.mpl.edges import NUMBER_CHARACTER, band_room, draw_bands, label_axes, token_room
-from flexmask.plotting.mpl.legend import LEGEND, entries_of, legend_lines
-from flexmask.plotting.palette import FAINT
+from flexmask.plotting.mpl.legend import band_room, draw_legend, entries_of, label_axes, label_room, legend_lines, token_room
+from flexmask.plotting.palette import INK
 from flexmask.plotting.raster import Picture
-from flexmask.plotting.scores import score_picture
+from flexmask.plotting.scores import score_picture, score_sheet
+from flexmask.plotting.sheet import Indices, Sheet
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,17 +37,20 @@ if TYPE_CHECKING:
 #: Pixels of an inch.
 DPI = 200
 #: Inches: a square of a small mask, also with a number in it, the longer side of the others, and the least that the shorter
-#: side may have.
+#: side may have; a square of a panel, and its longer side.
 SQUARE, NUMBERED, LONGEST, SHORTEST = 0.24, 0.32, 5.12, 0.15
-#: Inches: around the axes, a line of the title and of the legend, and the characters of title and notes.
-MARGIN, ABOVE, TITLE_LINE, LEGEND_LINE = 0.15, 0.5, 0.165, 0.175
-TITLE_CHARACTER, NOTE_CHARACTER = 0.0755, 0.0605
-#: Inches that text may take next to a narrow mask, and below one on narrow axes of the user.
-TEXT_WIDTH, LEAST_WIDTH = 4.2, 1.2
+PANEL_SQUARE, PANEL_LONGEST = 0.15, 2.4
+#: Inches: around all, above the cells, between panels, and a line of the title, of that of a panel and of the legend.
+MARGIN, ABOVE, GAP, TITLE_LINE, PANEL_LINE, LEGEND_LINE = 0.15, 0.5, 0.25, 0.165, 0.14, 0.175
+#: Inches: a character of the title, of that of a panel and of the notes.
+TITLE_CHARACTER, PANEL_CHARACTER, NOTE_CHARACTER = 0.0755, 0.06, 0.0605
+#: Inches that text may take next to a narrow mask, below one on narrow axes of the user, and at a panel.
+TEXT_WIDTH, LEAST_WIDTH, PANEL_WIDTH = 4.2, 1.2, 1.5
 #: Fonts for the tokens of scripts that DejaVu Sans does not have, of which those are used that are installed.
 SCRIPTS = ["Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"]
 SCRIPTS += ["Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Devanagari", "Noto Sans Arabic", "Noto Emoji"]
 
+SEPARATOR = "  ·  "  # of notes in a line
 #: What files say of how they were made: nothing that differs between two runs or versions.
 ABOUT: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
@@ -97,27 +99,53 @@ def plot_scores(
     return draw(score_picture(weights, mask, batch=batch, head=head, **labels), ax=ax, title=title)
 
 
-def save(shown: Picture, path: str | Path, *, dpi: int = DPI, **frame: Unpack[FrameOptions]) -> None:
-    """Writes a picture as PNG, SVG or PDF, as the ending of ``path`` says; the bytes depend on nothing but what is given.
+def plot_score_panels(
+    weights: Tensor,
+    mask: MaskLike | None = None,
+    *,
+    batch: Indices = 0,
+    head: Indices = "all",
+    q_offset: int | Tensor = 0,
+    tokens: Tokens | None = None,
+    kv_tokens: Tokens | None = None,
+    bands: bool = True,
+    title: str | None = None,
+) -> Figure:
+    """Draws attention weights of several heads, a heat map for each, on one scale.
 
     Args:
-        shown: the picture.
+        weights: ``float[B, H, q_len, kv_len]``, as for :func:`flexmask.plotting.mpl.plot_scores`.
+        mask: what it hides is drawn as hidden, instead of as a weight of 0.
+        batch: which sequences: an index, a list of them, or ``"all"``.
+        head: which heads, in the same way.
+        q_offset: position of the first query.
+        tokens: labels of the queries, and of the keys unless ``kv_tokens`` is given: a list, or a text of words.
+        kv_tokens: labels of the keys.
+        bands: whether documents, prefix trees and padding are shown along the edges.
+        title: instead of the mask's text.
+    """
+    labels: LabelOptions = {"q_offset": q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
+    return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **labels), title=title)
+
+
+def save(shown: Picture | Sheet, path: str | Path, *, dpi: int = DPI, **frame: Unpack[FrameOptions]) -> None:
+    """Writes a picture or a sheet as PNG, SVG or PDF, as the ending of ``path`` says.
+
+    The bytes depend on nothing but what is given.
+
+    Args:
+        shown: the picture or the sheet.
         path: the file.
         dpi: pixels of an inch in a PNG.
-        **frame: as for :func:`draw`.
+        **frame: as for :func:`draw` and :func:`draw_sheet`.
 
     Raises:
         RenderError: another ending.
     """
-    with style():
-        write(_figure(draw(shown, **frame)), path, shown.text, dpi)
-
-
-def write(figure: Figure, path: str | Path, about: str, dpi: int = DPI) -> None:
-    """Writes a figure that was drawn in the style of pictures, with a text that says what it shows."""
     suffix = picture_suffix(path, (".png", ".svg", ".pdf"))
-    words = ABOUT[suffix] if suffix == ".png" else {**ABOUT[suffix], "Title": about}
+    words = ABOUT[suffix] if suffix == ".png" else {**ABOUT[suffix], "Title": shown.text}
     with style():
+        figure = draw_sheet(shown, **frame) if isinstance(shown, Sheet) else _figure(draw(shown, **frame))
         figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
 
 
@@ -161,14 +189,14 @@ def draw(
     return _drawn(shown, ax, title, LEAST_WIDTH, legend)
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of a size in inches."""
-    figure = Figure(figsize=(width, height), dpi=DPI)
-    FigureCanvasAgg(figure)
-    return figure
+def draw_sheet(shown: Sheet, *, title: str | None = None, legend: bool = True, width: float | None = None) -> Figure:
+    """Draws a sheet on a new figure; ``width`` is that of the cells of each panel, in inches."""
+    check_frame(title, width)
+    with style():
+        return _drawn_sheet(shown, title, legend, width)
 
 
-def fit(shown: Picture, square: float, longest: float, width: float | None) -> tuple[float, float]:
+def _fit(shown: Picture, square: float, longest: float, width: float | None) -> tuple[float, float]:
     """Width and height of the cells in inches, with the sizes of a square and of the longer side at most, or of a width."""
     if width is not None:
         return width, max(width * shown.q_len / shown.kv_len, SHORTEST)
@@ -177,16 +205,23 @@ def fit(shown: Picture, square: float, longest: float, width: float | None) -> t
     return max(shown.kv_len * scale, SHORTEST), max(shown.q_len * scale, SHORTEST)
 
 
+def _new_figure(width: float, height: float) -> Figure:
+    """A figure of a size in inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def _new_axes(shown: Picture, title: str | None, asked: float | None) -> Axes:
     """Axes of a new figure that has room for the picture, its labels, its title and its legend."""
-    width, height = fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST, asked)
+    width, height = _fit(shown, SQUARE if shown.scores is None else NUMBERED, LONGEST, asked)
     text_width = max(width, TEXT_WIDTH)
     above = ABOVE + TITLE_LINE * len(_title(shown, title, text_width)) + token_room(shown.kv_tokens)
-    handles, columns = entries_of([shown], int(text_width / NOTE_CHARACTER))
-    below = MARGIN + band_room(shown, "kv") + LEGEND_LINE * (len(_notes(shown, text_width)) + legend_lines(handles, columns))
-    left = 3 * MARGIN + max(NUMBER_CHARACTER * len(f"{shown.q_offset + shown.q_len:,}"), token_room(shown.q_tokens))
+    entries, columns = entries_of([shown], int(text_width / NOTE_CHARACTER))
+    below = MARGIN + band_room(shown, "kv") + LEGEND_LINE * (len(_notes(shown, text_width)) + legend_lines(entries, columns))
+    left = 3 * MARGIN + label_room(shown)
     size = (left + text_width + MARGIN + band_room(shown, "q"), above + height + below)
-    return new_figure(*size).add_axes((left / size[0], below / size[1], width / size[0], height / size[1]))
+    return _new_figure(*size).add_axes((left / size[0], below / size[1], width / size[0], height / size[1]))
 
 
 def _drawn(shown: Picture, ax: Axes, title: str | None, least: float, legend: bool) -> Axes:
@@ -195,11 +230,45 @@ def _drawn(shown: Picture, ax: Axes, title: str | None, least: float, legend: bo
     draw_cells(shown, ax)
     ax.set_aspect("equal" if _to_scale(shown) else "auto")
     label_axes(shown, ax)
-    draw_bands(shown, ax)
-    _caption(shown, ax, title, width)
+    ax.set_title("\n".join(_title(shown, title, width)), loc="left", **_font(title))
     if legend:
-        _explain(shown, ax, width)
+        below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
+        entries = entries_of([shown], int(width / NOTE_CHARACTER))
+        draw_legend(ax, entries, _notes(shown, width), (0, 0), bbox_transform=ax.transAxes + below)
     return ax
+
+
+def _drawn_sheet(shown: Sheet, title: str | None, legend: bool, asked: float | None) -> Figure:
+    last = shown.pictures[-1]
+    width, height = _fit(last, PANEL_SQUARE, PANEL_LONGEST, asked)
+    label_width = label_room(last) + 0.1
+    wide = max(label_width + width + band_room(last, "q"), PANEL_WIDTH)
+    titles = [
+        join_lines(_words(text, picture), wide / PANEL_CHARACTER, SEPARATOR)
+        for text, picture in zip(shown.titles, shown.pictures, strict=True)
+    ]
+    above = PANEL_LINE * max(map(len, titles)) + token_room(last.kv_tokens) + 0.2
+    high = above + height + band_room(last, "kv")
+    rows = -(-len(shown.pictures) // shown.columns)
+    across, down = (count * size + (count - 1) * GAP for count, size in ((shown.columns, wide), (rows, high)))
+    text_width = max(across, TEXT_WIDTH)
+    lines, said = _title(shown, title, text_width), _notes(last, text_width, alone=False)
+    entries, columns = entries_of(shown.pictures, int(text_width / NOTE_CHARACTER))
+    top, bottom = MARGIN + TITLE_LINE * len(lines) + 0.1, MARGIN + LEGEND_LINE * (len(said) + legend_lines(entries, columns))
+    size = (text_width + 2 * MARGIN, top + down + bottom)
+    figure = _new_figure(*size)
+    figure.text(MARGIN / size[0], 1 - MARGIN / size[1], "\n".join(lines), va="top", **_font(title))
+    for place, (picture, words) in enumerate(zip(shown.pictures, titles, strict=True)):
+        row, column = divmod(place, shown.columns)
+        left = MARGIN + column * (wide + GAP) + label_width
+        low = size[1] - top - row * (high + GAP) - above - height
+        ax = figure.add_axes((left / size[0], low / size[1], width / size[0], height / size[1]))
+        draw_cells(picture, ax)
+        label_axes(picture, ax, names=False)
+        ax.set_title("\n".join(words), loc="left", fontsize=7.5, color=INK, parse_math=False)
+    if legend:
+        draw_legend(figure, (entries, columns), said, (MARGIN / size[0], (bottom - 0.08) / size[1]))
+    return figure
 
 
 def _to_scale(shown: Picture) -> bool:
@@ -207,33 +276,22 @@ def _to_scale(shown: Picture) -> bool:
     return min(shown.q_len, shown.kv_len) * LONGEST >= max(shown.q_len, shown.kv_len) * SHORTEST
 
 
-def _caption(shown: Picture, ax: Axes, title: str | None, width: float) -> None:
-    lines = _title(shown, title, width)
-    family = "monospace" if title is None else None
-    ax.set_title("\n".join(lines), loc="left", fontsize=9, fontfamily=family, color="black", parse_math=False)
+def _font(title: str | None) -> dict[str, Any]:
+    """How a title is written: the mask's text, or that of the user."""
+    return {"fontsize": 9, "fontfamily": "monospace" if title is None else None, "color": "black", "parse_math": False}
 
 
-def _explain(shown: Picture, ax: Axes, width: float) -> None:
-    """Writes the notes and the legend."""
-    handles, columns = entries_of([shown], int(width / NOTE_CHARACTER))
-    below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
-    legend = ax.legend(
-        handles=handles,
-        ncols=columns,
-        title="\n".join(_notes(shown, width)),
-        loc="upper left",
-        bbox_to_anchor=(0, 0),
-        bbox_transform=ax.transAxes + below,
-        **LEGEND,
-    )
-    legend.get_title().set(color=FAINT, parse_math=False)
-
-
-def _title(shown: Picture, title: str | None, width: float) -> list[str]:
+def _title(shown: Picture | Sheet, title: str | None, width: float) -> list[str]:
     return title_lines(shown.text, int(width / TITLE_CHARACTER)) if title is None else title.split("\n")
 
 
-def _notes(shown: Picture, width: float) -> list[str]:
-    """The notes in lines that fit into a width in inches."""
-    said = [*notes(shown), *([] if _to_scale(shown) else ["not to scale"]), *filter(None, [first_term_note(shown)])]
-    return join_lines(said, width / NOTE_CHARACTER, "  ·  ")
+def _notes(shown: Picture, width: float, *, alone: bool = True) -> list[str]:
+    """The notes in lines that fit into a width in inches; ``alone`` is False for a sheet."""
+    said = [*notes(shown, alone=alone), *(["not to scale"] if alone and not _to_scale(shown) else [])]
+    return join_lines([*said, *filter(None, [first_term_note(shown)])], width / NOTE_CHARACTER, SEPARATOR)
+
+
+def _words(title: str, shown: Picture) -> list[str]:
+    """The title of a panel, and of a mask how much is visible."""
+    visible = [visible_text(shown)] if shown.categories[0].role == "visible" and shown.scores is None else []
+    return [part for part in (title, *visible) if part]

@@ -1,4 +1,4 @@
-"""The capabilities of a terminal or file, and text, signs and frames for it."""
+"""The capabilities of a terminal or file, and signs, texts and frames for it. No meaning is only a color: signs differ too."""
 
 from __future__ import annotations
 
@@ -12,13 +12,30 @@ from rich.console import Console
 from rich.text import Text
 
 from flexmask.plotting.raster import Picture
-from flexmask.plotting.terminal.signs import FAINT, Sign
 
+FAINT = "bright_black"
 #: The most lines of a drawing.
 MAX_LINES = 64
 CORNER = "q\\kv"
 #: The most characters of a token: to the left of the lines, and above the columns, where each character takes a line.
 LONGEST_ROW_LABEL, LONGEST_COLUMN_LABEL = 16, 12
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The sign of one category of cells, blocks or pixels.
+
+    Attributes:
+        glyph: in a terminal.
+        plain: in ASCII.
+        style: rich's style for either.
+        meaning: its text in the legend.
+    """
+
+    glyph: str
+    plain: str
+    style: str
+    meaning: str
 
 
 class LegendEntry(NamedTuple):

@@ -16,13 +16,11 @@ from rich.text import Text
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
+from flexmask.plotting.annotations import PictureOptions
 from flexmask.plotting.caption import first_term_note, join_lines, notes, title_lines, visible_text
-from flexmask.plotting.labels import PictureOptions
 from flexmask.plotting.raster import Picture, rasterize
-from flexmask.plotting.terminal.areas import draw_area
-from flexmask.plotting.terminal.canvas import MAX_LINES, Canvas, Drawing, LegendEntry
-from flexmask.plotting.terminal.cells import blocks_fit, cells_fit, cells_width, draw_blocks, draw_cells
-from flexmask.plotting.terminal.signs import FAINT
+from flexmask.plotting.terminal.canvas import FAINT, MAX_LINES, Canvas, Drawing, LegendEntry
+from flexmask.plotting.terminal.drawing import blocks_fit, cells_fit, cells_width, draw_area, draw_blocks, draw_cells
 
 if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
@@ -49,19 +47,26 @@ def show(
     if not isinstance(console, Console):
         raise OperandError(f"console must be a rich.console.Console, got {kind_of(console)}")
     asked: PictureOptions = {"max_blocks": (MAX_LINES, console.width), **options}
-    show_picture(rasterize(mask, q_len, kv_len, **asked), console=console)
+    print_drawing(rasterize(mask, q_len, kv_len, **asked), console=console)
 
 
-def show_picture(shown: Picture, *, console: Console | None = None, legend: bool = True) -> None:
-    """Draws a picture in the terminal.
+def print_drawing(shown: Picture | Sheet, *, console: Console, legend: bool = True) -> None:
+    """Draws a picture in the terminal, or the pictures of a sheet, as many in a row as there is room for.
 
     Args:
-        shown: the picture.
-        console: where to draw, as for :func:`show`.
+        shown: the picture or the sheet.
+        console: where to draw.
         legend: whether the meaning of the signs is below the drawing.
     """
-    console = console or Console()
     canvas = Canvas.from_console(console)
+    lines = _picture_lines(shown, canvas, legend) if isinstance(shown, Picture) else _sheet_lines(shown, canvas, legend)
+    for line in lines:
+        if canvas.plain:
+            line.rstrip()
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+
+
+def _picture_lines(shown: Picture, canvas: Canvas, legend: bool) -> list[Text]:
     while True:
         drawing = _drawn(shown, canvas)
         head = _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas)
@@ -70,21 +75,12 @@ def show_picture(shown: Picture, *, console: Console | None = None, legend: bool
             lines += [Text(), *_legend(drawing.legend, drawing.shown, canvas)]
         beyond = 0 if canvas.height is None else len(lines) + PROMPT - canvas.height
         if beyond <= 0 or canvas.lines <= LEAST_LINES:
-            break
+            return lines
         canvas = replace(canvas, lines=max(LEAST_LINES, min(canvas.lines, len(drawing.lines)) - beyond))
-    _write(console, canvas, lines)
 
 
-def show_sheet(shown: Sheet, *, console: Console | None = None, legend: bool = True) -> None:
-    """Draws the pictures of a sheet in the terminal, as many in a row as there is room for, with one legend.
-
-    Args:
-        shown: the sheet.
-        console: where to draw, as for :func:`show`.
-        legend: whether the meaning of the signs is below the drawings.
-    """
-    console = console or Console()
-    canvas = Canvas.from_console(console)
+def _sheet_lines(shown: Sheet, canvas: Canvas, legend: bool) -> Iterator[Text]:
+    """The lines of the pictures, row by row, with one legend."""
     wanted = max(_width(one, canvas) for one in shown.pictures)
     columns = max(1, min(shown.columns, (canvas.width + BETWEEN) // (wanted + BETWEEN)))
     narrow = replace(canvas, width=(canvas.width + BETWEEN) // columns - BETWEEN)
@@ -92,7 +88,7 @@ def show_sheet(shown: Sheet, *, console: Console | None = None, legend: bool = T
         narrow = replace(narrow, lines=min(MAX_LINES, max(LEAST_LINES, canvas.height - TITLES)))
     drawings = [_drawn(one, narrow) for one in shown.pictures]
     last = drawings[-1]
-    _write(console, canvas, _head(shown.text, notes(last.shown, pixels=last.by_area, alone=False), canvas))
+    yield from _head(shown.text, notes(last.shown, pixels=last.by_area, alone=False), canvas)
     titles = [[*_title(title, drawing.shown, narrow)] for title, drawing in zip(shown.titles, drawings, strict=True)]
     for first in range(0, len(drawings), columns):
         row = slice(first, first + columns)
@@ -101,10 +97,10 @@ def show_sheet(shown: Sheet, *, console: Console | None = None, legend: bool = T
             [*[Text()] * (high - len(title)), *title, *drawing.lines]
             for title, drawing in zip(titles[row], drawings[row], strict=True)
         ]
-        _write(console, canvas, [*_side_by_side(panels, narrow.width), Text()])
+        yield from (*_side_by_side(panels, narrow.width), Text())
     entries = {(entry.sign.plain, entry.words): entry._replace(amount="") for drawing in drawings for entry in drawing.legend}
     if legend:
-        _write(console, canvas, _legend(entries.values(), last.shown, canvas))
+        yield from _legend(entries.values(), last.shown, canvas)
 
 
 def _drawn(shown: Picture, canvas: Canvas) -> Drawing:
@@ -159,10 +155,3 @@ def _legend(entries: Iterable[LegendEntry], shown: Picture, canvas: Canvas) -> I
     yield pending
     if note := first_term_note(shown, "letter" if canvas.plain else "sign"):
         yield from (Text(line, FAINT) for line in canvas.wrapped(note))
-
-
-def _write(console: Console, canvas: Canvas, lines: Iterable[Text]) -> None:
-    for line in lines:
-        if canvas.plain:
-            line.rstrip()
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)

@@ -12,11 +12,8 @@ import click
 import transformers
 
 from flexmask import Mask
-from flexmask.cli.drawings import output_option, writing
-from flexmask.cli.inputs import json_option
-from flexmask.cli.messages import UserError
-from flexmask.cli.output import Cell, echo, heading, print_json, print_table, to_stderr
-from flexmask.cli.progress import spinner
+from flexmask.cli.inputs import json_option, output_option, writing
+from flexmask.cli.output import Cell, UserError, echo, heading, print_json, print_table, spinner, to_stderr
 
 __all__ = ["hf"]
 
