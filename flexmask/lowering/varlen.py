@@ -109,7 +109,7 @@ def _intervals(context: Context) -> tuple[Tensor, Tensor]:
     if not bounds.exact:
         reason = "a part of it is not separable in q and kv"
         if any(isinstance(node, Named) and node.name == "from_dense" for node in context.named.walk()):
-            reason += "; mask.recognize() finds the named masks in the cells of from_dense, which may be"
+            reason += "; try mask.recognize(), which finds named masks in the cells of from_dense"
     elif rows.slots > 1:
         reason = f"its rows have {rows.slots} key intervals"
     elif rows.lo.shape[1] > 1:

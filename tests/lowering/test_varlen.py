@@ -113,7 +113,7 @@ def test_documents(lengths: list[list[int]], inside: fm.Mask) -> None:
     ("mask", "message"),
     [
         ((q - kv) % 2 == 0, "not separable in q and kv; use backend"),
-        (fm.causal() & fm.from_dense(torch.eye(6).bool()), r"not separable in q and kv; mask.recognize\(\) finds"),
+        (fm.causal() & fm.from_dense(torch.eye(6).bool()), r"not separable in q and kv; try mask.recognize\(\)"),
         (masks.sink_window(1, size=2), "2 key intervals"),
         (fm.per_head([fm.causal(), fm.full()]), "heads differ"),
         (fm.causal() & fm.key_padding([3, 6]), r"query 0 of sequence 0 .* \[0, 1\).* \(-1, 0\) .* add query_padding"),
