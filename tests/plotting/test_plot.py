@@ -6,9 +6,11 @@ them again with ``FLEXMASK_REGENERATE=1 pytest tests/plotting/test_plot.py -k go
 
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -67,21 +69,58 @@ def test_what_is_not_to_scale_says_so() -> None:
     assert "not to scale" in legend.get_title().get_text()
 
 
-def test_drawn_squares_are_the_mask() -> None:
-    mask = fm.causal() & fm.document(packed(12, 3))
-    ax = mask.plot(12)
-    rectangles = [path.get_extents() for path in ax.collections[0].get_paths()]
-    cells = np.zeros((12, 12), dtype=bool)
-    for box in rectangles:
-        cells[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)] = True
-    assert np.array_equal(cells, mask.dense(12)[0, 0])
+def paths_of(svg: Path, color: str) -> list[str]:
+    """The paths of an SVG file that are drawn in a color within the axes."""
+    found = ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}path")
+    return [path.get("d", "") for path in found if path.get("clip-path") and f"fill: {color}" in path.get("style", "")]
 
 
-def test_drawn_pixels_are_the_mask() -> None:
-    ax = fm.causal().plot(200)
+def cells_of(drawn: str, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:
+    """The cells that the rectangles of a path fill, which reaches from the first key to the last and from query to query."""
+    corners = [[[float(x) for x in pair.split()] for pair in re.findall(r"[ML] ([^MLz]*)", part)] for part in drawn.split("z")]
+    boxes = np.array([[*np.min(part, 0), *np.max(part, 0)] for part in corners if part])
+    left, top, right, bottom = (*boxes[:, :2].min(0), *boxes[:, 2:].max(0))
+    unit = np.array([(right - left) / kv_len, (bottom - top) / q_len] * 2)
+    cells = np.zeros((q_len, kv_len), dtype=int)
+    for x, y, x_end, y_end in np.round((boxes - [left, top, left, top]) / unit).astype(int):
+        cells[y:y_end, x:x_end] += 1
+    return cells
+
+
+#: Masks whose first and last key and query are seen, and the bytes that their cells may take in a file.
+VECTORS: dict[str, tuple[Mask, int, dict[str, Any], int]] = {
+    "causal": (fm.causal(), 64, {}, 8_000),
+    "causal, long": (fm.causal(), 250, {}, 30_000),
+    "full": (fm.full(), 200, {}, 200),
+    "documents": (fm.causal() & fm.document(packed(40, 3)), 40, {"why": True}, 5_000),
+    "checks": ((fm.q + fm.kv) % 2 == 0, 64, {}, 250_000),
+}
+
+
+@pytest.mark.parametrize(("mask", "length", "options", "most"), VECTORS.values(), ids=VECTORS)
+def test_cells_are_one_path_of_rectangles(mask: Mask, length: int, options: dict[str, Any], most: int, tmp_path: Path) -> None:
+    mask.save_picture(tmp_path / "mask.svg", length, **options)
+    assert "<image" not in (tmp_path / "mask.svg").read_text()
+    (drawn,) = paths_of(tmp_path / "mask.svg", "#0072b2")
+    assert len(drawn) < most
+    assert np.array_equal(cells_of(drawn, length, length), mask.dense(length)[0, 0])
+
+
+def test_blocks_are_paths_and_lines_are_two(tmp_path: Path) -> None:
+    fm.causal().save_picture(tmp_path / "mask.svg", 32, block_size=4)
+    (full,) = (cells_of(path, 7, 7) for path in paths_of(tmp_path / "mask.svg", "#0072b2"))
+    assert np.array_equal(full, np.tri(7))
+    assert len(paths_of(tmp_path / "mask.svg", "none; stroke: #ffffff")) == 2  # of cells
+    assert len(paths_of(tmp_path / "mask.svg", "none; stroke: #333333")) == 2  # of blocks
+
+
+@pytest.mark.parametrize(("mask", "length"), [(fm.causal(), 600), ((fm.q + fm.kv) % 2 == 0, 100)], ids=["small", "many"])
+def test_drawn_pixels_are_the_mask(mask: Mask, length: int) -> None:
+    """Where rectangles would be too small or too many, there is an image."""
+    ax = mask.plot(length)
     image = ax.images[0].get_array()
     assert image is not None
-    assert np.array_equal(image[..., 3] == 1, fm.causal().dense(200)[0, 0])
+    assert np.array_equal(image[..., 3] == 1, mask.dense(length)[0, 0])
     assert ((image[..., 3] == 0) | (image[..., 3] == 1)).all()
 
 

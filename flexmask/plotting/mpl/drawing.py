@@ -1,22 +1,24 @@
-"""The cells of a picture on matplotlib axes: squares where each can be seen, else an image; attention weights; and the blocks."""
+"""The cells of a picture on matplotlib axes: rectangles of equal cells, else an image; attention weights; and the blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 from numpy.typing import NDArray
 
 from flexmask.plotting.categories import is_detailed
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, INK, UNDECIDED, VISIBLE, WASTED, Look, looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture, Scores
 
-#: Cells along the longer side up to which each is drawn as a square of its own.
+#: Cells along the longer side up to which each is seen as a square of its own.
 MAX_SQUARES = 64
+#: Of longer masks, rectangles of equal cells up to which they are drawn as such, and pixels of a cell, so that none gets lost.
+MAX_RECTANGLES, LEAST_PIXELS = 1024, 2
 #: The roles that are drawn as the background of the axes.
 BACKGROUND = ("hidden", "neither")
 #: How much of the color is left to what empty blocks hide.
@@ -24,7 +26,7 @@ IN_EMPTY = 0.45
 
 
 def squares(shown: Picture) -> bool:
-    """Whether each cell is drawn as a square."""
+    """Whether each cell is seen as a square."""
     return shown.every_cell and max(shown.q_len, shown.kv_len) <= MAX_SQUARES
 
 
@@ -41,7 +43,7 @@ def draw_cells(shown: Picture, ax: Axes) -> None:
 def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
     _draw_image(shown, ax, colored_scores(scores, shown.shares[0]))
     if squares(shown):
-        _draw_rectangles(ax, _runs(shown.cells > 0), (1, 1), UNSEEN)
+        _draw_rectangles(ax, _rectangles(shown.cells > 0), (1, 1), UNSEEN)
         draw_numbers(shown, ax)
 
 
@@ -52,16 +54,28 @@ def _draw_categories(shown: Picture, ax: Axes) -> None:
         looks = (Look(IN_PARTIAL, prominent=True), *looks[1:])
         if plain:
             _draw_blocks(shown, ax, PARTIAL, WASTED)
-    if squares(shown):
-        for number, (category, look) in enumerate(zip(shown.categories, looks, strict=True)):
-            if category.hides is not None or category.role not in BACKGROUND:
-                _draw_rectangles(ax, _runs(shown.cells == number), (1, 1), look)
-    else:
+    areas = _areas(shown, ax, looks)
+    for rectangles, look in areas:
+        _draw_rectangles(ax, rectangles, (1, 1), look)
+    if not areas:
         _draw_pixels(shown, ax, looks)
     _draw_blocks(shown, ax, FULL, VISIBLE)
     _draw_blocks(shown, ax, UNKNOWN, UNDECIDED)
     if not plain:
         _draw_blocks(shown, ax, EMPTY, "#FFFFFF", 1 - IN_EMPTY)
+
+
+def _areas(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> list[tuple[NDArray[np.int64], Look]]:
+    """The rectangles of each category and their look; none where an image is smaller, or shows what rectangles would not."""
+    box, is_plain = ax.get_window_extent(), not squares(shown)
+    if is_plain and (not shown.every_cell or min(box.width / shown.kv_len, box.height / shown.q_len) < LEAST_PIXELS):
+        return []
+    found = [
+        (_rectangles(shown.cells == number), Look(look.color) if is_plain else look)
+        for number, (category, look) in enumerate(zip(shown.categories, looks, strict=True))
+        if category.hides is not None or category.role not in BACKGROUND
+    ]
+    return [] if is_plain and sum(len(rectangles) for rectangles, _ in found) > MAX_RECTANGLES else found
 
 
 def opacity(fraction: Any) -> Any:
@@ -75,37 +89,40 @@ def faded(color: str, share: float) -> str:
     return to_hex((red, green, blue))
 
 
-def _runs(marked: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
-    """The runs of marked places in each row: row, first column, the column behind the last."""
+def _rectangles(marked: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Rectangles of the marked places, ``[n, 4]``: top, left, bottom, right. Equal runs of rows one below the other are one."""
     edges = np.diff(marked.astype(np.int8), prepend=0, append=0, axis=1)
     rows, starts = (edges == 1).nonzero()
     stops = (edges == -1).nonzero()[1]
-    return list(zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True))
+    order = np.lexsort((rows, stops, starts))
+    runs = np.stack((starts, stops, rows), 1)[order]
+    first = np.ones(len(runs), dtype=np.bool_)
+    first[1:] = (np.diff(runs, axis=0) != (0, 0, 1)).any(1)
+    (starts, stops, tops), bottoms = runs[first].T, runs[np.roll(first, -1), 2] + 1
+    return np.stack((tops, starts, bottoms, stops), 1)
 
 
 def _draw_rectangles(
-    ax: Axes, runs: Iterable[tuple[int, int, int]], unit: tuple[int, int], look: Look, alpha: float | None = None
+    ax: Axes, rectangles: NDArray[np.int64], unit: tuple[int, int], look: Look, alpha: float | None = None
 ) -> None:
-    high, wide = unit
-    corners = []
-    for row, start, stop in runs:
-        top, left, bottom, right = row * high, start * wide, (row + 1) * high, stop * wide
-        corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-    drawn = PolyCollection(
-        corners,
-        facecolors=look.color,
-        edgecolors=look.ink if look.hatch else "none",
-        linewidths=0,
+    """Draws rectangles as one path, which files of vectors keep small, and viewers show without lines between them."""
+    corners = rectangles[:, [[1, 0], [3, 0], [3, 2], [1, 2]]] * unit[::-1]
+    drawn = PathPatch(
+        Path.make_compound_path_from_polys(corners),
+        facecolor=look.color,
+        edgecolor=look.ink if look.hatch else "none",
+        linewidth=0,
         hatch=look.hatch or None,
-        antialiaseds=False,
+        antialiased=False,
         alpha=alpha,
+        snap=True,
     )
-    ax.add_collection(drawn, autolim=False)
+    ax.add_artist(drawn)
 
 
 def _draw_blocks(shown: Picture, ax: Axes, state: int, color: str, alpha: float | None = None) -> None:
     if shown.blocks is not None and shown.block_size is not None:
-        _draw_rectangles(ax, _runs(shown.blocks == state), shown.block_size, Look(color), alpha)
+        _draw_rectangles(ax, _rectangles(shown.blocks == state), shown.block_size, Look(color), alpha)
 
 
 def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
@@ -149,9 +166,11 @@ def _draw_lines(shown: Picture, ax: Axes) -> None:
 
 
 def _draw_grid(shown: Picture, ax: Axes, step: tuple[int, int], *, color: str, linewidth: float) -> None:
-    lines: list[list[tuple[int, int]]] = [[(0, y), (shown.kv_len, y)] for y in range(step[0], shown.q_len, step[0])]
-    lines += [[(x, 0), (x, shown.q_len)] for x in range(step[1], shown.kv_len, step[1])]
-    ax.add_collection(LineCollection(lines, colors=color, linewidths=linewidth, zorder=2), autolim=False)
+    across = [[(0, y), (shown.kv_len, y)] for y in range(step[0], shown.q_len, step[0])]
+    down = [[(x, 0), (x, shown.q_len)] for x in range(step[1], shown.kv_len, step[1])]
+    for lines in filter(None, (across, down)):
+        path = Path(np.concatenate(lines), [Path.MOVETO, Path.LINETO] * len(lines))
+        ax.add_artist(PathPatch(path, fill=False, edgecolor=color, linewidth=linewidth, snap=True, zorder=2))
 
 
 #: From no weight to the greatest.
