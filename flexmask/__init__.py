@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flexmask import tracing as tracing
     from flexmask.backends.api import attention
     from flexmask.backends.cache import MaskCache
-    from flexmask.backends.merge import merge_attention
+    from flexmask.backends.weights import merge_attention
     from flexmask.nn.kv_cache import KVCache
     from flexmask.nn.multihead import MultiheadFlexAttention
     from flexmask.plans.api import plan
@@ -105,7 +105,7 @@ _LAZY = {
     "create_block_mask": "flexmask.tracing.create_block_mask",
     "explain": "flexmask.report.explain",
     "from_mask_mod": "flexmask.tracing.trace",
-    "merge_attention": "flexmask.backends.merge",
+    "merge_attention": "flexmask.backends.weights",
     "plan": "flexmask.plans.api",
 }
 #: Packages with public names, which ``flexmask.NAME`` imports.

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from flexmask._checks import checked_number, kind_of, names_explained, nearest, not_plain_reason
+from flexmask._transforms import autocast, autocast_dtype, without_autocast
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flex import FLEX
-from flexmask.backends.mixed_precision import autocast, autocast_dtype, without_autocast
 from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tiled_sdpa import TILED_SDPA

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmask._transforms import is_transformed
 from flexmask.backends.dropout import keep_weights
-from flexmask.backends.fused_kernel import has_fused_kernel
 from flexmask.backends.tile import Cells, Tile, fold_rows, size_of
 from flexmask.backends.tiling import Tiling, shared_tiling
 
+#: The kernel that ``scaled_dot_product_attention`` calls on the CPU, with the logsumexp of the scores of each row, [B, H, Q], in
+#: float32 at least, and its gradient: torch has no public function that returns them.
+FUSED_FORWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 #: The most scores of a sequence in a tile with a bias for each head, which is made for the tile and should fit the cache.
 BIAS_SCORES = 2**18
 
@@ -69,8 +72,11 @@ class Problem(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a tile is one call of the fused kernel."""
-        return self.rows is None and self.cap is None and has_fused_kernel(*self.tensors)
+        """Whether a tile is one call of the fused kernel: on the CPU, with one head dim, contiguous along it."""
+        query, _, value = self.tensors
+        is_fit = query.device.type == "cpu" and 0 < query.size(3) == value.size(3)
+        is_fit = is_fit and all(tensor.stride(3) == 1 for tensor in self.tensors)
+        return is_fit and self.rows is None and self.cap is None and FUSED_FORWARD is not None and FUSED_BACKWARD is not None
 
     def is_transformed(self) -> bool:
         """Whether a transform of torch.func, or a forward-mode derivative, is of these tensors."""

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmask.backends.fused_kernel import fused_backward, fused_forward
-from flexmask.backends.mixed_precision import without_autocast
-from flexmask.backends.problem import Problem, precise_dtype
+from flexmask._transforms import without_autocast
+from flexmask.backends.problem import FUSED_BACKWARD, FUSED_FORWARD, Problem, precise_dtype
 from flexmask.backends.tile import Tile, fold_rows
 from flexmask.backends.tile_weights import attend, compute_weights, drop_weights, has_nonfinite
 
@@ -52,7 +51,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     for tile, bias, fully_masked_rows in problem.with_biases(tiling):
         q, k, v = problem.parts(tile)
         if is_fused:
-            part, lse = fused_forward(q, k, v, bias, problem.scale)
+            part, lse = FUSED_FORWARD(q, k, v, 0.0, False, attn_mask=bias, scale=problem.scale)
         elif has_kernel:
             bias = None if bias is None else bias.to(q.dtype)
             part, lse = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale), None
@@ -79,7 +78,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _unfused_forward(problem: Problem, tile: Tile, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """As `fused_forward`, with dropout and a cap; computed in float32 at least."""
+    """The folded output of a tile and its logsumexp, with dropout and a cap; computed in float32 at least."""
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
     scores, _ = _scores(problem, tile, q * problem.scale, k, bias)
     lse = torch.logsumexp(scores, -1) if problem.with_lse else None
@@ -128,7 +127,8 @@ def backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, logsumexp: Tens
                 part_grad = part_grad.masked_fill(fully_masked_rows, 0)
             lse = tile.fold(logsumexp.unsqueeze(-1)) if len(logsumexp) else None
             if is_fused and lse is not None:
-                yield tile, fused_backward(part_grad, *problem.parts(tile), part_out, lse.squeeze(-1), bias, problem.scale)
+                given = part_grad, *problem.parts(tile), part_out, lse.squeeze(-1), 0.0, False
+                yield tile, FUSED_BACKWARD(*given, attn_mask=bias, scale=problem.scale)
             else:
                 yield tile, _unfused_gradients(problem, tile, part_grad, part_out, bias, lse)
 

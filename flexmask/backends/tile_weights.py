@@ -1,15 +1,20 @@
-"""The weights [b, n, g * m, t] of one tile and its output, in operations that torch differentiates. Shapes as in `tile`."""
+"""The weights [b, n, g * m, t] of one tile and its output, and attention of all, in operations that torch differentiates.
+
+It has derivatives of any order and transforms, with any `score_mod`, and is simple rather than fast. Shapes as in `tile`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from flexmask._transforms import has_values, is_captured
+from flexmask._transforms import has_values, is_captured, without_autocast
 from flexmask.backends.problem import Problem, precise_dtype
+from flexmask.backends.score_mods import Unchanged, over_indices
 from flexmask.backends.tile import Tile
 from flexmask.scores.score import ScoreMod
 
@@ -101,3 +106,55 @@ def has_nonfinite(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu" or not has_values(tensor) or is_captured():
         return False
     return not math.isfinite(tensor.sum(dtype=precise_dtype(tensor)).item())
+
+
+# ---------------------------------------------------------------- all tiles
+
+
+def differentiable_attention(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor | None]:
+    """The output, [B, H, Q, Dv], and the logsumexp where the problem asks for it; with a score_mod in place of bias and cap."""
+    query, key, value = problem.tensors
+    tiles = problem.tiling().tiles
+    score_mod = None if score_mod is None else over_indices(score_mod)
+    transformed = problem.is_transformed()
+    isolate_nonfinite = not transformed and (has_nonfinite(key.detach()) or has_nonfinite(value.detach()))
+
+    def compute(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, logsumexp = attend(problem.with_tensors(query, key, value), tile, score_mod, isolate_nonfinite=isolate_nonfinite)
+        return tile.unfold(out).to(query.dtype), None if logsumexp is None else tile.unfold(logsumexp).squeeze(-1)
+
+    if transformed:  # transforms cannot differentiate checkpoints
+        found = [compute(tile, query, key, value) for tile in tiles]
+    else:  # checkpoints keep the memory of the backward pass linear: the scores of one tile exist at a time
+        repeated = compute if torch.compiler.is_compiling() else Unchanged(compute, problem.bounds)
+        found = [checkpoint(repeated, tile, query, key, value, use_reentrant=False) for tile in tiles]
+    parts, logsumexps = zip(*found, strict=True)
+    return torch.cat(parts, 2), torch.cat(logsumexps, 2) if problem.with_lse else None
+
+
+def gradients(problem: Problem, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, and of a bias that has one, by those of the output and of the logsumexp."""
+    precise = problem.precise()
+
+    def loss(*tensors: Tensor) -> Tensor:
+        out, logsumexp = differentiable_attention(precise.with_tensors(*tensors))
+        total = (out * grad).sum()
+        return total if logsumexp is None or grad_lse is None else total + (logsumexp * grad_lse).sum()
+
+    tensors = *precise.tensors, *precise.learned
+    with without_autocast(problem.query):
+        found = torch.func.grad(loss, tuple(range(len(tensors))))(*tensors)
+    return *(one.to(problem.query.dtype) for one in found[:3]), *found[3:]
+
+
+def second_gradients(problem: Problem, grad: Tensor, grad_lse: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the sum of `gradients` times weights by ``grad``, ``grad_lse``, query, key, value and a learned bias."""
+    of_lse = () if grad_lse is None else (grad_lse,)
+
+    def first(grad: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        lse, tensors = others[: len(of_lse)], others[len(of_lse) :]
+        return gradients(problem.with_tensors(*tensors), grad, lse[0] if lse else None)
+
+    pull = torch.func.vjp(first, grad, *of_lse, *problem.tensors, *problem.learned)[1]
+    by_grad, *found = pull(tuple(weights))
+    return [by_grad, *found] if of_lse else [by_grad, None, *found]

@@ -20,9 +20,8 @@ from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Cells
-from flexmask.backends.tile_derivatives import differentiable_attention
 from flexmask.backends.tile_passes import FUSED_SCORES
-from flexmask.backends.tile_weights import has_nonfinite
+from flexmask.backends.tile_weights import differentiable_attention, has_nonfinite
 from flexmask.backends.tiling import may_be_dense
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
@@ -31,7 +30,7 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.plans.capture import lower, lower_in_graph
 from flexmask.plans.foreign import from_block_mask
-from flexmask.plans.fused import Fused, fused_kind
+from flexmask.plans.lowered import Fused, fused_kind
 from flexmask.scores.placed import PlacedScore
 from flexmask.scores.score import ScoreMod
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._transforms import has_values, is_captured, is_observed, is_static, outside_transforms
-from flexmask.backends import tile_rows
+from flexmask.backends import tile_blocks
 from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile
 from flexmask.backends.tile_band import join_bands
-from flexmask.backends.tile_blocks import Blocks, check_within, key_count, union
-from flexmask.backends.tile_rows import block_starts, score_cost
+from flexmask.backends.tile_blocks import Blocks, block_starts, check_within, key_count, score_cost, union
 
 # Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
@@ -250,7 +249,7 @@ def _any_keys(bounds: Tensor, query: Tensor, key: Tensor) -> list[Tile]:
     (batch, heads, q_len, _), (_, key_heads, kv_len, _) = query.shape, key.shape
     blocks = [SymbolicSpan(0, q_len)]
     if is_static(q_len):
-        step = max(tile_rows.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
+        step = max(tile_blocks.BLOCK_ROWS, -(-q_len // MAX_CAPTURED_TILES))
         blocks = [SymbolicSpan(start, min(start + step, q_len)) for start in range(0, q_len, step)]
     area = SymbolicSpan(0, batch), SymbolicSpan(0, key_heads), heads // key_heads
     runs = ((0, kv_len),) if bounds.size(3) else ()

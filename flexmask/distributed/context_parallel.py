@@ -20,9 +20,8 @@ from flexmask._transforms import is_observed
 from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
-from flexmask.distributed.declared import Declared, find_declared, known
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
-from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
+from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries
 from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError

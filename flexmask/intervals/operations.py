@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._transforms import are_ints
-from flexmask._vmap import vectorized
+from flexmask._transforms import are_ints, vectorized
 from flexmask.errors import LoweringError
 from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Index
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Xor

@@ -8,7 +8,6 @@ it attends to keys that the cache has dropped.
 from flexmask.nn.cache_masks import CallTokens, mask_over_cache
 from flexmask.nn.hidden_keys import first_dropped
 from flexmask.nn.kv_cache import KVCache, Step
-from flexmask.nn.multihead import MultiheadFlexAttention
-from flexmask.nn.shared import call
+from flexmask.nn.multihead import MultiheadFlexAttention, call
 
 __all__ = ["CallTokens", "KVCache", "MultiheadFlexAttention", "Step", "call", "first_dropped", "mask_over_cache"]

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, not_plain_reason
-from flexmask.backends.mixed_precision import autocast_dtype
+from flexmask._transforms import autocast_dtype
 from flexmask.catalogue.windows import full
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.data import as_table
@@ -20,8 +20,7 @@ from flexmask.expr.index import b, kv
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_masks import CallTokens, last_keys, mask_over_cache
-from flexmask.nn.hidden_keys import check_later_keys, check_window, mask_over_places
-from flexmask.nn.padded_keys import PaddedKeys, padded_keys
+from flexmask.nn.hidden_keys import PaddedKeys, check_later_keys, check_window, mask_over_places, padded_keys
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore

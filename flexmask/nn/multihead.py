@@ -12,15 +12,15 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
 from flexmask._checks import check_function, checked_int, checked_number, kind_of, names_explained, not_plain_reason
+from flexmask._transforms import autocast_dtype
 from flexmask.backends.api import attend, check_kernel_options, checked_call
 from flexmask.backends.backend import Call, check_backend
 from flexmask.backends.dropout import check_dropout
-from flexmask.backends.mixed_precision import autocast_dtype
 from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.nn.call_masks import bound_mask, module_mask, unplaced
+from flexmask.nn.call_masks import RESERVED, bound_mask, module_mask, unplaced
 from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
@@ -407,3 +407,28 @@ class MultiheadFlexAttention(nn.Module):
         if isinstance(self.score_mod, Score):
             parts.append(f"score_mod={str(self.score_mod)!r}")
         return ", ".join(parts)
+
+
+def call(layer: MultiheadFlexAttention, x: Tensor, **given: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Calls a layer with a mask of its own, without the values of parameters that this mask does not have.
+
+    For a model whose layers have different masks, which takes the data of all of them: ``call(layer, x, ids=ids, lengths=n)``
+    gives ``lengths`` only to the layers with ``lengths`` among ``layer.mask.params``. A parameter that a mask has and that is not
+    given is an error, so a misspelt name is one, too.
+
+    Args:
+        layer: the layer.
+        x: as for :meth:`flexmask.MultiheadFlexAttention.forward`.
+        given: the other arguments of ``forward`` but ``mask``, and values by the names of parameters.
+
+    Raises:
+        OperandError: ``layer`` is another module, or there is a ``mask`` among the arguments: call the layer with it.
+        ExpressionError: a missing parameter of the layer's mask.
+    """
+    if not isinstance(layer, MultiheadFlexAttention):
+        raise OperandError(f"layer must be a flexmask.MultiheadFlexAttention, got {kind_of(layer)}")
+    if "mask" in given:
+        raise OperandError("call takes the layer's own mask, which is set as layer.mask = ...; with another one call the layer")
+    own = () if layer.mask is None else layer.mask.params
+    out: Tensor | tuple[Tensor, Tensor, Tensor] = layer(x, **{k: v for k, v in given.items() if k in RESERVED or k in own})
+    return out

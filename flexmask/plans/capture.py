@@ -29,8 +29,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.plans.fused import band_of
-from flexmask.plans.lowered import LoweredMask, flat_lists, lists_of
+from flexmask.plans.lowered import LoweredMask, band_of, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask import _sync
-from flexmask._transforms import is_captured
-from flexmask._vmap import vectorized
+from flexmask._transforms import is_captured, vectorized
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs

@@ -10,7 +10,7 @@ from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.lowering.varlen import varlen_arguments
-from flexmask.plans.fused import KINDS, band_of
+from flexmask.plans.lowered import KINDS, band_of
 from flexmask.report.stats import stats
 
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexmask.backends import tile_blocks, tile_rows
+from flexmask.backends import tile_blocks
 from flexmask.backends import tiling as tile_plan
 from tests.support.exhaustive import exhaustive
 from tests.support.flex import without_kernels
@@ -37,7 +37,7 @@ def flex_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that few tokens make many, with several runs of keys."""
-    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(tile_blocks, "BLOCK_ROWS", 16)
     monkeypatch.setattr(tile_blocks, "GAP", 3)
     monkeypatch.setattr(tile_blocks, "ALIGNMENT", 2)
     monkeypatch.setattr(tile_plan, "CALL_WORK", 0)
@@ -49,7 +49,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_bands(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of small tiles wherever tiles lie along the diagonal."""
-    monkeypatch.setattr(tile_rows, "MIN_BLOCK_ROWS", 4)
+    monkeypatch.setattr(tile_blocks, "MIN_BLOCK_ROWS", 4)
     monkeypatch.setattr(tile_plan, "CALL_SCORES", 2**16)
     monkeypatch.setattr(tile_plan, "FUSED_CALL_SCORES", 2**16)
     monkeypatch.setattr(tile_plan, "MAX_DENSE_SCORES", 0)

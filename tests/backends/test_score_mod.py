@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flexmask as fm
-from flexmask.backends import tile_rows, tiling
+from flexmask.backends import tile_blocks, tiling
 from tests.support.exhaustive import each_run
 
 BATCH, HEADS, LENGTH = 2, 4, 40
@@ -35,7 +35,7 @@ MASKS: dict[str, Callable[[], tuple[Any, Tensor]]] = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles, the last one of fewer rows."""
-    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 24)
+    monkeypatch.setattr(tile_blocks, "BLOCK_ROWS", 24)
     torch.compiler.reset()
 
 
@@ -102,7 +102,7 @@ def test_the_module_is_one_graph() -> None:
 
 @pytest.mark.exhaustive
 def test_a_graph_has_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 1)
+    monkeypatch.setattr(tile_blocks, "BLOCK_ROWS", 1)
     monkeypatch.setattr(tiling, "MAX_CAPTURED_TILES", 2)
     graphs = []
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask.backends import tile_rows, tiling
+from flexmask.backends import tile_blocks, tiling
 from flexmask.backends.tile import Span, SymbolicSpan, Tile, size_of
-from flexmask.backends.tile_rows import document_starts
+from flexmask.backends.tile_blocks import document_starts
 from flexmask.backends.tiling import plan_tiles, shared_tiling
 from tests.backends.tiled_cases import (
     MASKS,
@@ -60,7 +60,7 @@ class TestCost:
 
     @pytest.mark.parametrize(("q_len", "sizes"), [(1, [1]), (200, [128, 72]), (2000, [250] * 8), (2001, [251] * 7 + [244])])
     def test_bounds_without_values_take_few_tiles_of_all_keys(self, q_len: int, sizes: list[int]) -> None:
-        assert (tile_rows.BLOCK_ROWS, tiling.MAX_CAPTURED_TILES) == (128, 8)
+        assert (tile_blocks.BLOCK_ROWS, tiling.MAX_CAPTURED_TILES) == (128, 8)
         both: Span = SymbolicSpan(0, 2)
         bounds, query = torch.empty(1, 1, q_len, 2, 2, dtype=torch.int32, device="meta"), torch.empty(2, 2, q_len, 1)
         for slots, runs in ((2, ((0, q_len),)), (1, ((0, q_len),)), (0, ())):

@@ -14,8 +14,8 @@ from flexmask import KVCache
 from flexmask.errors import LoweringError
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.nn import CallTokens, first_dropped, mask_over_cache
+from flexmask.nn.cache_masks import lookback_of
 from flexmask.nn.hidden_keys import check_window
-from flexmask.nn.lookback import lookback_of
 from tests.nn.cache_cases import (
     CASES,
     Case,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import flexmask as fm
 from flexmask import scores
-from flexmask.backends import problem, tile_rows
+from flexmask.backends import problem, tile_blocks
 from tests.scores.cases import BUCKETS, HEADS, Case, alibi_bias, capped
 from tests.support import oracle
 
@@ -32,7 +32,7 @@ NAMES = ["alibi", "relative", "decoder", "bias", "softcap", "alibi bias", "relat
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and bands, and biases of one head at a time."""
-    monkeypatch.setattr(tile_rows, "BLOCK_ROWS", 32)
+    monkeypatch.setattr(tile_blocks, "BLOCK_ROWS", 32)
     monkeypatch.setattr(problem, "BIAS_SCORES", 2**10)
 
 

@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 import flexmask
 from flexmask import Mask, causal, document, full
+from flexmask._transforms import autocast
 from flexmask.backends import attention_weights
-from flexmask.backends.mixed_precision import autocast
 from flexmask.errors import LoweringError
 from flexmask.plans import LoweredMask
 from flexmask.tracing import as_mask
