@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._transforms import has_values, is_captured, is_forward_mode, is_observed, is_transformed, outside_transforms
+from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import attend_tiles, fused_with_tiles
@@ -52,7 +52,7 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if score_mod is not None or (problem.is_scored and problem.is_transformed()) or is_forward_mode(*problem.tensors):
+    if score_mod is not None or problem.is_transformed(beyond_gradients=not problem.is_scored):
         return differentiable_attention(problem, score_mod)
     if problem.cells is None and problem.rows is None and not problem.with_lse and not problem.is_scored:
         if (run := _one_interval(problem)) is not None:
