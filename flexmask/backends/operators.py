@@ -1,7 +1,7 @@
-"""Attention in tiles as operators for `torch.compile`, and as autograd functions for eager code and `torch.func`.
+"""Attention in tiles as operators for `torch.compile`, and as autograd functions for eager code and `torch.func.grad`.
 
-The operators have their gradient registered. The functions have a rule for each transform, which operators cannot have; they call
-the operators only where calls are recorded, as under FakeTensorMode. All take a `Problem` as its values, one by one.
+The operators have their gradient registered. The functions can be differentiated again, which operators cannot; they call the
+operators only where calls are recorded, as under FakeTensorMode. All take a `Problem` as its values, one by one.
 """
 
 from __future__ import annotations

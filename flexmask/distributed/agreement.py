@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexmask import _sync
@@ -15,7 +16,6 @@ from flexmask._checks import kind_of
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import And, Mask, Or, Xor
 from flexmask.expr.node import Node
-from flexmask.expr.tables import CapturedTensor, TensorTable
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
@@ -83,48 +83,28 @@ def check_agreement(arguments: Mapping[str, Any], error: Exception | None, group
 
 def fingerprint(value: Any) -> int:
     """A number of 63 bits that is equal in all processes for equal masks, with equal data, or for values of equal text."""
-    parts = value if isinstance(value, tuple | list) else [value]
-    digest = _digest(*(_of_mask(part) if isinstance(part, Mask) else repr(part) for part in parts))
-    return int.from_bytes(digest[:8], "big") >> 1
+    found: dict[int, str] = {}
+
+    def content(part: Any) -> Any:
+        if isinstance(part, tuple | list):
+            return [*map(content, part)]
+        if isinstance(part, Mask) and id(part) not in found:
+            part = part.expand()
+            for node in part.walk():
+                parts = content(node._values())
+                found[id(node)] = _digest([type(node).__name__, sorted(*parts) if isinstance(node, And | Or | Xor) else parts])
+        if isinstance(part, Node):
+            return found[id(part)]
+        if isinstance(part, Tensor):
+            data = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return str(part.dtype), list(part.shape), hashlib.sha256(data.numpy().tobytes()).hexdigest()
+        if callable(part):
+            code = getattr(part, "__code__", None)
+            return getattr(part, "__module__", ""), getattr(part, "__qualname__", type(part).__qualname__), code and code.co_code
+        return repr(part)
+
+    return int(_digest(content(value))[:16], 16) >> 1
 
 
-def _of_mask(mask: Mask) -> bytes:
-    found: dict[int, bytes] = {}
-    for node in mask.expand().walk():
-        found[id(node)] = _of_node(node, found)
-    return found[id(mask.expand())]
-
-
-def _of_node(node: Node, below: dict[int, bytes]) -> bytes:
-    name = type(node).__name__
-    if isinstance(node, TensorTable | CapturedTensor):
-        tensor = node.tensor.detach().cpu().contiguous()
-        return _digest(name, str(tensor.dtype), str(tuple(tensor.shape)), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    if isinstance(node, And | Or | Xor):  # whose order does not count
-        return _digest(name, *sorted(below[id(part)] for part in node.operands))
-    return _digest(name, *_of_values(node._values(), below))
-
-
-def _of_values(values: tuple[Any, ...], below: dict[int, bytes]) -> list[bytes | str]:
-    return [_of_value(value, below) for value in values]
-
-
-def _of_value(value: Any, below: dict[int, bytes]) -> bytes | str:
-    if isinstance(value, Node):
-        return below[id(value)]
-    if isinstance(value, tuple):
-        return _digest("tuple", *_of_values(value, below))
-    if callable(value):
-        code = getattr(value, "__code__", None)
-        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-        return _digest(name, b"" if code is None else code.co_code)
-    return value if isinstance(value, bytes) else repr(value)
-
-
-def _digest(*parts: bytes | str) -> bytes:
-    state = hashlib.sha256()
-    for part in parts:
-        data = part if isinstance(part, bytes) else part.encode()
-        state.update(len(data).to_bytes(8, "big"))
-        state.update(data)
-    return state.digest()
+def _digest(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
-from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries
+from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries, text_of
 from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
-from flexmask.intervals.context import MAX_LENGTH
+from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.scores.score import ScoreMod
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -112,51 +112,35 @@ class ContextParallel:
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         counts: dict[Mask, int] = {}
         error: Exception | None = None
+        given = {"balance": balance, **self._sizes}
         try:  # the error of one rank is one of all: those that have none would wait in the first layer
             counts = distinct(layers_of(masks, self.device))
-            self._plan(list(counts), counts, seq_len, balance, strategy, batch, heads, block_size)
+            self.strategy = _checked_strategy(strategy)
+            self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
+            contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in counts]
+            self.sharding: Sharding = shard_sequence(counts, self.seq_len, self.world_size, **given)
+            self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
+            self.positions = self.sharding.positions(self.rank).to(self.device)
+            self._declared = [self._declare(number, *pair) for number, pair in enumerate(zip(counts, contexts, strict=True))]
+            self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
         except Exception as found:
             error = found
-        given = {"seq_len": seq_len, "balance": balance, "strategy": strategy, "batch": batch, "heads": heads}
-        arguments = {**given, "block_size": block_size, "masks": list(counts), "number of layers": list(counts.values())}
+        arguments = {"seq_len": seq_len, "strategy": strategy, **given}
+        arguments |= {"masks": list(counts), "number of layers": list(counts.values())}
         check_agreement(arguments, error, self.group, self.device)
         self._uncompared = sum(counts.values())
 
-    def _plan(
-        self,
-        masks: list[Mask],
-        counts: dict[Mask, int],
-        seq_len: int,
-        balance: Balance,
-        strategy: Strategy,
-        batch: int | None,
-        heads: int | None,
-        block_size: int | tuple[int, int],
-    ) -> None:
-        if strategy not in get_args(Strategy):
-            hint = nearest(str(strategy), get_args(Strategy))
-            raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
-        self.strategy, sizes = strategy, block_sizes(block_size)
-        self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
-        contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in masks]
-        self.sharding: Sharding = shard_sequence(
-            counts, self.seq_len, self.world_size, balance=balance, batch=batch, heads=heads, block_size=block_size
-        )
-        self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
-        self.positions = self.sharding.positions(self.rank).to(self.device)
-        self._declared = []
-        for number, (mask, context) in enumerate(zip(masks, contexts, strict=True)):
-            lowered, keys = None, None
-            if strategy == "heads":
-                lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
-            else:
-                keys = self._exchange([self.sharding.seen(rank, number) for rank in range(self.world_size)])
-                if len(self.positions) and len(keys.needed):
-                    lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
-            symbols = context.mask.symbols
-            fixed = context.full_batch if batch or "b" in symbols else None, context.heads if "h" in symbols else None
-            self._declared.append(Declared(mask, fixed, lowered, keys))
-        self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
+    def _declare(self, number: int, mask: Mask, context: Context) -> Declared:
+        lowered, keys, sizes = None, None, block_sizes(self._sizes["block_size"])
+        if self.strategy == "heads":
+            lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
+        else:
+            keys = self._exchange([self.sharding.seen(rank, number) for rank in range(self.world_size)])
+            if len(self.positions) and len(keys.needed):
+                lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
+        symbols = context.mask.symbols
+        fixed = context.full_batch if self._sizes["batch"] or "b" in symbols else None, context.heads if "h" in symbols else None
+        return Declared(mask, fixed, lowered, keys, text_of(mask), _sync.Stamp(mask.tensors))
 
     # ---------------------------------------------------------------- tokens
 
@@ -360,6 +344,12 @@ def _score_at(
     """A ``score_mod`` at the indices of the whole sequence."""
     heads, queries, keys = places
     return score_mod(score, b, heads[h], queries[q], keys[kv])
+
+
+def _checked_strategy(strategy: Any) -> Strategy:
+    if strategy not in get_args(Strategy):
+        raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{nearest(str(strategy), get_args(Strategy))}")
+    return cast(Strategy, strategy)
 
 
 def _part_of(heads: int, rank: int, ranks: int) -> range:

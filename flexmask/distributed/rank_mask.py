@@ -6,7 +6,7 @@ A ContextParallel has one for each mask that it was given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,12 +112,8 @@ class Declared:
     sizes: tuple[int | None, int | None]
     lowered: LoweredMask | None
     keys: TokenExchange | None
-    text: str | None = field(init=False)
-    stamp: Stamp = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", _text_of(self.mask))
-        object.__setattr__(self, "stamp", Stamp(self.mask.tensors))
+    text: str | None
+    stamp: Stamp
 
     def check_unchanged(self) -> None:
         """Raises a LoweringError where the mask has other data since; not in compiled code, where it is a constant."""
@@ -157,7 +153,8 @@ def known(declared: Sequence[Declared]) -> str:
     return ", ".join(own.mask.brief() for own in declared)
 
 
-def _text_of(mask: Mask) -> str | None:
+def text_of(mask: Mask) -> str | None:
+    """The text that makes an equal mask; None where it has tensors."""
     text = str(mask)
     try:
         return text if parse(text) == mask else None
