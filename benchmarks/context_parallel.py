@@ -164,13 +164,21 @@ def kernel_blocks(rows: Rows, owner: Tensor, seen: KeyLists, ranks: int) -> Tens
         width = int(keys.sizes()[0])
         if held.numel() and width:
             lo, hi = (
-                keys.ranks(end.expand(-1, -1, owner.numel(), -1)[:, :, held].long().contiguous()) for end in (rows.lo, rows.hi)
+                places(keys, end.expand(-1, -1, owner.numel(), -1)[:, :, held].long().contiguous()) for end in (rows.lo, rows.hi)
             )
             empty = lo >= hi
             local = Rows(lo.masked_fill(empty, width).int(), hi.masked_fill(empty, width).int(), width)
             sets = BlockSets(cast(Any, SimpleNamespace(q_len=held.numel(), kv_len=width)), BLOCK, BLOCK)
             found[rank] = sets.touched(local).counts().sum()
     return found
+
+
+def places(seen: KeyLists, keys: Tensor) -> Tensor:
+    """How many of the keys that one rank attends to are less than each of some numbers ``int64[n]``."""
+    lengths = seen.hi - seen.lo
+    at = (torch.searchsorted(seen.lo, keys, right=True) - 1).clamp(min=0)
+    inside = (keys - seen.lo[at]).clamp(min=0)
+    return (lengths.cumsum(0) - lengths)[at] + torch.minimum(inside, lengths[at])
 
 
 # ---------------------------------------------------------------- the report

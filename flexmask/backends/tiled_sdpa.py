@@ -29,8 +29,7 @@ from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.plans.capture import lower, lower_in_graph
-from flexmask.plans.foreign import from_block_mask
-from flexmask.plans.lowered import Fused, fused_kind
+from flexmask.plans.lowered import Fused, from_block_mask, fused_kind
 from flexmask.scores.placed import PlacedScore
 from flexmask.scores.score import ScoreMod
 

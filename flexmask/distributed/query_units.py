@@ -89,13 +89,6 @@ class KeyLists:
         """How many keys of each unit are also among those of the same unit of another list, ``int64[units]``."""
         return self.sizes() + other.sizes() - (self | other).sizes()
 
-    def ranks(self, keys: Tensor) -> Tensor:
-        """How many keys of the only unit, which has some, are less than each of some numbers ``int64[n]``."""
-        lengths = self.hi - self.lo
-        at = (torch.searchsorted(self.lo, keys, right=True) - 1).clamp(min=0)
-        inside = (keys - self.lo[at]).clamp(min=0)
-        return (lengths.cumsum(0) - lengths)[at] + torch.minimum(inside, lengths[at])
-
     def total(self, ends: Tensor) -> Tensor:
         """How many keys less than each of some numbers ``int64[n]`` all units have together, one in several units each time."""
         found = torch.zeros_like(ends)

@@ -22,8 +22,8 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.dense import CHUNK
 from flexmask.parser import cached_mask, parse
-from flexmask.plans.capture import MAX_CELLS, lower
-from flexmask.plans.lowered import LoweredMask
+from flexmask.plans.capture import lower
+from flexmask.plans.lowered import MAX_CELLS, LoweredMask
 
 
 def mask_of_queries(context: Context, runs: Tensor, keys: Tensor, block_size: tuple[int, int]) -> LoweredMask:

@@ -6,7 +6,6 @@ tokens still to come is an error. Of some masks the expression alone says how fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import LoweringError
-from flexmask.expr.index import Index, Symbol, b, kv, maximum, q
-from flexmask.expr.linear import Linear
+from flexmask.expr.index import Index, Symbol, b, kv, maximum
 from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead, Truth
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
@@ -26,6 +24,7 @@ from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.intervals.solve import Span, separate
+from flexmask.plans.lowered import Band, band_of
 
 
 class Lookback(NamedTuple):
@@ -48,55 +47,30 @@ UNKNOWN = Lookback(-1, MAX_LENGTH, MAX_LENGTH)
 
 def lookback_of(mask: Mask) -> Lookback:
     """The lookback of a mask; `whole` is -1 where any part of it has data, which is to be checked."""
-    if "lookback" not in mask.memo:
-        lookback = _fold_lookback(mask, _leaf_lookback)
-        mask.memo["lookback"] = lookback._replace(whole=-1) if _has_data(mask) else lookback
-    return cast(Lookback, mask.memo["lookback"])
+    memo = mask.form.memo
+    if "lookback" not in memo:
+        form, found = separate(mask.form), dict[int, Lookback]()
+        for node in (node for node in form.walk() if isinstance(node, Mask)):
+            match node:
+                case Truth(value):
+                    found[id(node)] = Lookback(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH) if value else Lookback(-1, 0, 0)
+                case And(parts) | Or(parts) | PerHead(parts):
+                    whole, most, ahead = zip(*(found[id(part)] for part in parts), strict=True)
+                    of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
+                    found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
+                case _:
+                    found[id(node)] = _of_band(band_of(node, 0)) if isinstance(node, Span) else UNKNOWN
+        has_data = any(isinstance(node, Lookup) for node in form.walk())
+        memo["lookback"] = found[id(form)]._replace(whole=-1) if has_data else found[id(form)]
+    return cast(Lookback, memo["lookback"])
 
 
-def _leaf_lookback(leaf: Mask) -> Lookback:
-    """The lookback of a comparison, cached on it: masks that are bound in each call share their comparisons."""
-    if "lookback" not in leaf.memo:
-        is_unknown = _has_data(leaf)
-        leaf.memo["lookback"] = UNKNOWN if is_unknown else _fold_lookback(separate(leaf), _span_lookback)
-    return cast(Lookback, leaf.memo["lookback"])
-
-
-def _has_data(mask: Mask) -> bool:
-    return any(isinstance(node, Lookup) for node in mask.expand().walk())
-
-
-def _span_lookback(leaf: Mask) -> Lookback:
-    if not isinstance(leaf, Span):
+def _of_band(band: Band | None) -> Lookback:
+    if band is None:
         return UNKNOWN
-    back = MAX_LENGTH if leaf.start is None else _constant(q - leaf.start)
-    ahead = MAX_LENGTH if leaf.stop is None else _constant(leaf.stop - q - 1)
-    whole = -1 if back is None or ahead is None or ahead < 0 else max(-1, back)
-    return Lookback(whole, *(MAX_LENGTH if most is None else max(0, most) for most in (back, ahead)))
-
-
-def _constant(index: Index) -> int | None:
-    """The value of an expression that has one value for all queries, else None."""
-    form = Linear.of(index)
-    return None if form.terms else form.constant
-
-
-def _fold_lookback(mask: Mask, leaf_lookback: Callable[[Mask], Lookback]) -> Lookback:
-    """The lookback of a mask from those of its leaves."""
-    found: dict[int, Lookback] = {}
-    for node in (node for node in mask.walk() if isinstance(node, Mask)):
-        match node:
-            case Truth(value):
-                found[id(node)] = Lookback(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH) if value else Lookback(-1, 0, 0)
-            case Named(body=body):
-                found[id(node)] = found[id(body)]
-            case And(parts) | Or(parts) | PerHead(parts):
-                whole, most, ahead = zip(*(found[id(part)] for part in parts), strict=True)
-                of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
-                found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
-            case _:
-                found[id(node)] = leaf_lookback(node)
-    return found[id(mask)]
+    low, high = band
+    back, ahead = MAX_LENGTH if low is None else -low, MAX_LENGTH if high is None else high - 1
+    return Lookback(-1 if ahead < 0 else max(-1, back), max(0, back), max(0, ahead))
 
 
 @dataclass(frozen=True)

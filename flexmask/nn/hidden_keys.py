@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, cast
 
@@ -239,26 +239,7 @@ def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance
 # ---------------------------------------------------------------- padding
 
 
-@dataclass(frozen=True)
-class PaddedKeys:
-    """The keys in a cache that were padding when they were computed; on the CPU.
-
-    Attributes:
-        hidden: ``bool[B, length]``, True at the positions of such keys. Positions from ``length`` on have none.
-    """
-
-    hidden: Tensor
-
-    def truncate(self, lengths: Tensor) -> PaddedKeys:
-        """After the keys from ``lengths``, ``int64[B]``, have left the cache."""
-        return _trimmed(self.hidden & (torch.arange(self.hidden.shape[1], device="cpu") < lengths[:, None]))
-
-    def reorder(self, indices: Tensor) -> PaddedKeys:
-        """Of the sequences ``indices``, ``int[B]``."""
-        return _trimmed(self.hidden[indices.cpu()])
-
-
-def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads: int) -> PaddedKeys | None:
+def padded_keys(mask: Mask, tokens: CallTokens, before: Tensor | None, heads: int) -> Tensor | None:
     """The padding in a cache after a call: the keys that ``key_padding`` or documents in the mask say to be padding.
 
     It is not known where reading it forces a host sync.
@@ -277,8 +258,8 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads
     if isinstance(tokens.q_offset, Tensor) and _sync.needs_sync(tokens.q_offset):
         return before
     if before is not None:
-        own = _padding(mask, torch.arange(before.hidden.shape[1], device="cpu").expand_as(before.hidden))
-        if bool((before.hidden if own is None else before.hidden & ~own).any()):
+        own = _padding(mask, torch.arange(before.shape[1], device="cpu").expand_as(before))
+        if bool((before if own is None else before & ~own).any()):
             _check_shows_no_padding(mask, tokens, before, heads)
     first = torch.as_tensor(tokens.q_offset, device="cpu").expand(tokens.batch)
     positions = first[:, None] + torch.arange(tokens.q_len, device="cpu")
@@ -287,8 +268,8 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: PaddedKeys | None, heads
         return before
     hidden = torch.zeros(tokens.batch, tokens.kv_end, dtype=torch.bool, device="cpu").scatter(1, positions, found)
     if before is not None:
-        hidden[:, : before.hidden.shape[1]] |= before.hidden
-    return _trimmed(hidden)
+        hidden[:, : before.shape[1]] |= before
+    return trimmed(hidden)
 
 
 def _says_padding(mask: Mask) -> bool:
@@ -298,19 +279,19 @@ def _says_padding(mask: Mask) -> bool:
     return cast(bool, mask.memo["says padding"])
 
 
-def _trimmed(hidden: Tensor) -> PaddedKeys:
-    """The keys of ``hidden``, without the positions after the last one."""
-    last = hidden.any(0).nonzero()
-    return PaddedKeys(hidden[:, : int(last[-1]) + 1 if len(last) else 0])
+def trimmed(padded: Tensor) -> Tensor:
+    """The padding in a cache, ``bool[B, length]``, without the positions after the last one that has some."""
+    last = padded.any(0).nonzero()
+    return padded[:, : int(last[-1]) + 1 if len(last) else 0]
 
 
-def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: PaddedKeys, heads: int) -> None:
+def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: Tensor, heads: int) -> None:
     """Compares the rows of a call with the padding in the cache. A mask with tensors on a device is not checked."""
     if any(map(_sync.needs_sync, mask.tensors)):
         return
     first = TensorTable(tokens.kv_start.cpu())[b] if isinstance(tokens.kv_start, Tensor) else tokens.kv_start
-    keys = (TensorTable(padded.hidden)[b, kv] != 0) & (kv >= first)
-    cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), keys, padded.hidden.shape[1], heads)
+    keys = (TensorTable(padded)[b, kv] != 0) & (kv >= first)
+    cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), keys, padded.shape[1], heads)
     if cell is not None:
         raise LoweringError(
             f"{described(mask)} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding "

@@ -20,7 +20,7 @@ from flexmask.expr.index import b, kv
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.expr.tables import Literal, TensorTable
 from flexmask.nn.cache_masks import CallTokens, last_keys, mask_over_cache
-from flexmask.nn.hidden_keys import PaddedKeys, check_later_keys, check_window, mask_over_places, padded_keys
+from flexmask.nn.hidden_keys import check_later_keys, check_window, mask_over_places, padded_keys, trimmed
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore
@@ -104,7 +104,7 @@ class KVCache:
         self.length: int | Tensor = 0
         self.start: int | Tensor = 0
         self._owner: object = None
-        self._padded: PaddedKeys | None = None
+        self._padded: Tensor | None = None  # the keys that were padding, bool[B, length] on the CPU
         self._end = 0  # the greatest length, known without a host sync
 
     def __getstate__(self) -> dict[str, Any]:
@@ -280,7 +280,8 @@ class KVCache:
         self.length = wanted if uniform else torch.as_tensor(many, device=device)
         self._end = max(many, default=0)
         if self._padded is not None:
-            self._padded = self._padded.truncate(torch.tensor(many, device="cpu"))
+            kept = torch.arange(self._padded.shape[1], device="cpu") < torch.tensor(many, device="cpu")[:, None]
+            self._padded = trimmed(self._padded & kept)
 
     def accept(self, path: Sequence[int] | Sequence[Sequence[int]] | Tensor, *, prefix: int | Sequence[int] | Tensor) -> None:
         """Keeps the prefix, and one path of the tree of drafts after it, moved to the places behind the prefix.
@@ -360,7 +361,7 @@ class KVCache:
         if isinstance(self.start, Tensor):
             self.start = self.start.index_select(0, indices)
         if self._padded is not None:
-            self._padded = self._padded.reorder(indices)
+            self._padded = trimmed(self._padded[indices.cpu()])
 
     # ---------------------------------------------------------------- memory
 

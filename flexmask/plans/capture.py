@@ -29,11 +29,8 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.plans.lowered import LoweredMask, band_of, flat_lists, lists_of
+from flexmask.plans.lowered import MAX_CELLS, LoweredMask, band_of, flat_lists, lists_of
 from flexmask.plans.replay import Replay
-
-#: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
-MAX_CELLS = 2**26
 
 
 class Setting(NamedTuple):

@@ -139,7 +139,7 @@ def test_the_padding_is_kept_up_to_its_last_position() -> None:
     for length in (9, 10, 11):
         module(TOKEN, LEFT, cache=cache)
         assert cache._padded is not None
-        assert cache._padded.hidden.shape == (2, 3)
+        assert cache._padded.shape == (2, 3)
         assert cache.length == length
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flexmask as fm
 from flexmask import Mask, attention, kv
 from flexmask.errors import LoweringError
-from flexmask.plans import capture, foreign
+from flexmask.plans import capture, lowered
 from flexmask.plans.capture import GraphCache
 from tests.support import oracle
 
@@ -65,13 +65,13 @@ def test_threads_capture_at_the_same_time() -> None:
 
 
 def test_the_lists_of_a_block_mask_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, real = [], foreign._read
+    reads, real = [], lowered._read
 
     def read(block_mask: BlockMask) -> Any:
         reads.append(1)
         return real(block_mask)
 
-    monkeypatch.setattr(foreign, "_read", read)
+    monkeypatch.setattr(lowered, "_read", read)
     block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 24, 24, "cpu", BLOCK_SIZE=8)
     x = torch.randn(1, 1, 24, 8)
     first, second = (attention(x, x, x, block_mask, backend="sdpa") for _ in range(2))
