@@ -41,15 +41,8 @@ STRING_OR_NUMBERS = re.compile(
 
 SYMBOLS = {name: Symbol(name) for name in ("b", "h", "q", "kv", "q_len", "kv_len")}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "document_ids": document_ids,
-    "document_starts": document_starts,
-    "subtree_ends": subtree_ends,
-    "maximum": maximum,
-    "minimum": minimum,
-    "param": param,
-    "table": table,
-    "where": where,
+    define.__name__: define
+    for define in (abs, document_ids, document_starts, subtree_ends, maximum, minimum, param, table, where)
 }
 PARAMETERS = " Another name is a parameter, which stands for a number or for data: ids[b, q] == ids[b, kv]."
 BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

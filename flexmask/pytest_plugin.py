@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -58,33 +59,19 @@ def flexmask_device(request: pytest.FixtureRequest) -> str:
     return device
 
 
-@pytest.fixture
-def assert_equivalent(flexmask_device: str) -> Callable[..., None]:
-    """:func:`flexmask.testing.assert_equivalent` on the device of the checks."""
-    from flexmask import testing
+def _on_the_device(check: str) -> Any:
+    """The fixture of an assertion of :mod:`flexmask.testing` on the device of the checks."""
 
-    return partial(testing.assert_equivalent, device=flexmask_device)
+    def assertion(flexmask_device: str) -> Callable[..., None]:
+        from flexmask import testing
 
+        return partial(getattr(testing, check), device=flexmask_device)
 
-@pytest.fixture
-def assert_subset(flexmask_device: str) -> Callable[..., None]:
-    """:func:`flexmask.testing.assert_subset` on the device of the checks."""
-    from flexmask import testing
-
-    return partial(testing.assert_subset, device=flexmask_device)
+    assertion.__doc__ = f":func:`flexmask.testing.{check}` on the device of the checks."
+    return pytest.fixture(name=check)(assertion)
 
 
-@pytest.fixture
-def assert_no_leak(flexmask_device: str) -> Callable[..., None]:
-    """:func:`flexmask.testing.assert_no_leak` on the device of the checks."""
-    from flexmask import testing
-
-    return partial(testing.assert_no_leak, device=flexmask_device)
-
-
-@pytest.fixture
-def assert_batch_invariant(flexmask_device: str) -> Callable[..., None]:
-    """:func:`flexmask.testing.assert_batch_invariant` on the device of the checks."""
-    from flexmask import testing
-
-    return partial(testing.assert_batch_invariant, device=flexmask_device)
+assert_equivalent = _on_the_device("assert_equivalent")
+assert_subset = _on_the_device("assert_subset")
+assert_no_leak = _on_the_device("assert_no_leak")
+assert_batch_invariant = _on_the_device("assert_batch_invariant")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table, per_batch, ranged, truths
+from flexmask.expr.data import Data, as_table, per_batch, ranged, truths
 from flexmask.expr.index import Arithmetic, Index, Symbol, kv, q
 from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Literal, Lookup, Param, Table
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flexmask.catalogue.arguments import check_mask, int_or_index, per_sequence, with_local_positions
 from flexmask.errors import ExpressionError
 from flexmask.expr.choice import where
-from flexmask.expr.data import along
+from flexmask.expr.data import Data, along
 from flexmask.expr.index import Index, kv, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import document_ids, document_starts
+from flexmask.expr.tables import Table
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
-    from flexmask.expr.tables import Table
 
 __all__ = ["block_causal", "block_diffusion", "chunk_window", "chunked", "per_chunk"]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from flexmask import registry
 from flexmask.catalogue.arguments import check_mask, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import per_batch
+from flexmask.expr.data import Data, per_batch
 from flexmask.expr.index import Index, as_index, b, h, kv, kv_len, maximum, q, q_len
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.tables import Table
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 __all__ = ["coarse", "from_dense", "named", "paged", "per_head", "reorder", "shift", "transpose"]
 

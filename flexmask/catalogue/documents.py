@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 from flexmask.catalogue.arguments import check_mask, with_local_positions
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr import tables
-from flexmask.expr.data import along, as_table
+from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.index import Index, kv, maximum, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import document_ids, document_starts
-from flexmask.expr.tables import Param
+from flexmask.expr.tables import Param, Table
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
-    from flexmask.expr.tables import Table
 
 __all__ = ["cross_document", "document", "per_document"]
 

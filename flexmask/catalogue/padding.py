@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from flexmask._checks import nearest
 from flexmask.errors import ExpressionError
-from flexmask.expr.data import along, per_batch, truths
+from flexmask.expr.data import Data, along, per_batch, truths
 from flexmask.expr.index import Index, Symbol, kv, kv_len, q, q_len
 from flexmask.expr.mask import Mask
 from flexmask.expr.tables import Param
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flexmask.expr.data import Data
 
 __all__ = ["cross_length", "key_padding", "query_padding"]
 

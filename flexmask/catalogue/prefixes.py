@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flexmask.catalogue.arguments import lookup, per_sequence
 from flexmask.errors import ExpressionError
-from flexmask.expr.data import along, as_table, per_batch
+from flexmask.expr.data import Data, along, as_table, per_batch
 from flexmask.expr.index import b, kv, kv_len, maximum, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import document_ids
 from flexmask.expr.tables import Literal, Param, Ranged, Table
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 __all__ = ["bidirectional_spans", "in_context", "multi_item", "prefix_lm", "shared_prefix"]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table
+from flexmask.expr.data import Data, as_table
 from flexmask.expr.index import Index, as_index, b, h, kv, minimum, q
 from flexmask.expr.mask import And, Mask, Or, Truth
 from flexmask.expr.tables import Param
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 __all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, per_sequence
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import along, as_table
+from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.index import Index, b, kv, maximum, minimum, q
 from flexmask.expr.mask import Mask, Or
 from flexmask.expr.packing import document_ids, subtree_ends
-from flexmask.expr.tables import Literal, Param
+from flexmask.expr.tables import Literal, Param, Table
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
-    from flexmask.expr.tables import Table
 
 __all__ = ["draft_anchors", "draft_blocks", "prefix_tree", "training_time_test", "tree"]
 

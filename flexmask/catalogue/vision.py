@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexmask.catalogue.arguments import fixed_int, fixed_ints, int_or_index, lookup
 from flexmask.errors import ExpressionError, OperandError
-from flexmask.expr.data import as_table
+from flexmask.expr.data import Data, as_table
 from flexmask.expr.index import Index, b, h, kv, maximum, minimum, q
 from flexmask.expr.mask import And, Mask, Or
 from flexmask.expr.tables import Param
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 __all__ = ["image_cross", "neighborhood", "shifted_window", "sliding_tile", "svg_spatial", "svg_temporal", "tile_topk"]
 

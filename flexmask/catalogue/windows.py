@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from flexmask._checks import checked_int, nearest
 from flexmask.catalogue.arguments import int_or_index, lookup, number
 from flexmask.errors import ExpressionError, OperandError
+from flexmask.expr.data import Data
 from flexmask.expr.index import Index, b, kv, kv_len, q, q_len
 from flexmask.expr.mask import Mask, Truth
 from flexmask.registry import named
-
-if TYPE_CHECKING:
-    from flexmask.expr.data import Data
 
 __all__ = ["causal", "dilated_window", "empty", "full", "global_window", "sink_window", "sliding_window"]
 

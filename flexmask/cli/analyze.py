@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from string import ascii_uppercase
@@ -9,47 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flexmask.cli import values
-from flexmask.cli.inputs import (
-    REFERENCE,
-    LoweringOptions,
-    block_size_option,
-    expression_argument,
-    json_option,
-    lowering_options,
-    output_option,
-    writing,
-)
+from flexmask.cli import inputs, values
+from flexmask.cli.inputs import LoweringOptions
 from flexmask.cli.output import Cell, UserError, block_progress, brief, echo, heading, print_json, print_table, spinner
 from flexmask.cli.values import Count, complete_expression, resolve_reference
+from flexmask.expr.mask import Mask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flexmask.distributed.sharding import Balance
-    from flexmask.expr.mask import Mask
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
     from flexmask.testing.settings import Finding, Reference
 
 
 @click.command()
-@expression_argument("expression", "EXPR")
-@lowering_options
-@block_size_option("128")
+@inputs.expression_argument("expression", "EXPR")
+@inputs.lowering_options
+@inputs.block_size_option("128")
 @click.option(
     "--cell", type=values.place, metavar="Q,KV|B,H,Q,KV", help="Also say which terms of the mask hide this cell, or show it."
 )
 @click.option("--kernel", is_flag=True, help="Also say what the kernels of attention do with the mask.")
-@json_option("the attributes of flexmask.explain(), with all statistics under stats")
-def explain(
-    expression: str,
-    options: LoweringOptions,
-    block_size: tuple[int, int],
-    cell: tuple[int, ...] | None,
-    kernel: bool,
-    as_json: bool,
-) -> None:
+@inputs.json_option("the attributes of flexmask.explain(), with all statistics under stats")
+def explain(expression: str, options: LoweringOptions, cell: tuple[int, ...] | None, kernel: bool) -> None:
     """Explain the meaning, the lowering and the cost of the mask EXPR.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. Prints the mask with its named masks, its definition, its
@@ -68,8 +51,8 @@ def explain(
         (mask,) = options.masks(expression)
         from flexmask.report.explain import explain as explained
 
-        found = explained(mask, **options.lowering(mask), block_size=block_size, cell=cell, kernel=kernel)
-    if as_json:
+        found = explained(mask, **options.lowering(mask), block_size=options.block_size, cell=cell, kernel=kernel)
+    if options.as_json:
         document = asdict(found)
         leaves, _, reason, lines = (document.pop(name) for name in ("leaves", "stats", "cell", "kernel"))
         document |= {"leaves": leaves, "stats": statistics(found.stats)}
@@ -83,11 +66,11 @@ def explain(
 
 
 @click.command()
-@expression_argument("expressions", "EXPR...", nargs=-1, required=True)
-@lowering_options
-@block_size_option("128")
-@json_option("an object of all statistics, or a list of them for several masks")
-def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tuple[int, int], as_json: bool) -> None:
+@inputs.expression_argument("expressions", "EXPR...", nargs=-1, required=True)
+@inputs.lowering_options
+@inputs.block_size_option("128")
+@inputs.json_option("an object of all statistics, or a list of them for several masks")
+def stats(expressions: tuple[str, ...], options: LoweringOptions) -> None:
     """Show the statistics of one mask EXPR, or of several.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function. The statistics are the visible cells, the fully masked rows, the
@@ -106,8 +89,8 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions, block_size: tu
     with block_progress("counting"):
         masks = options.masks(*expressions)
         lowering = options.lowering(*masks)
-        found = [mask.stats(**lowering, block_size=block_size) for mask in masks]
-    if as_json:
+        found = [mask.stats(**lowering, block_size=options.block_size) for mask in masks]
+    if options.as_json:
         answers = [{"mask": str(mask)} | statistics(one) for mask, one in zip(masks, found, strict=True)]
         print_json(answers if len(answers) > 1 else answers[0])
         return
@@ -150,13 +133,15 @@ def statistics_rows(stats: Stats) -> list[tuple[str, str]]:
 
 
 @click.command()
-@expression_argument("a", "A")
-@expression_argument("b", "B")
-@lowering_options
-@output_option("with the cells that only one of them shows")
-@json_option("differ, cells, only_a, only_b, the first cells first_a and first_b or null, the masks a and b, q_len, kv_len")
+@inputs.expression_argument("a", "A")
+@inputs.expression_argument("b", "B")
+@inputs.lowering_options
+@inputs.output_option("with the cells that only one of them shows")
+@inputs.json_option(
+    "differ, cells, only_a, only_b, the first cells first_a and first_b or null, the masks a and b, q_len, kv_len"
+)
 @click.pass_context
-def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: Path | None, as_json: bool) -> None:
+def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: Path | None) -> None:
     """Show where the masks A and B differ.
 
     Prints the number of cells that are visible in only one of them, and the first of these. Each mask is an expression,
@@ -176,14 +161,14 @@ def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: P
         masks = options.masks(a, b)
         lowering = options.lowering(*masks)
         found = masks[0].difference(masks[1], **lowering)
-    if as_json:
+    if options.as_json:
         print_json(_document(found, masks, lowering))
     else:
         print_table(_rows(found, masks, lowering))
     if output is not None:
-        with writing(output), spinner("drawing the masks"):
+        with inputs.writing(output), spinner("drawing the masks"):
             masks[0].save_picture(output, **_place(found, lowering), against=masks[1])
-    elif found and not as_json:
+    elif found and not options.as_json:
         echo("")
         masks[0].show(**_place(found, lowering), against=masks[1])
     if found:
@@ -226,15 +211,15 @@ def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> lis
 
 
 @click.command()
-@expression_argument("expression", "EXPR")
+@inputs.expression_argument("expression", "EXPR")
 @click.option(
     "--against",
     metavar="EXPR|MODULE:NAME",
     shell_complete=complete_expression,
     help="The expected mask: another mask, or a mask_mod function.",
 )
-@lowering_options
-@block_size_option("8")
+@inputs.lowering_options
+@inputs.block_size_option("8")
 @click.option(
     "--backend",
     "backends",
@@ -243,17 +228,9 @@ def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> lis
     shell_complete=values.complete_backend,
     help="Backend of attention to check, repeatable. [default: those with gradients: sdpa, on CUDA also flex]",
 )
-@json_option("agrees, the mask, against or null, and the findings, each with name, wrong, text and picture")
+@inputs.json_option("agrees, the mask, against or null, and the findings, each with name, wrong, text and picture")
 @click.pass_context
-def check(
-    ctx: click.Context,
-    expression: str,
-    against: str | None,
-    options: LoweringOptions,
-    block_size: tuple[int, int],
-    backends: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def check(ctx: click.Context, expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> None:
     """Check that all lowerings of the mask EXPR agree. EXPR may be MODULE:NAME of a mask or mask_mod function.
 
     Compares the dense form, rows, mask_mod, BlockMask and statistics with each other, and attention with its gradients
@@ -270,11 +247,11 @@ def check(
     """
     with spinner("preparing") as doing:
         findings = []
-        for finding in _findings(expression, against, options, block_size, backends):
+        for finding in _findings(expression, against, options, backends):
             findings.append(finding)
             doing(f"{len(findings)} checks done, the last: {finding.name}")
     agrees = not any(finding.wrong for finding in findings)
-    if as_json:
+    if options.as_json:
         said = [{"name": one.name, "wrong": one.wrong, "text": one.text, "picture": one.picture} for one in findings]
         print_json({"agrees": agrees, "mask": expression, "against": against, "findings": said})
     else:
@@ -283,9 +260,7 @@ def check(
         ctx.exit(1)
 
 
-def _findings(
-    expression: str, against: str | None, options: LoweringOptions, block_size: tuple[int, int], backends: tuple[str, ...]
-) -> Iterator[Finding]:
+def _findings(expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> Iterator[Finding]:
     """The findings of the checks, one by one."""
     from flexmask.testing.equivalence import agreement
     from flexmask.testing.settings import make_setting
@@ -293,13 +268,13 @@ def _findings(
     reference: Reference | None = None
     if against is None:
         masks = options.masks(expression)
-    elif REFERENCE.fullmatch(against.strip()):
+    elif inputs.REFERENCE.fullmatch(against.strip()):
         masks, reference = options.masks(expression), resolve_reference(against.strip())
     else:
         masks = options.masks(expression, against)
         reference = masks[1]
     setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
-    yield from agreement(setting, reference, block_size, backends or None)
+    yield from agreement(setting, reference, options.block_size, backends or None)
 
 
 def _report(findings: list[Finding]) -> None:
@@ -315,7 +290,7 @@ def _report(findings: list[Finding]) -> None:
 
 
 @click.command()
-@expression_argument("expressions", "EXPR...", nargs=-1, required=True)
+@inputs.expression_argument("expressions", "EXPR...", nargs=-1, required=True)
 @click.option("--ranks", type=Count(min=1), required=True, metavar="N", help="Number of processes.")
 @click.option(
     "--balance",
@@ -323,17 +298,10 @@ def _report(findings: list[Finding]) -> None:
     default="work",
     help="How the tokens are distributed. [default: work]",
 )
-@lowering_options
-@block_size_option("128")
-@json_option("an object with a list of ranks")
-def shard(
-    expressions: tuple[str, ...],
-    ranks: int,
-    balance: Balance,
-    options: LoweringOptions,
-    block_size: tuple[int, int],
-    as_json: bool,
-) -> None:
+@inputs.lowering_options
+@inputs.block_size_option("128")
+@inputs.json_option("an object with a list of ranks")
+def shard(expressions: tuple[str, ...], ranks: int, balance: Balance, options: LoweringOptions) -> None:
     """Plan context parallelism for a model whose layers have the masks EXPR.
 
     EXPR may be MODULE:NAME of a mask or mask_mod function; each is the mask of one layer, and may be repeated. Prints for each
@@ -362,8 +330,8 @@ def shard(
                 f"{lowering['q_offset']:,} and {lowering['kv_len']:,} keys"
             )
         sizes = {name: lowering[name] for name in ("batch", "heads")}
-        found = shard_sequence(masks, lowering["q_len"], ranks, balance=balance, block_size=block_size, **sizes)
-    if not as_json:
+        found = shard_sequence(masks, lowering["q_len"], ranks, balance=balance, block_size=options.block_size, **sizes)
+    if not options.as_json:
         echo(str(found))
         return
     columns = {name: getattr(found, name).tolist() for name in ("tokens", "work", "visible", "received", "sent")}

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flexmask.cli import values
-from flexmask.cli.inputs import (
-    LengthOptions,
-    expression_argument,
-    label_options,
-    length_options,
-    output_option,
-    writing,
-)
+from flexmask.cli import inputs, values
+from flexmask.cli.inputs import LengthOptions
 from flexmask.cli.output import UserError, spinner, to_stderr
 from flexmask.cli.values import Count, index_list
 
@@ -33,8 +26,8 @@ LEAST_WIDTH = 16
 
 
 @click.command()
-@expression_argument("expression", "EXPR")
-@length_options
+@inputs.expression_argument("expression", "EXPR")
+@inputs.length_options
 @click.option("--why", is_flag=True, help="Color each hidden cell by the first term of the mask that masks it out.")
 @click.option("--terms", is_flag=True, help="Draw each term of the mask, then the whole with the cells that each masks out.")
 @click.option("--batch", type=index_list, metavar="I|I,J|all", help="Which sequences of the batch are drawn. [default: 0]")
@@ -51,11 +44,11 @@ LEAST_WIDTH = 16
     metavar="N",
     help="Color the cells by the rank that holds the query under context parallelism, planned in blocks of --block-size.",
 )
-@label_options
+@inputs.label_options
 @click.option("--title", metavar="TEXT", help="A title instead of the mask's text.")
 @click.option("--no-legend", is_flag=True, help="Leave out the notes and the meaning of the colors or signs.")
 @click.option("--width", type=float, metavar="N", help="Width: inches of the cells in a file, characters in the terminal.")
-@output_option("instead of drawing in the terminal")
+@inputs.output_option("instead of drawing in the terminal")
 def render(
     expression: str,
     options: LengthOptions,
@@ -114,7 +107,7 @@ def render(
     elif block_size is not None:
         content["block_size"] = block_size
     if output is not None:
-        with writing(output), spinner("drawing the mask"):
+        with inputs.writing(output), spinner("drawing the mask"):
             frame: FrameOptions = {"title": title, "legend": not no_legend, "width": width}
             mask.save_picture(output, q_len, kv_len, batch=batch, head=head, terms=terms, **frame, **content)
         return
@@ -177,7 +170,7 @@ def gallery(output: Path, only: tuple[str, ...], source: Path | None) -> None:
 
     entries = select_entries(read_entries(own_source() if source is None else source), only)
     pictures = "1 picture" if len(entries) == 1 else f"{len(entries)} pictures"
-    with writing(output, f"{pictures}, README.md and index.html to {output}"), _bar(len(entries)) as done:
+    with inputs.writing(output, f"{pictures}, README.md and index.html to {output}"), _bar(len(entries)) as done:
         build(entries, output, done)
 
 

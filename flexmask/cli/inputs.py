@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import reduce, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
 from flexmask.cli.output import UserError, echo
 from flexmask.cli.values import Count, block_size, complete_expression, parameter, resolve_mask, token_text
+from flexmask.expr.mask import Mask
 from flexmask.plotting.caption import picture_suffix
-
-if TYPE_CHECKING:
-    from flexmask.expr.mask import Mask
 
 #: A function or a mask in a module, as entry points are written.
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
@@ -86,11 +84,13 @@ class LengthOptions:
 
 @dataclass(frozen=True)
 class LoweringOptions(LengthOptions):
-    """The values of the options of :data:`lowering_options`."""
+    """The values of the options of :data:`lowering_options`, and of ``--json`` and ``--block-size`` where a command has it."""
 
     batch: int | None
     heads: int | None
     device: str
+    as_json: bool
+    block_size: tuple[int, int] = (128, 128)
 
     def masks(self, *texts: str) -> list[Mask]:
         """The masks of texts, with their data on the device."""
@@ -159,7 +159,7 @@ def _collected(kind: type[LengthOptions]) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
         @wraps(command)
         def collected(**values: Any) -> Any:
-            options = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            options = kind(**{field.name: values.pop(field.name) for field in fields(kind) if field.name in values})
             return command(options=options, **values)
 
         return cast(Command, collected)

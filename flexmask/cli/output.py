@@ -14,15 +14,12 @@ from contextlib import contextmanager, redirect_stdout
 from itertools import zip_longest
 from textwrap import wrap
 from threading import Timer
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import click
 
 from flexmask.errors import TextError
 from flexmask.plotting.caption import shortened
-
-if TYPE_CHECKING:
-    pass
 
 #: ASCII replacements of signs that an encoding lacks.
 PLAIN = str.maketrans({"■": "#", "⬚": ".", "…": "...", "×": "x"})

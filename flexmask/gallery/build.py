@@ -18,6 +18,7 @@ from flexmask.gallery.source import Entry
 from flexmask.plotting.caption import visible_text
 from flexmask.plotting.categories import count_text
 from flexmask.plotting.html.view import document, inline_json, script, style, view_of, web
+from flexmask.plotting.mpl.drawing import rectangles_of
 from flexmask.plotting.mpl.plot import save
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, Picture
 
@@ -127,16 +128,13 @@ def _panel(title: str, shown: Picture) -> str:
 
 def _keys(visible: NDArray[np.bool_]) -> str:
     """The keys of a row: up to three runs of them, else their number."""
-    edges = np.diff(visible.astype(np.int8), prepend=0, append=0)
-    runs = [
-        (int(start), int(stop) - 1) for start, stop in zip((edges == 1).nonzero()[0], (edges == -1).nonzero()[0], strict=True)
-    ]
-    if not runs:
+    found = [(start, stop - 1) for _, start, _, stop in rectangles_of(visible[None]).tolist()]
+    if not found:
         return "no key"
-    if len(runs) > MAX_RUNS:
-        return f"{visible.sum()} keys from {runs[0][0]} to {runs[-1][1]}"
-    one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"key{'' if one else 's'} {', '.join(f'{start}' if start == stop else f'{start} to {stop}' for start, stop in runs)}"
+    if len(found) > MAX_RUNS:
+        return f"{visible.sum()} keys from {found[0][0]} to {found[-1][1]}"
+    one = len(found) == 1 and found[0][0] == found[0][1]
+    return f"key{'' if one else 's'} {', '.join(f'{start}' if start == stop else f'{start} to {stop}' for start, stop in found)}"
 
 
 def statistics(found: RenderedEntry) -> list[tuple[str, str]]:

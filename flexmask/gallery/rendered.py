@@ -9,7 +9,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flexmask
 from flexmask.errors import FlexmaskError, RenderError
@@ -18,9 +18,6 @@ from flexmask.plotting.html.view import block_size_for
 from flexmask.plotting.sheet import Sheet, panel_sheet
 from flexmask.registry import names
 from flexmask.report.stats import Stats
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flexmask._checks import nearest
 from flexmask.errors import RenderError
-
-if TYPE_CHECKING:
-    from flexmask.expr.mask import Mask
+from flexmask.expr.mask import Mask
 
 Parameter: TypeAlias = "int | float | list[Any]"
 Index: TypeAlias = 'int | Literal["all"]'
@@ -97,9 +95,10 @@ def parse_entry(given: Mapping[str, object], place: int) -> Entry:
     """
     title = given.get("title")
     where = f"entry {place}" + (f" ({title!r})" if isinstance(title, str) else "")
+    known = [field.name for field in fields(Entry)]
     for key in given:
-        if key not in KEYS:
-            raise RenderError(f"{where}: there is no key {key!r}.{nearest(key, KEYS)} An entry has {', '.join(KEYS)}")
+        if key not in known:
+            raise RenderError(f"{where}: there is no key {key!r}.{nearest(key, known)} An entry has {', '.join(known)}")
     missing = [key for key in WANTED if key not in given]
     if missing:
         raise RenderError(f"{where}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
@@ -147,35 +146,18 @@ def _is_code(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-Rule: TypeAlias = tuple[Callable[[object], bool], str]
-
-_TEXT: Rule = (_is_text, "a string")
-_TEXTS: Rule = (_are_texts, "a list of strings")
-_LENGTH: Rule = (_is_length, f"a number of tokens from 1 to {LONGEST}")
-_CHOICE: Rule = (_is_choice, 'an index from 0 on or "all"')
-
-#: What each key of an entry must be.
-KEYS: dict[str, Rule] = {
-    "title": _TEXT,
-    "family": _TEXT,
-    "text": _TEXT,
-    "q_len": _LENGTH,
-    "tags": _TEXTS,
-    "caption": _TEXT,
-    "source": _TEXT,
-    "kv_len": _LENGTH,
-    "q_offset": (_is_index, "a position from 0 on"),
-    "block_size": _LENGTH,
-    "batch": _CHOICE,
-    "head": _CHOICE,
-    "why": (lambda value: isinstance(value, bool), "true or false"),
-    "q_tokens": _TEXTS,
-    "kv_tokens": _TEXTS,
-    "params": (_is_data, "a table of numbers and lists"),
-    "computed": (_is_code, "a table of strings"),
-    "score_mod": _TEXT,
-    "aliases": _TEXTS,
-}
+#: What the keys of an entry must be.
+RULES: list[tuple[str, Callable[[object], bool], str]] = [
+    ("title family text caption source score_mod", _is_text, "a string"),
+    ("tags aliases q_tokens kv_tokens", _are_texts, "a list of strings"),
+    ("q_len kv_len block_size", _is_length, f"a number of tokens from 1 to {LONGEST}"),
+    ("q_offset", _is_index, "a position from 0 on"),
+    ("batch head", _is_choice, 'an index from 0 on or "all"'),
+    ("why", lambda value: isinstance(value, bool), "true or false"),
+    ("params", _is_data, "a table of numbers and lists"),
+    ("computed", _is_code, "a table of strings"),
+]
+KEYS = {key: (fits, wanted) for keys, fits, wanted in RULES for key in keys.split()}
 #: The keys that every entry has.
 WANTED = ("title", "family", "text", "q_len", "tags", "caption", "source")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from flexmask.expr.tables import Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 from flexmask.report.lengths import resolve_lengths
+from flexmask.tracing.as_mask import MaskLike
 
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding
-    from flexmask.tracing.as_mask import MaskLike
 
 #: Labels: a list, or a text whose words are the labels.
 Tokens: TypeAlias = str | Sequence[str]
@@ -157,13 +157,6 @@ class Band:
     values: tuple[str, ...]
 
 
-class _Source(NamedTuple):
-    """An expression with the values of a band: ids, ends of subtrees, or a mask that is false on padding."""
-
-    label: str
-    node: Index | Mask
-
-
 def bands_of(context: Context, batch: int, head: int) -> tuple[Band, ...]:
     """The bands of one sequence and head of a mask. Padding is part of the first band of ids along its axis.
 
@@ -197,9 +190,10 @@ def _along(axis: Axis, context: Context, batch: int, head: int) -> Iterator[Band
             yield Band(axis, label, tuple(starts), tuple(_value(int(marked[start]), label) for start in starts))
 
 
-def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, padding: bool) -> Iterator[_Source]:
-    """The sources in a mask named ``name``, for which the user has ``words``.
+def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, padding: bool) -> Iterator[tuple[str, Index | Mask]]:
+    """Labels and expressions with the values of a band, in a mask named ``name``, for which the user has ``words``.
 
+    An expression has ids, ends of subtrees, or is a mask that is false on padding.
     ``padding`` is False where the whole mask may show what this part masks out.
     """
     match mask:
@@ -215,13 +209,13 @@ def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, paddin
         case Compare("==", Lookup() as left, Lookup() as right) if left.table == right.table:
             sides = {_axis(left): left, _axis(right): right}
             if sides.keys() == {"q", "kv"}:
-                yield _Source(_name(sides[axis].table) or words or name, sides[axis])
+                yield _name(sides[axis].table) or words or name, sides[axis]
                 if padding and name == "document":
-                    yield _Source(PADDING, sides[axis] >= 0)
+                    yield PADDING, sides[axis] >= 0
         case Compare("<", _, ends) if name == NESTED and axis == _axis(ends) == "kv":
-            yield _Source(SUBTREE, ends)
+            yield SUBTREE, ends
         case Compare() if padding and name in PADDED and _axis(mask) == axis:
-            yield _Source(PADDING, mask)
+            yield PADDING, mask
 
 
 def _levels(end: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ intervals and in the grid, not in q_len x kv_len. If the bounds differ, the cell
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,6 +137,19 @@ class MaskSlice:
         found = mask_closure(self.context)(b, h, queries[:, None], keys[None, :])
         cells: NDArray[np.bool_] = found.expand(len(queries), len(keys)).cpu().numpy()
         return cells
+
+
+def cells_in(q_len: int, kv_len: int, step: tuple[int, int]) -> Counts:
+    """The number of cells in each rectangle of a grid; fewer at the lower and right edge."""
+    sides = [np.diff([*range(0, length, size), length]) for length, size in zip((q_len, kv_len), step, strict=True)]
+    return np.multiply.outer(sides[0], sides[1]).astype(np.int64)
+
+
+def summed(operation: np.ufunc, pixels: NDArray[Any], step: tuple[int, int]) -> NDArray[Any]:
+    """What an operation makes of the pixels in each rectangle of a grid."""
+    for axis in (0, 1):
+        pixels = operation.reduceat(pixels, range(0, pixels.shape[axis], step[axis]), axis=axis)
+    return pixels
 
 
 def count_intervals(lo: NDArray[np.int32], hi: NDArray[np.int32], kv_len: int, step: tuple[int, int]) -> Counts:

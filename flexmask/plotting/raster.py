@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flexmask.errors import OperandError, RenderError
-from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.context import MAX_LENGTH
 from flexmask.plotting.annotations import Band, Tokens, bands_of, key_labels, picture_lengths, query_labels
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
 from flexmask.plotting.categories import shards as by_shard
-from flexmask.plotting.density import Counts, MaskSlice, Selection, select
+from flexmask.plotting.density import MaskSlice, Selection, cells_in, select
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flexmask.distributed.sharding import Sharding
 
 #: The states of blocks. UNKNOWN: the bounds of a long mask differ there, and its cells are too many to evaluate.
@@ -207,7 +206,7 @@ def _shares(
     slices: list[MaskSlice], step: tuple[int, int]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.float32], NDArray[np.bool_] | None]:
     """The numbers and shares of cells of each category (the last one is the rest), and the pixels with estimated shares."""
-    cells = _cells_in(slices[0].context, step)
+    cells = cells_in(slices[0].context.q_len, slices[0].context.kv_len, step)
     counts = [part.counts(step) for part in slices]
     estimated = np.logical_or.reduce([least != most for least, most in counts])
     pairs = [(int(least.sum()), int(most.sum())) for least, most in counts]
@@ -241,14 +240,6 @@ def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if len(pair) != 2 or not all(type(size) is int and 0 < size <= MAX_LENGTH for size in pair):
         raise OperandError(f"block_size must be a positive integer or a pair of them (queries, keys), got {given!r}")
     return pair
-
-
-def _cells_in(context: Context, step: tuple[int, int]) -> Counts:
-    """The number of cells in each rectangle of a grid; fewer at the lower and right edge."""
-    sides = [
-        np.diff([*range(0, length, size), length]) for length, size in zip((context.q_len, context.kv_len), step, strict=True)
-    ]
-    return np.multiply.outer(sides[0], sides[1]).astype(np.int64)
 
 
 def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]) -> NDArray[np.int8] | None:

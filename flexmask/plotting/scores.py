@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flexmask._checks import checked_int, not_plain_reason
@@ -18,6 +17,7 @@ from flexmask.intervals.bind import bind
 from flexmask.lowering.dense import dense
 from flexmask.plotting.annotations import LabelOptions, bands_of, key_labels, query_labels
 from flexmask.plotting.caption import shortened
+from flexmask.plotting.density import cells_in, summed
 from flexmask.plotting.raster import Picture, Scores, rasterize
 from flexmask.plotting.sheet import Indices, Sheet, arrange, panel_indices
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -92,7 +92,8 @@ def _pictures(
         cells = visible[batch].any(0) if head is None else visible[batch, head]
         shown = rasterize(from_dense(cells.cpu()), q_len, kv_len)
         first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
-        pixels = _averaged(values.numpy(), shown.step)
+        sums = summed(np.add, values.numpy().astype(np.float64), shown.step)
+        pixels = (sums / cells_in(q_len, kv_len, shown.step)).astype(np.float32)
         found.append(
             replace(
                 shown,
@@ -119,13 +120,3 @@ def _check_weights(weights: Tensor) -> None:
         raise OperandError(f"weights must be a floating-point tensor [B, H, q_len, kv_len], got {got}")
     if not weights.numel():
         raise RenderError(f"there are no weights in {list(weights.shape)}")
-
-
-def _averaged(values: NDArray[np.float32], step: tuple[int, int]) -> NDArray[np.float32]:
-    """The mean of each pixel."""
-    sums = values.astype(np.float64)
-    for axis, size in enumerate(step):
-        starts = np.arange(0, values.shape[axis], size)
-        counts = np.diff(starts, append=values.shape[axis])
-        sums = np.add.reduceat(sums, starts, axis=axis) / (counts[:, None] if axis == 0 else counts)
-    return sums.astype(np.float32)

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast
+from typing import Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 
 from flexmask.errors import OperandError, RenderError
+from flexmask.expr.mask import Mask
 from flexmask.plotting.annotations import ContentOptions, FrameOptions, PictureOptions, picture_lengths
 from flexmask.plotting.caption import check_frame, picture_suffix, selection_notes, shortened
-from flexmask.plotting.categories import MAX_TERMS
+from flexmask.plotting.categories import MAX_TERMS, Category
 from flexmask.plotting.density import select
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.report.terms import terms
 from flexmask.tracing.as_mask import as_mask
-
-if TYPE_CHECKING:
-    from flexmask.expr.mask import Mask
-    from flexmask.plotting.categories import Category
 
 #: The sequences or heads to draw: an index, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]

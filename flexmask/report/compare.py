@@ -88,7 +88,11 @@ def difference(
 ) -> Difference:
     """How two masks differ: see :meth:`flexmask.Mask.difference`."""
     other = as_mask(other, "other", device=device)
-    contexts = _contexts((mask, other), q_len, kv_len, batch, heads, q_offset, device)
+    contexts = [bind(part, q_len, kv_len, batch, heads, q_offset, device) for part in (mask, other)]
+    where = next((context.device for context in contexts if context.device.type != "cpu"), contexts[0].device)
+    for place, part in enumerate((mask, other)):  # the tensors of either may be on a device that the other is not bound to
+        if contexts[place].device != where:
+            contexts[place] = bind(part, q_len, kv_len, batch, heads, q_offset, where)
     sizes = [_size(keyword, [getattr(context, keyword) for context in contexts]) for keyword in ("batch", "heads")]
     shape = sizes[0], sizes[1], q_len
     bounds = [analyze(context) for context in contexts]
@@ -103,24 +107,6 @@ def difference(
     (only_self, first_self), (only_other, first_other) = sides
     cells = shape[0] * shape[1] * q_len * contexts[0].kv_len
     return Difference(cells, only_self, only_other, first_self, first_other)
-
-
-def _contexts(
-    masks: tuple[Mask, Mask],
-    q_len: int,
-    kv_len: int | None,
-    batch: int | None,
-    heads: int | None,
-    q_offset: int | Tensor,
-    device: torch.device | str | None,
-) -> list[Context]:
-    """The contexts of both masks, on one device: that of the tensors of either where none is given."""
-    contexts = [bind(mask, q_len, kv_len, batch, heads, q_offset, device) for mask in masks]
-    where = next((context.device for context in contexts if context.device.type != "cpu"), contexts[0].device)
-    return [
-        context if context.device == where else bind(mask, q_len, kv_len, batch, heads, q_offset, where)
-        for mask, context in zip(masks, contexts, strict=True)
-    ]
 
 
 def _size(keyword: str, sizes: list[int]) -> int:

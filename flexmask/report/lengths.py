@@ -114,14 +114,9 @@ def _positions(index: Index, limit: int) -> dict[str, int]:
 
 
 def _limited_extent(index: Index) -> Extent | None:
-    """The least and greatest value of an index, or None where it has no limit."""
-    extent = _extent(index)
+    """The least and greatest value of an index at unknown lengths, or None where it has no limit."""
+    extent = value_range(index, _leaf_extent, {}, None, is_clamped=False)
     return extent if extent is not None and extent[1] < MAX_LIMIT else None
-
-
-def _extent(index: Index) -> Extent | None:
-    """The least and greatest value of an index at unknown lengths."""
-    return value_range(index, _leaf_extent, {}, None, is_clamped=False)
 
 
 def _leaf_extent(leaf: Index) -> Extent | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,22 +111,20 @@ def _packings(count: int) -> Iterator[tuple[str, list[list[int]]]]:
     yield "as a batch of single documents", [[number] for number in numbers]
 
 
+@dataclass
 class _Call:
     """A function with the data for its calls."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        mask: Mask,
-        parts: Sequence[Tensor],
-        block_size: int | tuple[int, int],
-        gradients: bool,
-    ) -> None:
-        self.function, self.mask, self.parts = function, mask, parts
-        self.block_size, self.gradients = block_size, gradients
+    function: Callable[..., Any]
+    mask: Mask
+    parts: Sequence[Tensor]
+    block_size: int | tuple[int, int]
+    gradients: bool
+
+    def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
-        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(parts),), generator=draw, device="cpu")]
-        self.taken = [name for name in required_parameters(function) if name in GIVEN]
+        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(self.parts),), generator=draw, device="cpu")]
+        self.taken = [name for name in required_parameters(self.function) if name in GIVEN]
         if not self.taken:
             raise OperandError(
                 "the function must have a parameter mask or documents without a default, so that it knows how documents are "

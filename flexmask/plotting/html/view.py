@@ -10,23 +10,22 @@ import base64
 import hashlib
 import json
 import zlib
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexmask.errors import FlexmaskError, RenderError
+from flexmask.expr.mask import Mask
 from flexmask.plotting.annotations import ContentOptions, picture_lengths
 from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import count_text
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.sheet import Indices, Sheet, panel_sheet
-
-if TYPE_CHECKING:
-    from flexmask.expr.mask import Mask
 
 HERE = "flexmask.plotting.html"
 #: The parts of the script, each built on those before it.
@@ -221,10 +220,7 @@ def _panel(shown: Picture) -> Data:
         "shares": None if cells else _compressed(_bytes(shown.shares)),
         "estimated": None if shown.estimated is None else _compressed(shown.estimated.astype(np.uint8)),
         "blocks": None if shown.blocks is None else _compressed(shown.blocks.astype(np.uint8)),
-        "bands": [
-            {"axis": band.axis, "label": band.label, "starts": list(band.starts), "values": list(band.values)}
-            for band in shown.bands
-        ],
+        "bands": [asdict(band) for band in shown.bands],
     }
 
 

@@ -43,7 +43,7 @@ def draw_cells(shown: Picture, ax: Axes) -> None:
 def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
     _draw_image(shown, ax, colored_scores(scores, shown.shares[0]))
     if squares(shown):
-        _draw_rectangles(ax, _rectangles(shown.cells > 0), (1, 1), UNSEEN)
+        _draw_rectangles(ax, rectangles_of(shown.cells > 0), (1, 1), UNSEEN)
         draw_numbers(shown, ax)
 
 
@@ -71,7 +71,7 @@ def _areas(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> list[tuple[NDAr
     if is_plain and (not shown.every_cell or min(box.width / shown.kv_len, box.height / shown.q_len) < LEAST_PIXELS):
         return []
     found = [
-        (_rectangles(shown.cells == number), Look(look.color) if is_plain else look)
+        (rectangles_of(shown.cells == number), Look(look.color) if is_plain else look)
         for number, (category, look) in enumerate(zip(shown.categories, looks, strict=True))
         if category.hides is not None or category.role not in BACKGROUND
     ]
@@ -89,7 +89,7 @@ def faded(color: str, share: float) -> str:
     return to_hex((red, green, blue))
 
 
-def _rectangles(marked: NDArray[np.bool_]) -> NDArray[np.int64]:
+def rectangles_of(marked: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Rectangles of the marked places, ``[n, 4]``: top, left, bottom, right. Equal runs of rows one below the other are one."""
     edges = np.diff(marked.astype(np.int8), prepend=0, append=0, axis=1)
     rows, starts = (edges == 1).nonzero()
@@ -122,7 +122,7 @@ def _draw_rectangles(
 
 def _draw_blocks(shown: Picture, ax: Axes, state: int, color: str, alpha: float | None = None) -> None:
     if shown.blocks is not None and shown.block_size is not None:
-        _draw_rectangles(ax, _rectangles(shown.blocks == state), shown.block_size, Look(color), alpha)
+        _draw_rectangles(ax, rectangles_of(shown.blocks == state), shown.block_size, Look(color), alpha)
 
 
 def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.transforms import ScaledTranslation, Transform
+from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
 from flexmask.plotting import palette
@@ -101,26 +101,21 @@ def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
     assert figure is not None
     along_keys = band.axis == "kv"
     length = shown.kv_len if along_keys else shown.q_len
-    offset = GAP + BAND * place
-    x, y = (0.0, -offset) if along_keys else (offset, 0.0)
-    shift = ScaledTranslation(x, y, figure.dpi_scale_trans)
-    box = ax.get_window_extent()
-    thick = (BAND - GAP) * figure.dpi / (box.height if along_keys else box.width)
-    transform: Transform = (ax.get_xaxis_transform() if along_keys else ax.get_yaxis_transform()) + shift
-    at, apart = ((0, -thick / 2), (-0.02, 0)) if along_keys else ((1 + thick / 2, 0), (0, 0.02))
-    ax.text(
-        at[0],
-        at[1],
-        "" if band.label == PADDING else _cut(band.label, MAX_CHARACTERS if along_keys else MAX_UPRIGHT),
-        transform=transform + ScaledTranslation(apart[0], apart[1], figure.dpi_scale_trans),
-        rotation=0 if along_keys else 90,
-        ha="right" if along_keys else "center",
-        va="center_baseline" if along_keys else "bottom",
-        fontsize=5.5,
-        color=FAINT,
-        parse_math=False,
-    )
-    inches = (box.width if along_keys else box.height) / figure.dpi / length  # of a position
+    inch, box, offset = figure.dpi_scale_trans, ax.get_window_extent(), GAP + BAND * place
+    along, across = (box.width, box.height) if along_keys else (box.height, box.width)
+    thick, inches = (BAND - GAP) * figure.dpi / across, along / figure.dpi / length  # inches of a position
+    transform = ax.get_xaxis_transform() if along_keys else ax.get_yaxis_transform()
+    transform += ScaledTranslation(*((0.0, -offset) if along_keys else (offset, 0.0)), inch)
+    font: dict[str, Any] = {"fontsize": 5.5, "parse_math": False, "color": FAINT}
+    label = "" if band.label == PADDING else _cut(band.label, MAX_CHARACTERS if along_keys else MAX_UPRIGHT)
+    if along_keys:
+        at = transform + ScaledTranslation(-0.02, 0, inch)
+        ax.text(0, -thick / 2, label, transform=at, ha="right", va="center_baseline", **font)
+        font |= {"va": "center_baseline", "color": INK}
+    else:
+        at = transform + ScaledTranslation(0, 0.02, inch)
+        ax.text(1 + thick / 2, 0, label, transform=at, rotation=90, ha="center", va="bottom", **font)
+        font |= {"va": "center", "color": INK, "rotation": 270}
     for number, (start, stop) in enumerate(zip(band.starts, (*band.starts[1:], length), strict=True)):
         value = band.values[number]
         if not value:
@@ -132,18 +127,7 @@ def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
         patch.set(clip_on=False, hatch=palette.PADDED.hatch if padding else None)
         ax.add_patch(patch)
         if len(value) * NUMBER_CHARACTER * 0.85 < (stop - start) * inches:
-            x, y = corner[0] + size[0] / 2, corner[1] + size[1] / 2
-            ax.text(
-                x,
-                y,
-                value,
-                transform=transform,
-                rotation=0 if along_keys else 270,
-                ha="center",
-                va="center_baseline" if along_keys else "center",
-                fontsize=5.5,
-                color=INK,
-            )
+            ax.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, value, transform=transform, ha="center", **font)
 
 
 def _labels(indices: range, tokens: tuple[str, ...] | None, offset: int) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
+from torch import Tensor
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
@@ -28,11 +29,7 @@ from flexmask.plotting.palette import INK
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.scores import score_picture, score_sheet
 from flexmask.plotting.sheet import Indices, Sheet
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flexmask.tracing.as_mask import MaskLike
+from flexmask.tracing.as_mask import MaskLike
 
 #: Pixels of an inch.
 DPI = 200

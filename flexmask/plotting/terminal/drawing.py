@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import count, cycle
 from string import ascii_lowercase
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from rich.text import Text
 from flexmask.plotting.annotations import PADDING
 from flexmask.plotting.caption import numbered
 from flexmask.plotting.categories import Category, count_text, is_detailed
+from flexmask.plotting.density import cells_in, summed
 from flexmask.plotting.palette import looks_of
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, UNKNOWN, Picture
 from flexmask.plotting.terminal.canvas import FAINT, Canvas, Drawing, LegendEntry, Sign, framed, ruler
@@ -320,20 +321,11 @@ def coarsen(shown: Picture, step: tuple[int, int]) -> Picture:
     factors = (-(-step[0] // shown.step[0]), -(-step[1] // shown.step[1]))
     if factors == (1, 1):
         return shown
-    rows, columns = (
-        np.diff([*range(0, length, size), length]) for length, size in zip((shown.q_len, shown.kv_len), shown.step, strict=True)
-    )
-    cells = np.multiply.outer(rows, columns).astype(np.float64)
+    cells = cells_in(shown.q_len, shown.kv_len, shown.step).astype(np.float64)
     return replace(
         shown,
         step=(factors[0] * shown.step[0], factors[1] * shown.step[1]),
-        shares=np.stack([_summed(np.add, share * cells, factors) for share in shown.shares]) / _summed(np.add, cells, factors),
-        estimated=None if shown.estimated is None else _summed(np.logical_or, shown.estimated, factors),
+        shares=np.stack([summed(np.add, share * cells, factors) for share in shown.shares]) / summed(np.add, cells, factors),
+        estimated=None if shown.estimated is None else summed(np.logical_or, shown.estimated, factors),
         hidden_by=None,
     )
-
-
-def _summed(operation: np.ufunc, pixels: NDArray[Any], factors: tuple[int, int]) -> NDArray[Any]:
-    for axis in (0, 1):
-        pixels = operation.reduceat(pixels, range(0, pixels.shape[axis], factors[axis]), axis=axis)
-    return pixels

@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from rich.console import Console
 from rich.text import Text
 
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
+from flexmask.expr.mask import Mask
 from flexmask.plotting.annotations import PictureOptions
 from flexmask.plotting.caption import first_term_note, join_lines, notes, title_lines, visible_text
 from flexmask.plotting.raster import Picture, rasterize
+from flexmask.plotting.sheet import Sheet
 from flexmask.plotting.terminal.canvas import FAINT, MAX_LINES, Canvas, Drawing, LegendEntry
 from flexmask.plotting.terminal.drawing import blocks_fit, cells_fit, cells_width, draw_area, draw_blocks, draw_cells
-
-if TYPE_CHECKING:
-    from flexmask.expr.mask import Mask
-    from flexmask.plotting.sheet import Sheet
 
 #: Characters between pictures in a row, and between entries of the legend.
 BETWEEN = 3
