@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from flexmask._checks import call_error, is_tensor, kind_of
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
-from flexmask.expr.data import along, as_table
+from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.form import made
 from flexmask.expr.index import Index
@@ -34,8 +34,6 @@ from flexmask.expr.tables import RESERVED, Table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
-
-    from flexmask.expr.data import Data
 
 __all__ = ["GROUP", "Origin", "find", "load", "named", "names", "origin", "per_token"]
 

@@ -343,7 +343,8 @@ class MaskPictures(Node):
             frame["legend"] = False
         if width is not None:
             frame["width"] = width
-        save(cast("Mask", self), path, q_len, kv_len, batch=batch, head=head, terms=terms, frame=frame, **options)
+        asked = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "head": head, "terms": terms}
+        save(cast("Mask", self), path, frame, **asked, **options)
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, Unpack, cast
+from typing import Any, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 
@@ -124,36 +124,31 @@ def picture_or_sheet(
     return term_sheet(mask, q_len, kv_len, **place) if terms else rasterize(mask, q_len, kv_len, **place)
 
 
-def save(
-    mask: Mask,
-    path: str | Path,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    *,
-    batch: Indices | None = None,
-    head: Indices | None = None,
-    terms: bool = False,
-    frame: FrameOptions | None = None,
-    **options: Unpack[ContentOptions],
-) -> None:
-    """Writes a picture of a mask, in the format of the suffix of ``path``: see :meth:`flexmask.Mask.save_picture`."""
-    suffix, frame = picture_suffix(path), frame or {}
+def save(mask: Mask, path: str | Path, frame: FrameOptions, **options: Any) -> None:
+    """Writes a picture of a mask, in the format of the suffix of ``path``: see :meth:`flexmask.Mask.save_picture`.
+
+    Args:
+        mask: the mask.
+        path: the file.
+        frame: what is around the cells, as far as it is not the default.
+        options: as for :func:`picture_or_sheet`.
+    """
+    suffix = picture_suffix(path)
     check_frame(frame.get("title"), frame.get("width"))
     if suffix == ".html":
         from flexmask.plotting.html.view import html
 
-        if terms:
+        if options.pop("terms", False):
             raise RenderError("the interactive view shows the terms itself; leave out terms=")
         if frame:
             raise RenderError(f"the interactive view has its own title, legend and width; leave out {' and '.join(frame)}")
-        places = {"batch": "some" if batch is None else batch, "head": "some" if head is None else head}
-        text = html(mask, q_len, kv_len, **places, **options)
+        text = html(mask, **{**options, **{name: "some" for name in ("batch", "head") if options.get(name) is None}})
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8", newline="\n")
         return
     from flexmask.plotting.mpl.plot import save as save_drawing
 
-    shown = picture_or_sheet(mask, q_len, kv_len, batch=batch, head=head, terms=terms, **options)
+    shown = picture_or_sheet(mask, **options)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_drawing(shown, path, **frame)
 

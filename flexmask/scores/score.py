@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flexmask._checks import call_error, check_function, checked_int, is_traced, kind_of, nearest
+from flexmask._checks import call_error, check_function, checked_int, checked_number, is_traced, kind_of, nearest
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, checked_cap, checked_table, shape_of
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, checked_table, shape_of
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -246,7 +246,10 @@ def softcap(cap: float) -> Score:
 
     Source: Gemma 2, https://arxiv.org/abs/2408.00118
     """
-    return Score((Softcap(checked_cap(cap)),))
+    found = checked_number(cap, "softcap: cap")
+    if found <= 0:
+        raise ExpressionError(f"softcap: cap must be positive, got {cap}; scores become cap * tanh(score / cap)")
+    return Score((Softcap(found),))
 
 
 NAMED = {define.__name__: define for define in (alibi, bias, relative_bias, softcap)}

@@ -13,8 +13,8 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._checks import checked_number, kind_of, not_plain_reason
-from flexmask.errors import ExpressionError, LoweringError, OperandError
+from flexmask._checks import kind_of, not_plain_reason
+from flexmask.errors import LoweringError, OperandError
 
 #: A table of numbers: a tensor, or nested tuples.
 Table: TypeAlias = Tensor | tuple[object, ...]
@@ -199,16 +199,3 @@ def check_heads(name: str, what: str, given: int, heads: int | None) -> None:
     """Raises a LoweringError unless a score is for the heads of a call."""
     if heads is not None and given != heads:
         raise LoweringError(f"{name} has {what}, and there are {heads} query heads; give one for each")
-
-
-def checked_cap(cap: object) -> float:
-    """A bound of scores.
-
-    Raises:
-        OperandError: it is not a number.
-        ExpressionError: it is not positive.
-    """
-    found = checked_number(cap, "softcap: cap")
-    if found <= 0:
-        raise ExpressionError(f"softcap: cap must be positive, got {cap}; scores become cap * tanh(score / cap)")
-    return found

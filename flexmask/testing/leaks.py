@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -168,10 +168,6 @@ class _Rule:
         own = visible_pairs(self.around, batch, self.heads, q_len, q_len, device)
         return (reached.float() @ shown[0].float() > 0 for reached in dependence([own]))
 
-    def alone(self, term: Mask) -> _Rule:
-        """The rule with one term in place of the mask."""
-        return _Rule(self.name, [term], self.layers, self.heads, self.around)
-
 
 def _check(call: Call, rule: _Rule) -> None:
     """Raises an AssertionError if positions of one input leak."""
@@ -201,7 +197,7 @@ def _check(call: Call, rule: _Rule) -> None:
 def _hiding_terms(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
     """The terms of a mask that hide a pair, for a message."""
     parts = terms(rule.masks[0], None) if len(rule.masks) == 1 else ()
-    hiding = [part.brief() for part in parts if not rule.alone(part).allowed(call)[b, q, kv]]
+    hiding = [part.brief() for part in parts if not replace(rule, masks=[part]).allowed(call)[b, q, kv]]
     if hiding:
         return f", which is hidden by {' and by '.join(hiding)}"
     masks = " and ".join(mask.brief() for mask in rule.masks)
