@@ -7,7 +7,7 @@ intervals and in the grid, not in q_len x kv_len. If the bounds differ, the cell
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexmask._checks import checked_int
-from flexmask.blocks.classify import Blocks, classify, decide_open
-from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
@@ -71,23 +69,6 @@ class MaskSlice:
                 found = np.add.reduceat(self._cells(queries, keys), range(0, len(keys), step[1]), axis=1, dtype=np.int64)
                 np.add.at(least[:, left:right], queries.cpu().numpy() // step[0], found)
         return least, least
-
-    def blocks(self, block_size: tuple[int, int]) -> Blocks[Tensor]:
-        """The blocks as a BlockMask has them, ``bool[q_blocks, kv_blocks]``; open ones are left if they have too many cells."""
-        context, sets = self.context, BlockSets(self.context, *block_size)
-        lower = self._rows(self.bounds.lower)
-        blocks = classify(RowBounds(lower, lower if self.bounds.exact else self._rows(self.bounds.upper)), sets)
-        if blocks.open is not None and int(blocks.open.counts().sum()) * block_size[0] * block_size[1] <= MAX_CELLS:
-            is_here = torch.zeros((context.batch, context.heads, 1), dtype=torch.bool, device=context.device)
-            is_here[self.batch, self.head] = True
-            here = Rows.where(is_here, sets.kv_blocks)
-            blocks = decide_open(Blocks(blocks.partial, blocks.full, blocks.open & here), sets)
-        keys = torch.arange(sets.kv_blocks, device=context.device)
-        partial, full, left_open = (
-            None if part is None else self._rows(part).expand(1, 1, sets.q_blocks).holds(keys)[0, 0]
-            for part in (blocks.partial, blocks.full, blocks.open)
-        )
-        return Blocks(cast(Tensor, partial), cast(Tensor, full), left_open)
 
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
         """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ, 0 in the others.

@@ -247,12 +247,13 @@ def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]
     context = part.context
     if -(-context.q_len // block[0]) > max_blocks[0] or -(-context.kv_len // block[1]) > max_blocks[1]:
         return None
-    blocks = part.blocks(block)
-    states = np.full(blocks.partial.shape, EMPTY, dtype=np.int8)
-    if blocks.open is not None:
-        states[blocks.open.cpu().numpy()] = UNKNOWN
-        fraction = part.samples(*part.counts(block), block)
-        states[(fraction > 0) & (fraction < 1)] = PARTIAL
-    states[blocks.partial.cpu().numpy()] = PARTIAL
-    states[blocks.full.cpu().numpy()] = FULL
+    least, most = part.counts(block)
+    size = block[0] * block[1]  # more than the cells of a block at the edge, which is never full
+    states = np.full(least.shape, PARTIAL, dtype=np.int8)
+    states[most == 0] = EMPTY
+    states[least == size] = FULL
+    unsure = ((least == 0) != (most == 0)) | ((least == size) != (most == size))
+    if unsure.any():
+        fraction = part.samples(least, most, block)
+        states[unsure & ((fraction == 0) | (fraction == 1))] = UNKNOWN
     return states

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask.blocks.cells import BlockCells
 from flexmask.blocks.classify import classify
-from flexmask.blocks.layout import BlockLayout, Entries
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import And, Mask, Not
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
+from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.report.stats import row_counts
@@ -142,10 +141,5 @@ def _first_row(counts: Tensor) -> Shape | None:
 
 def _first_key(context: Context, b: int, h: int, q: int) -> int:
     """The first visible key of a row that has one."""
-    layout = BlockLayout(context, 1, SIZE)
-    columns = torch.arange(layout.kv_blocks, device=context.device)
-    entries = Entries(torch.full_like(columns, (b * context.heads + h) * context.q_len + q), columns)
-    for blocks, _, cells in BlockCells(layout).evaluate(entries):
-        if bool(cells.any()):
-            return int(blocks.start) * SIZE + int(cells.flatten().to(torch.uint8).argmax())
-    raise AssertionError("no key of the row is visible")
+    sequence, head, query = (torch.tensor(index, device=context.device) for index in (b, h, q))
+    return int(mask_closure(context)(sequence, head, query, context.index("kv")).to(torch.uint8).argmax())
