@@ -95,8 +95,7 @@ def render(
             options = replace(options, q_len=len(tokens) - at)
     q_len, kv_len = options.lengths(mask)
     content: ContentOptions = {"q_offset": options.q_offset, "tokens": tokens, "kv_tokens": kv_tokens, "bands": not no_bands}
-    if why:
-        content["why"] = True
+    content["why"] = why or None  # an interactive view has it by default
     if ranks is not None:
         if q_len != kv_len:
             lengths = f"{q_len:,} queries and {kv_len:,} keys"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flexmask.distributed.sharding import Sharding
     from flexmask.expr.mask import Mask
-    from flexmask.plotting.annotations import ContentOptions, FrameOptions, PictureOptions, Tokens
+    from flexmask.plotting.annotations import ContentOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
     from flexmask.tracing.as_mask import MaskLike
 
@@ -83,23 +83,10 @@ class MaskPictures(Node):
         from flexmask.plotting.mpl.plot import draw
         from flexmask.plotting.raster import rasterize
 
-        shown = rasterize(
-            cast("Mask", self),
-            q_len,
-            kv_len,
-            batch=batch,
-            head=head,
-            q_offset=q_offset,
-            block_size=block_size,
-            why=why,
-            against=against,
-            shards=shards,
-            tokens=tokens,
-            kv_tokens=kv_tokens,
-            bands=bands,
-            max_pixels=max_pixels,
-            max_blocks=max_blocks,
-        )
+        options: PictureOptions = {"batch": batch, "head": head, "q_offset": q_offset, "block_size": block_size, "why": why}
+        options |= {"against": against, "shards": shards, "tokens": tokens, "kv_tokens": kv_tokens, "bands": bands}
+        options |= {"max_pixels": max_pixels, "max_blocks": max_blocks}
+        shown = rasterize(cast("Mask", self), q_len, kv_len, **options)
         return draw(shown, ax=ax, title=title)
 
     @names_explained({})
@@ -140,23 +127,15 @@ class MaskPictures(Node):
         from flexmask.plotting.mpl.plot import draw_sheet
         from flexmask.plotting.sheet import panel_sheet
 
-        sheet = panel_sheet(
-            cast("Mask", self),
-            q_len,
-            kv_len,
-            batch=batch,
-            head=head,
-            q_offset=q_offset,
-            block_size=block_size,
-            why=why,
-            against=against,
-            shards=shards,
-            tokens=tokens,
-            kv_tokens=kv_tokens,
-            bands=bands,
-            max_pixels=max_pixels,
-            max_blocks=max_blocks,
-        )
+        options: ContentOptions = {
+            "q_offset": q_offset,
+            "block_size": block_size,
+            "why": why,
+            "against": against,
+            "shards": shards,
+        }
+        options |= {"tokens": tokens, "kv_tokens": kv_tokens, "bands": bands, "max_pixels": max_pixels, "max_blocks": max_blocks}
+        sheet = panel_sheet(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
         return draw_sheet(sheet, title=title)
 
     @names_explained({})
@@ -189,20 +168,9 @@ class MaskPictures(Node):
         from flexmask.plotting.mpl.plot import draw_sheet
         from flexmask.plotting.sheet import term_sheet
 
-        sheet = term_sheet(
-            cast("Mask", self),
-            q_len,
-            kv_len,
-            batch=batch,
-            head=head,
-            q_offset=q_offset,
-            block_size=block_size,
-            tokens=tokens,
-            kv_tokens=kv_tokens,
-            bands=bands,
-            max_pixels=max_pixels,
-            max_blocks=max_blocks,
-        )
+        options: PictureOptions = {"batch": batch, "head": head, "q_offset": q_offset, "block_size": block_size, "tokens": tokens}
+        options |= {"kv_tokens": kv_tokens, "bands": bands, "max_pixels": max_pixels, "max_blocks": max_blocks}
+        sheet = term_sheet(cast("Mask", self), q_len, kv_len, **options)
         return draw_sheet(sheet, title=title)
 
     @names_explained({})
@@ -273,12 +241,8 @@ class MaskPictures(Node):
         """
         from flexmask.plotting.html.view import html
 
-        options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
-        options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}
-        if why is not None:
-            options["why"] = why
-        if max_blocks is not None:
-            options["max_blocks"] = max_blocks
+        options: ContentOptions = {"q_offset": q_offset, "block_size": block_size, "why": why, "against": against}
+        options |= {"tokens": tokens, "kv_tokens": kv_tokens, "bands": bands, "max_pixels": max_pixels, "max_blocks": max_blocks}
         return html(cast("Mask", self), q_len, kv_len, batch=batch, head=head, **options)
 
     @names_explained({})
@@ -330,21 +294,16 @@ class MaskPictures(Node):
         """
         from flexmask.plotting.sheet import save
 
-        options: ContentOptions = {"q_offset": q_offset, "against": against, "tokens": tokens, "kv_tokens": kv_tokens}
-        options |= {"bands": bands, "max_pixels": max_pixels, "block_size": block_size}
-        if shards is not None:
-            options["shards"] = shards
-        if why is not None:
-            options["why"] = why
-        if max_blocks is not None:
-            options["max_blocks"] = max_blocks
-        frame: FrameOptions = {} if title is None else {"title": title}
-        if not legend:
-            frame["legend"] = False
-        if width is not None:
-            frame["width"] = width
+        options: ContentOptions = {
+            "q_offset": q_offset,
+            "block_size": block_size,
+            "why": why,
+            "against": against,
+            "shards": shards,
+        }
+        options |= {"tokens": tokens, "kv_tokens": kv_tokens, "bands": bands, "max_pixels": max_pixels, "max_blocks": max_blocks}
         asked = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "head": head, "terms": terms}
-        save(cast("Mask", self), path, frame, **asked, **options)
+        save(cast("Mask", self), path, {"title": title, "legend": legend, "width": width}, **asked, **options)
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""

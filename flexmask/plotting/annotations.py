@@ -46,11 +46,11 @@ class ContentOptions(LabelOptions, total=False):
     """Options of any number of pictures; each is an argument of :func:`flexmask.plotting.raster.rasterize`."""
 
     block_size: int | tuple[int, int] | None
-    why: bool
+    why: bool | None
     against: MaskLike | None
     shards: Sharding | None
     max_pixels: tuple[int, int]
-    max_blocks: tuple[int, int]
+    max_blocks: tuple[int, int] | None
 
 
 class FrameOptions(TypedDict, total=False):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The states of blocks. UNKNOWN: the bounds of a long mask differ there, and its cells are too many to evaluate.
 EMPTY, PARTIAL, FULL, UNKNOWN = range(4)
+#: The most rows and columns of blocks that are drawn by default.
+MAX_BLOCKS = (64, 64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +116,14 @@ def rasterize(
     head: int = 0,
     q_offset: int | Tensor = 0,
     block_size: int | tuple[int, int] | None = None,
-    why: bool = False,
+    why: bool | None = False,
     against: MaskLike | None = None,
     shards: Sharding | None = None,
     tokens: Tokens | None = None,
     kv_tokens: Tokens | None = None,
     bands: bool = True,
     max_pixels: tuple[int, int] = (1024, 1024),
-    max_blocks: tuple[int, int] = (64, 64),
+    max_blocks: tuple[int, int] | None = None,
     split_heads: bool = True,
 ) -> Picture:
     """Computes the picture of a mask.
@@ -143,7 +145,7 @@ def rasterize(
         kv_tokens: labels of the keys, if they differ.
         bands: whether to show documents, prefix trees and padding along the edges.
         max_pixels: the most rows and columns of the picture; longer masks are downsampled.
-        max_blocks: the most rows and columns of the block grid; a finer grid is left out.
+        max_blocks: the most rows and columns of the block grid, 64 of each by default; a finer grid is left out.
         split_heads: with ``why``, whether ``per_head`` is split into the terms of the head's mask, or is one term.
 
     Raises:
@@ -160,6 +162,7 @@ def rasterize(
     if shards is not None and (why or block_size is not None or against is not None):
         raise RenderError("shards= shows which rank holds each query; leave out why=, block_size= and against=")
     block = _block_size(block_size)
+    max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
     for name, most in (("max_pixels", max_pixels), ("max_blocks", max_blocks)):
         if min(most) < 1:
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")

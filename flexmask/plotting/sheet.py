@@ -130,7 +130,7 @@ def save(mask: Mask, path: str | Path, frame: FrameOptions, **options: Any) -> N
     Args:
         mask: the mask.
         path: the file.
-        frame: what is around the cells, as far as it is not the default.
+        frame: what is around the cells.
         options: as for :func:`picture_or_sheet`.
     """
     suffix = picture_suffix(path)
@@ -140,8 +140,8 @@ def save(mask: Mask, path: str | Path, frame: FrameOptions, **options: Any) -> N
 
         if options.pop("terms", False):
             raise RenderError("the interactive view shows the terms itself; leave out terms=")
-        if frame:
-            raise RenderError(f"the interactive view has its own title, legend and width; leave out {' and '.join(frame)}")
+        if given := [name for name, value in frame.items() if value is not None and value is not True]:
+            raise RenderError(f"the interactive view has its own title, legend and width; leave out {' and '.join(given)}")
         text = html(mask, **{**options, **{name: "some" for name in ("batch", "head") if options.get(name) is None}})
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8", newline="\n")

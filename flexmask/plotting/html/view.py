@@ -125,7 +125,8 @@ def html(
     if options.get("against") is None:
         q_len, kv_len = picture_lengths(mask, q_len, kv_len, options)
         blocks = block_size_for(q_len, kv_len) if asked is None else asked
-        options = {"why": True, "max_blocks": MAX_BLOCKS, **options, "block_size": blocks}
+        options |= {"block_size": blocks, "max_blocks": options.get("max_blocks") or MAX_BLOCKS}
+        options |= {"why": options.get("why") is not False}
     shown = panel_sheet(mask, q_len, kv_len, batch=batch, head=head, **options)
     return page(view_of(shown, start=start))
 
