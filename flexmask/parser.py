@@ -45,7 +45,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for define in (abs, document_ids, document_starts, subtree_ends, maximum, minimum, param, table, where)
 }
 PARAMETERS = " Another name is a parameter, which stands for a number or for data: ids[b, q] == ids[b, kv]."
-BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+#: The signs of binary and unary operators and of comparisons.
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -54,13 +55,9 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
-}
-UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
     ast.Invert: operator.invert,
-}
-COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
@@ -255,12 +252,12 @@ class _Reader:
                 return [int(number) for number in self.lists[node.col_offset].split(",")]
             case ast.List(items) | ast.Tuple(items):
                 return self.items(items)
-            case ast.UnaryOp(sign, operand) if type(sign) in UNARY:
-                return UNARY[type(sign)](self.operand(operand))
-            case ast.BinOp(op=sign) if type(sign) in BINARY:
+            case ast.UnaryOp(sign, operand) if type(sign) in OPERATORS:
+                return OPERATORS[type(sign)](self.operand(operand))
+            case ast.BinOp(op=sign) if type(sign) in OPERATORS:
                 return self.chain(node)
-            case ast.Compare(left, [sign], [right]) if type(sign) in COMPARE:
-                return COMPARE[type(sign)](self.operand(left), self.operand(right))
+            case ast.Compare(left, [sign], [right]) if type(sign) in OPERATORS:
+                return OPERATORS[type(sign)](self.operand(left), self.operand(right))
             case ast.Compare(ops=[_, _, *_]):
                 self.fail(node, "a chain of comparisons: write each in parentheses and join them with &, (a <= b) & (b < c)")
             case ast.Subscript(source, index):
@@ -289,11 +286,11 @@ class _Reader:
     def chain(self, node: ast.BinOp) -> Any:
         """Reads ``a & b & c``, in the tree ``(a & b) & c``, from the left in a loop, so that long chains need no deep stack."""
         links = [node]
-        while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in BINARY:
+        while isinstance(links[-1].left, ast.BinOp) and type(links[-1].left.op) in OPERATORS:
             links.append(links[-1].left)
         value = self.operand_of(links[-1].left, links[-1].op)
         for link in reversed(links):
-            value = BINARY[type(link.op)](value, self.operand_of(link.right, link.op))
+            value = OPERATORS[type(link.op)](value, self.operand_of(link.right, link.op))
         return value
 
     def operand_of(self, node: ast.expr, sign: ast.operator) -> Any:
