@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
@@ -21,8 +20,9 @@ from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
+from flexmask.distributed.query_units import KeyLists
 from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries, text_of
-from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
+from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, keys_seen, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
@@ -119,7 +119,7 @@ class ContextParallel:
             self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
             contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in counts]
             self.sharding: Sharding = shard_sequence(counts, self.seq_len, self.world_size, **given)
-            self._held = [self.sharding.runs(rank) for rank in range(self.world_size)]
+            self._held = self.sharding._held
             self.positions = self.sharding.positions(self.rank).to(self.device)
             self._declared = [self._declare(number, *pair) for number, pair in enumerate(zip(counts, contexts, strict=True))]
             self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
@@ -135,7 +135,7 @@ class ContextParallel:
         if self.strategy == "heads":
             lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
         else:
-            keys = self._exchange([self.sharding.seen(rank, number) for rank in range(self.world_size)])
+            keys = self._exchange(keys_seen(self.sharding, number))
             if len(self.positions) and len(keys.needed):
                 lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
         symbols = context.mask.symbols
@@ -181,9 +181,10 @@ class ContextParallel:
 
     @cached_property
     def _everything(self) -> TokenExchange:
-        return self._exchange([torch.tensor([[0, self.seq_len]], device="cpu")] * self.world_size)
+        every, start = torch.arange(self.world_size, device="cpu"), torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
+        return self._exchange(KeyLists.union(self.world_size, every, start, start + self.seq_len))
 
-    def _exchange(self, needed: Sequence[Tensor]) -> TokenExchange:
+    def _exchange(self, needed: KeyLists) -> TokenExchange:
         return TokenExchange(self._held, needed, self.rank, self.group, self.device)
 
     def _check_length(self, x: Tensor, dim: int, length: int, where: str) -> None:

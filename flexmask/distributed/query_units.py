@@ -85,9 +85,26 @@ class KeyLists:
         at = self.first[:-1][units][of_unit] + rank_in_row(of_unit, counts)
         return KeyLists(self.lo[at], self.hi[at], torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
+    def runs(self, unit: int) -> Tensor:
+        """The keys of a unit as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
+        part = slice(int(self.first[unit]), int(self.first[unit + 1]))
+        return torch.stack((self.lo[part], self.hi[part]), -1)
+
+    def beyond(self, other: KeyLists) -> Tensor:
+        """How many keys of each unit are not among those of the same unit of another list, ``int64[units]``."""
+        return (self | other).sizes() - other.sizes()
+
     def shared(self, other: KeyLists) -> Tensor:
         """How many keys of each unit are also among those of the same unit of another list, ``int64[units]``."""
-        return self.sizes() + other.sizes() - (self | other).sizes()
+        return self.sizes() - self.beyond(other)
+
+    def places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The unit of each of some keys ``int64[n]``, each of which one unit has, and how many keys of the unit are before it."""
+        lengths = self.hi - self.lo
+        before, (start, order) = lengths.cumsum(0) - lengths, self.lo.sort()
+        run = order[torch.searchsorted(start, keys, right=True) - 1]
+        unit = self.unit[run]
+        return unit, before[run] - before[self.first[unit]] + keys - self.lo[run]
 
     def total(self, ends: Tensor) -> Tensor:
         """How many keys less than each of some numbers ``int64[n]`` all units have together, one in several units each time."""

@@ -57,15 +57,14 @@ class Sharding:
     tokens: Tensor
     work: Tensor
     visible: Tensor
-    _pieces: Tensor = field(repr=False)
-    _owner: Tensor = field(repr=False)
+    _held: KeyLists = field(repr=False)  # the tokens of each rank
     _seen: tuple[KeyLists, ...] = field(repr=False)
     _layers: tuple[int, ...] = field(repr=False)
     _numbers: tuple[int, ...] = field(repr=False)  # of each given mask, among those that differ
 
     def runs(self, rank: int) -> Tensor:
         """The positions of a rank's tokens as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
-        return self._pieces[self._owner == self._checked(rank)]
+        return self._held.runs(self._checked(rank))
 
     def positions(self, rank: int) -> Tensor:
         """The positions of a rank's tokens in order, ``int64[tokens]``; the same in all sequences of the batch."""
@@ -80,12 +79,7 @@ class Sharding:
             rank: the rank, from 0 up.
             mask: the number of a mask, in the order in which they were given; None for any of them.
         """
-        rank = self._checked(rank)
-        lists = self._seen_by_any
-        if mask is not None:
-            lists = self._seen[self._numbers[checked_int(mask, "mask", 0, len(self._numbers) - 1)]]
-        part = slice(int(lists.first[rank]), int(lists.first[rank + 1]))
-        return torch.stack((lists.lo[part], lists.hi[part]), -1)
+        return keys_seen(self, mask).runs(self._checked(rank))
 
     @property
     def imbalance(self) -> float:
@@ -114,12 +108,11 @@ class Sharding:
     @cached_property
     def _exchanged(self) -> tuple[Tensor, Tensor]:
         """The keys received and sent by each rank."""
-        starts, stops = self._pieces.T.contiguous()
-        own = KeyLists.union(self.ranks, self._owner, starts, stops)
+        held = self._held
         received, sent = torch.zeros_like(self.work), torch.zeros_like(self.work)
         for lists, layers in zip(self._seen, self._layers, strict=True):
-            missing = (lists | own).sizes() - own.sizes()
-            needed = sums(lists.total(stops) - lists.total(starts), self._owner, self.ranks)
+            missing = lists.beyond(held)
+            needed = sums(lists.total(held.hi) - lists.total(held.lo), held.unit, self.ranks)
             received += layers * missing
             sent += layers * (needed - (lists.sizes() - missing))
         return received, sent
@@ -130,7 +123,7 @@ class Sharding:
         rows = [["rank", "tokens", "runs", "work", "keys in", "keys out"]]
         ends = range(SHOWN), range(self.ranks - SHOWN, self.ranks)
         for rank in range(self.ranks) if self.ranks <= 2 * SHOWN else chain(*ends):
-            numbers = (self.tokens[rank], (self._owner == rank).sum(), self.received[rank], self.sent[rank])
+            numbers = (self.tokens[rank], len(self._held.runs(rank)), self.received[rank], self.sent[rank])
             tokens, runs, received, sent = (f"{int(number):,}" for number in numbers)
             rows.append([f"{rank:,}", tokens, runs, f"{of_mean[rank]:.3f}", received, sent])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -142,12 +135,15 @@ class Sharding:
         )
         return "\n".join(lines)
 
-    @cached_property
-    def _seen_by_any(self) -> KeyLists:
-        return reduce(or_, self._seen)
-
     def _checked(self, rank: int) -> int:
         return checked_int(rank, "rank", 0, self.ranks - 1, LoweringError)
+
+
+def keys_seen(sharding: Sharding, mask: int | None) -> KeyLists:
+    """The keys that the queries of each rank attend to: see :meth:`Sharding.seen`."""
+    if mask is None:
+        return reduce(or_, sharding._seen)
+    return sharding._seen[sharding._numbers[checked_int(mask, "mask", 0, len(sharding._numbers) - 1)]]
 
 
 def shard_sequence(
@@ -199,17 +195,16 @@ def shard_sequence(
     owner = _in_order(_owners(balance, work, found, ranks, sizes[0] // size))
     edges = (owner.diff() != 0).nonzero().squeeze(-1) + 1
     starts = torch.nn.functional.pad(edges, (1, 0))
-    pieces = torch.stack((starts, torch.nn.functional.pad(edges, (0, 1), value=owner.numel())), -1) * size
-    pieces[-1, 1] = seq_len
+    stops = torch.nn.functional.pad(edges * size, (0, 1), value=seq_len)
+    held = KeyLists.union(ranks, owner[starts], starts * size, stops)
     return Sharding(
         seq_len=seq_len,
         ranks=ranks,
         balance=balance,
-        tokens=sums(pieces[:, 1] - pieces[:, 0], owner[starts], ranks),
+        tokens=held.sizes(),
         work=sums(work, owner, ranks),
         visible=sums(visible, owner, ranks),
-        _pieces=pieces,
-        _owner=owner[starts],
+        _held=held,
         _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
         _layers=tuple(counts.values()),
         _numbers=tuple(numbers[mask] for mask, _ in given),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexmask as fm
-from flexmask.distributed.exchange import Shards
+from flexmask.distributed.query_units import KeyLists
 from flexmask.distributed.rank_mask import mask_of_heads, mask_of_queries
 from flexmask.errors import LoweringError
 from flexmask.intervals.bind import bind
@@ -22,6 +22,13 @@ def runs_of(chosen: list[bool]) -> Tensor:
     """The positions where a list is True as intervals, ``int64[n, 2]``."""
     edges = [at for at in range(len(chosen) + 1) if (at < len(chosen) and chosen[at]) != (at > 0 and chosen[at - 1])]
     return torch.tensor(edges, dtype=torch.int64).view(-1, 2)
+
+
+def key_lists(chosen: list[list[bool]]) -> KeyLists:
+    """The positions where the list of each unit is True."""
+    runs = [runs_of(own) for own in chosen]
+    unit = torch.repeat_interleave(torch.tensor([len(own) for own in runs]))
+    return KeyLists.union(len(chosen), unit, *torch.cat(runs).unbind(1))
 
 
 @given(st.data())
@@ -82,10 +89,10 @@ def test_shards(data: st.DataObject) -> None:
     length, ranks = data.draw(st.integers(1, LONGEST)), data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
     needs = [data.draw(st.lists(st.booleans(), min_size=length, max_size=length)) for _ in range(ranks)]
-    shards = Shards.of([runs_of([owner == rank for owner in owners]) for rank in range(ranks)])
-    assert shards.sizes.tolist() == [owners.count(rank) for rank in range(ranks)]
+    shards = key_lists([[owner == rank for owner in owners] for rank in range(ranks)])
+    assert shards.sizes().tolist() == [owners.count(rank) for rank in range(ranks)]
     rank, place = shards.places(torch.arange(length))
     assert rank.tolist() == owners
     assert place.tolist() == [owners[:at].count(owner) for at, owner in enumerate(owners)]
     moved = sum(need and owner != rank for rank, own in enumerate(needs) for need, owner in zip(own, owners, strict=True))
-    assert shards.moved([runs_of(own) for own in needs]) == moved
+    assert key_lists(needs).beyond(shards).sum() == moved
