@@ -42,31 +42,6 @@ def attend_tiles(problem: Problem) -> tuple[Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor]", found)
 
 
-def fused_with_tiles(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor | bool,
-    scale: float,
-    fully_masked: Tensor | None = None,
-) -> Tensor:
-    """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
-
-    The kernels have no second derivative, so with ``create_graph=True`` their own gradient is not used.
-
-    Args:
-        out: the output of the kernel for the others.
-        query: [B, H, Q, D].
-        key: [B, H_kv, KV, D].
-        value: [B, H_kv, KV, Dv].
-        bounds: the key intervals, int [B', H', Q', K, 2]; True for a causal mask, False for none.
-        scale: factor of the scores.
-        fully_masked: which rows the kernel was given as fully masked, bool [B', H', Q', 1], or None.
-    """
-    return cast(Tensor, _Fused.apply(out, query, key, value, bounds, scale, fully_masked))  # type: ignore[no-untyped-call]
-
-
 def _is_differentiated(*tensors: Tensor) -> bool:
     """Whether autograd or a transform differentiates by tensors."""
     return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or is_transformed(*tensors)
@@ -202,8 +177,13 @@ class _Gradient(Function):
         return by_grad, by_lse, None, None, *_all_gradients(by_tensors)
 
 
-class _Fused(Function):
-    """See `fused_with_tiles`."""
+class FusedWithTiles(Function):
+    """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
+
+    The kernels have no second derivative, so with ``create_graph=True`` their own gradient is not used. It is applied to the
+    output of the kernel, to query, key and value, to the key intervals, int [B', H', Q', K, 2] (or True for a causal mask, False
+    for none), to the factor of the scores, and to which rows the kernel was given as fully masked, bool [B', H', Q', 1] or None.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
-from flexmask.backends.operators import attend_tiles, fused_with_tiles
+from flexmask.backends.operators import FusedWithTiles, attend_tiles
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Cells
 from flexmask.backends.tile_passes import FUSED_SCORES
@@ -53,7 +53,8 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     """
     if score_mod is not None or problem.is_transformed(beyond_gradients=not problem.is_scored):
         return differentiable_attention(problem, score_mod)
-    if problem.cells is None and problem.rows is None and not problem.with_lse and not problem.is_scored:
+    is_plain = problem.cells is None and problem.is_fused and not problem.with_lse and problem.bias is None
+    if is_plain and not is_observed(problem.query) and not problem.is_transformed():
         if (run := _one_interval(problem)) is not None:
             query, key, value = problem.tensors
             return fused_sdpa(query, key[:, :, run], value[:, :, run], problem.scale, is_causal=False), None
@@ -65,7 +66,7 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
 def _one_interval(problem: Problem) -> slice | None:
     """The slice of keys that all rows attend to where it is one interval, as for one query; None where tiles are needed."""
     bounds = problem.bounds
-    if bounds.numel() != 2 or not problem.is_fused or _is_observed_or_transformed(problem):
+    if bounds.numel() != 2:
         return None
     lo, hi = bounds.flatten().tolist()
     return slice(lo, hi) if 0 <= lo < hi <= problem.key.size(2) else None
@@ -74,8 +75,8 @@ def _one_interval(problem: Problem) -> slice | None:
 def _whole_sdpa(problem: Problem) -> Tensor | None:
     """Attention in one call of ``scaled_dot_product_attention`` with all cells; None where tiles are needed or cheaper."""
     query, key, value = problem.tensors
-    is_fit = problem.is_fused and query.dtype == precise_dtype(query) and query.size(1) == key.size(1)
-    if not is_fit or _is_observed_or_transformed(problem) or not may_be_dense(query, key, FUSED_SCORES):
+    is_fit = query.dtype == precise_dtype(query) and query.size(1) == key.size(1)
+    if not is_fit or not may_be_dense(query, key, FUSED_SCORES):
         return None
     tiling = problem.tiling(FUSED_SCORES, in_bands=True)
     if not tiling.is_dense:
@@ -86,11 +87,8 @@ def _whole_sdpa(problem: Problem) -> Tensor | None:
         return None
     if not out.requires_grad:
         return out
-    return fused_with_tiles(out, *problem.tensors, problem.bounds, problem.scale, tiling.fully_masked)
-
-
-def _is_observed_or_transformed(problem: Problem) -> bool:
-    return is_observed(problem.query) or problem.is_transformed()
+    given = *problem.tensors, problem.bounds, problem.scale, tiling.fully_masked
+    return cast(Tensor, FusedWithTiles.apply(out, *given))  # type: ignore[no-untyped-call]
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> Tensor:
@@ -102,7 +100,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_ca
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     if not out.requires_grad or is_captured():
         return out
-    return fused_with_tiles(out, query, key, value, is_causal, scale)
+    return cast(Tensor, FusedWithTiles.apply(out, query, key, value, is_causal, scale, None))  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- the backend

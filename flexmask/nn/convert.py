@@ -88,23 +88,23 @@ def sizes_from_torch(module: nn.MultiheadAttention, batch_first: bool) -> dict[s
     }
 
 
+def _names(module: nn.MultiheadAttention) -> dict[str, tuple[str, ...]]:
+    """For each layer of ours the weights of torch's module that are stacked in it."""
+    if module.kdim == module.embed_dim:
+        return {"in_proj": ("in_proj_weight",)}
+    return {"q_proj": ("q_proj_weight",), "kv_proj": ("k_proj_weight", "v_proj_weight")}
+
+
 @torch.enable_grad()
 def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights; one of several is trainable if any is."""
     state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
-    weights: dict[str, Tensor]
-    biases: dict[str, Tensor] = {}
-    if module.kdim == module.embed_dim:
-        weights = {"in_proj": module.in_proj_weight}
-        if module.in_proj_bias is not None:
-            biases = {"in_proj": module.in_proj_bias}
-    else:
-        weights = {"q_proj": module.q_proj_weight, "kv_proj": torch.cat((module.k_proj_weight, module.v_proj_weight))}
-        if module.in_proj_bias is not None:
-            at = module.embed_dim
-            biases = {"q_proj": module.in_proj_bias[:at], "kv_proj": module.in_proj_bias[at:]}
-    state |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return state | {f"{name}.bias": bias for name, bias in biases.items()}
+    state |= {f"{ours}.weight": torch.cat([getattr(module, name) for name in theirs]) for ours, theirs in _names(module).items()}
+    if module.in_proj_bias is not None:
+        names = [name.replace("weight", "bias") for name in state if "out" not in name]
+        sizes = [len(state[name]) for name in state if "out" not in name]
+        state |= zip(names, module.in_proj_bias.split(sizes), strict=True)
+    return state
 
 
 def load_weights(module: nn.Module, state: dict[str, Tensor]) -> None:
@@ -150,17 +150,11 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         dtype=weight.dtype,
     )
     made = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in theirs.state_dict().items()}
-    made["out_proj.weight"] = state["out_proj.weight"]
-    if "in_proj.weight" in state:
-        made["in_proj_weight"] = state["in_proj.weight"]
-    else:
-        made["q_proj_weight"] = state["q_proj.weight"]
-        made["k_proj_weight"], made["v_proj_weight"] = state["kv_proj.weight"].chunk(2)
-    if "out_proj.bias" in state:
-        made["out_proj.bias"] = state["out_proj.bias"]
-    if "in_proj.bias" in state:
-        made["in_proj_bias"] = state["in_proj.bias"]
-    elif "q_proj.bias" in state:
-        made["in_proj_bias"] = torch.cat((state["q_proj.bias"], state["kv_proj.bias"]))
+    made |= {name: weight for name, weight in state.items() if name in made}  # of the output
+    for ours, names in _names(theirs).items():
+        made |= zip(names, state[f"{ours}.weight"].chunk(len(names)), strict=True)
+    biases = [state[f"{ours}.bias"] for ours in _names(theirs) if f"{ours}.bias" in state]
+    if biases:
+        made["in_proj_bias"] = torch.cat(biases)
     load_weights(theirs, made)
     return theirs
