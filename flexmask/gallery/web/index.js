@@ -22,7 +22,7 @@ const known = [...new Set(cardsOf.flatMap(({ names, joined }) => [...names.join(
 /** The entries that are shown, in their order. */
 let found = entries;
 
-/** Whether an entry has a word: as it stands, or without signs in one of its names. As in `find.py`. */
+/** Whether an entry has a word: as it stands, or without signs in one of its names. As in `cli/list.py`. */
 function has(card, word) {
   return card.all.includes(word) || (joined(word) !== "" && card.joined.some((name) => name.includes(joined(word))));
 }
