@@ -158,7 +158,8 @@ def _uncompiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> An
 def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
-    with torch.compiler.config.patch(recompile_limit=MAX_KERNELS):  # type: ignore[attr-defined]
+    # A number that a function holds is a part of its kernel: torch 2.15 fails for another one, which it takes for a variable.
+    with torch._dynamo.config.patch(recompile_limit=MAX_KERNELS, specialize_float=True):
         try:
             return _compiled(query.device.type)(query, key, value, **options)
         except getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()):  # private to torch, so a version may not have it

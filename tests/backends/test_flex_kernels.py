@@ -22,6 +22,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.names import NAMES
 from flexmask.intervals.bind import bind
 from flexmask.plans.capture import lower
+from flexmask.scores import softcap
 from tests.support.examples import EXAMPLES, OWN_MASKS
 
 LENGTHS, GROUPS = range(1, 131), (1, 2, 4, 8, 32)
@@ -184,3 +185,18 @@ class TestKernelOptions:
             compiled(torch.zeros(1, 1, 3, 4))
         compiled = torch.compile(lambda x: fm.attention(x, x, x, kernel_options={"BLOCK_M": 64}), fullgraph=True, backend="eager")
         assert compiled(torch.zeros(1, 1, 3, 4)).shape == (1, 1, 3, 4)
+
+
+@pytest.mark.slow  # so that the newest torch runs it, which took the second number for a variable
+def test_other_numbers_in_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where kernels may be for all lengths."""
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
+    monkeypatch.setattr(flex, "_compiled", lambda device: compiled)
+    x = torch.randn(1, 2, 9, 32)
+    with torch.no_grad():
+        for cap in (5.0, 3.0, 1.0):
+            found, wanted = (
+                fm.attention(x, x, x, fm.causal(), score_mod=softcap(cap), backend=backend) for backend in ("flex", "sdpa")
+            )
+            torch.testing.assert_close(found, wanted)
