@@ -16,6 +16,7 @@ from flexmask._checks import checked_number, kind_of, names_explained, nearest, 
 from flexmask._transforms import autocast, autocast_dtype, without_autocast
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
+from flexmask.backends.flash import FLASH
 from flexmask.backends.flex import FLEX
 from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
@@ -42,7 +43,7 @@ FEWER_AXES_HINTS = {
 #: The names of the options of FlexAttention's kernels.
 KERNEL_OPTIONS = tuple(sorted(FlexKernelOptions.__annotations__))
 
-for _backend in (TILED_SDPA, FLEX, VARLEN):
+for _backend in (TILED_SDPA, FLASH, FLEX, VARLEN):
     register_backend(_backend)
 
 #: For the padding masks of other libraries, what to write.
@@ -131,11 +132,12 @@ def attention(
         backend: the name of a registered backend, or ``"auto"`` for the first that supports the call: see
             :func:`choose_backend`. ``"flex"`` is compiled FlexAttention over the mask's BlockMask; on the CPU it has no
             gradients, and is not for code that ``torch.compile`` traces. ``"sdpa"`` calls ``scaled_dot_product_attention`` on
-            blocks of queries, each against the keys that it attends to, with gradients on every device. ``"varlen"``, by its name
-            alone, is ``torch.nn.attention.varlen.varlen_attn`` on CUDA, for the masks of :meth:`flexmask.Mask.varlen`.
+            blocks of queries, each against the keys that it attends to, with gradients on every device. ``"flash"`` is
+            FlexAttention with the kernels of FlashAttention 4, where it is installed. ``"varlen"``, by its name alone, is
+            ``torch.nn.attention.varlen.varlen_attn`` on CUDA, for the masks of :meth:`flexmask.Mask.varlen`.
         kernel_options: of ``"flex"``, which gives them to FlexAttention: see torch's ``FlexKernelOptions``. Where ``"auto"``
-            takes ``"sdpa"``, as on the CPU, they have no effect; ``"sdpa"`` by name refuses them. What they promise must hold:
-            ``ROWS_GUARANTEED_SAFE`` of a mask with fully masked rows gives NaN.
+            takes ``"sdpa"``, as on the CPU, or ``"flash"``, they have no effect; these by name refuse them. What they promise
+            must hold: ``ROWS_GUARANTEED_SAFE`` of a mask with fully masked rows gives NaN.
         return_lse: whether to return the logsumexp of each row's scores too, by which :func:`flexmask.merge_attention` joins
             attention to several parts of the keys.
         parameters: the values of the mask's parameters, e.g. ``n=`` for ``"causal & key_padding(n)"``.
@@ -265,9 +267,9 @@ def choose_backend(
 ) -> ChosenBackend:
     """The backend that ``backend="auto"`` takes for the same arguments of :func:`attention`: the first that supports the call.
 
-    The order is that of registration, ``"sdpa"`` before ``"flex"``, where backends that prefer the query's device come first:
-    ``"flex"`` on CUDA. Under the transforms of ``torch.func``, with forward-mode derivatives and for tensors without values only
-    ``"sdpa"`` supports a call.
+    The order is that of registration, ``"sdpa"`` before ``"flash"`` and ``"flex"``, where backends that prefer the query's device
+    come first: ``"flash"`` and ``"flex"`` on CUDA. Under the transforms of ``torch.func``, with forward-mode derivatives and for
+    tensors without values only ``"sdpa"`` supports a call.
 
     Returns:
         The name, a str. Its attribute ``reasons`` says for each other backend why it was not chosen.

@@ -60,7 +60,13 @@ def _supports(call: Call) -> str | None:
     return None
 
 
-def _run(call: Call) -> Output:
+def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
+    """Attention by FlexAttention, as of ``run`` of a Backend.
+
+    Args:
+        call: the call.
+        block_size: queries and keys in a block of a Mask.
+    """
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
     if isinstance(call.score_mod, PlacedScore):
@@ -68,12 +74,11 @@ def _run(call: Call) -> Output:
     elif call.score_mod is not None and not torch.compiler.is_compiling():
         check_scores(call.score_mod, query, key)
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
-        mask = lower_in_graph(mask, query, key, call.q_offset)
+        mask = lower_in_graph(mask, query, key, call.q_offset, block_size)
     elif isinstance(mask, Mask):
-        made = partial(
-            mask.block_mask, q_len, key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=query.device
-        )
-        mask = shared(mask, ("flex", q_len, key.shape[2], batch, heads, query.device), call.q_offset, made)
+        setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size}
+        made = partial(mask.block_mask, q_len, key.shape[2], q_offset=call.q_offset, **setting)
+        mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
     proved: dict[str, object] = {}
     if isinstance(mask, LoweredMask):
         if mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]:
@@ -175,4 +180,4 @@ def _compiled(device: str) -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
-FLEX = Backend("flex", supports=_supports, run=_run, preferred_on=("cuda",))
+FLEX = Backend("flex", supports=_supports, run=run_flex, preferred_on=("cuda",))

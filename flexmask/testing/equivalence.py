@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmask._checks import checked_number, kind_of
 from flexmask.backends.api import attention
 from flexmask.backends.backend import Backend, Call, get_backend, ordered_backends
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
@@ -74,13 +74,15 @@ def assert_equivalent(
         backends: names of backends of attention; ``()`` for none. By default those that have gradients on the device:
             ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and other registered backends that have gradients.
             On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
-        dtypes: of query, key and value. FlexAttention is skipped for float64, which it does not support.
+        dtypes: of query, key and value. Those that a backend does not support are left out, such as float64 for ``"flex"``; one
+            that supports none of them is checked in bfloat16.
         tolerance: the greatest error of outputs and gradients against float64, relative to 1 plus the size of the number; the
             default depends on the dtype and device.
 
     Raises:
         AssertionError: something differs; the message says what and how much, with a picture of the place.
-        LoweringError: the mask cannot be lowered with these arguments, or has more than 2**22 cells.
+        LoweringError: the mask cannot be lowered with these arguments, or has more than 2**22 cells, or one of ``backends`` does
+            not support its calls.
         OperandError: ``mask`` or ``reference`` is of a wrong type, or does not fit.
     """
     __tracebackhide__ = True
@@ -236,12 +238,16 @@ def _stats(setting: Setting, wanted: Tensor, block_size: int | tuple[int, int]) 
 
 def own_backends(setting: Setting) -> tuple[str, ...]:
     """The registered backends that have gradients in a setting."""
-    batch, heads, q_len, kv_len = setting.shape
     with torch.enable_grad():
-        query = torch.empty(batch, heads, q_len, WIDTH, device=setting.device, requires_grad=True)
-        key = torch.empty(batch, heads, kv_len, WIDTH, device=setting.device)
-        call = Call(query, key, key, setting.mask, q_offset=setting.q_offset)
+        call = _example(setting, torch.float32)
+        call.query.requires_grad_()
         return tuple(backend.name for backend in ordered_backends(call) if backend.reason_against(call) is None)
+
+
+def _example(setting: Setting, dtype: torch.dtype) -> Call:
+    batch, heads, q_len, kv_len = setting.shape
+    query, key = (torch.empty(batch, heads, length, WIDTH, device=setting.device, dtype=dtype) for length in (q_len, kv_len))
+    return Call(query, key, key, setting.mask, q_offset=setting.q_offset)
 
 
 def check_backends(
@@ -257,13 +263,14 @@ def check_backends(
         setting: the mask with its lengths and device.
         visible: the expected cells, ``bool[B, H, q_len, kv_len]``.
         backends: names of backends. Gradients are checked where the backend supports them, and dtypes that it does not support
-            are left out.
+            are left out. One that supports none of them is checked in bfloat16.
         dtypes: of query, key and value.
         tolerance: the greatest error of a number, relative to 1 plus its size; the default depends on the dtype.
 
     Raises:
         ExpressionError: a backend that is not registered, or a dtype without a tolerance.
         OperandError: what is no list of them, or a tolerance that is no number.
+        LoweringError: a backend that supports none of the dtypes, nor bfloat16.
     """
     for name, given in (("backends", backends), ("dtypes", dtypes)):
         if not isinstance(given, list | tuple):
@@ -274,6 +281,8 @@ def check_backends(
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
                 raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
+        supported = [dtype for dtype in dtypes if backend.reason_against(_example(setting, dtype)) is None]
+        for dtype in supported or ([torch.bfloat16] if dtypes else []):
             yield from _check(setting, visible, backend, dtype, tolerance)
 
 
@@ -293,8 +302,8 @@ def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dty
     with torch.enable_grad():
         has_gradients = backend.reason_against(call) is None
     with torch.set_grad_enabled(has_gradients):
-        if backend.reason_against(call):
-            return
+        if reason := backend.reason_against(call):
+            raise LoweringError(f"the backend {backend.name!r} cannot be checked here: {reason}")
         out = attention(*inputs, setting.mask, q_offset=setting.q_offset, backend=backend.name)
     wanted = _softmax(copies, seen)
     name = f"{backend.name} {str(dtype).removeprefix('torch.')}"

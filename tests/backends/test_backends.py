@@ -17,7 +17,7 @@ from flexmask import MultiheadFlexAttention, attention
 from flexmask.backends import Backend, Call, backend, backend_names, choose_backend, register_backend
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.testing import assert_equivalent
-from flexmask.testing.equivalence import own_backends
+from flexmask.testing.equivalence import agreement, own_backends
 from flexmask.testing.settings import make_setting
 from tests.support.cli import run
 
@@ -81,7 +81,7 @@ def test_auto_takes_it_where_it_prefers_the_device(dense: list[Call]) -> None:
     register_backend(Backend("first", supports=refuse, run=run_dense, preferred_on=("cpu",)))
     chosen = choose_backend(QUERY, QUERY, QUERY, MASK)
     assert chosen == "eager"
-    assert list(chosen.reasons) == ["first", "sdpa", "flex", "dense"]
+    assert list(chosen.reasons) == ["first", "sdpa", "flash", "flex", "dense"]
     assert chosen.reasons["first"] == "first takes nothing"
     assert chosen.reasons["sdpa"] == chosen.reasons["dense"] == "eager comes first on cpu"
     assert choose_backend(QUERY, QUERY, QUERY, MASK, dropout_p=0.5) == "sdpa"
@@ -97,6 +97,18 @@ def test_checks_and_the_command_line_know_it(dense: list[Call]) -> None:
     assert "dense float32 gradient of query" in result.stdout
 
 
+def test_a_backend_of_half_precision_is_checked_in_it(dense: list[Call]) -> None:
+    def supports_half(call: Call) -> str | None:
+        return None if call.query.dtype == torch.bfloat16 else "half takes bfloat16"
+
+    register_backend(Backend("half", supports=supports_half, run=run_dense))
+    names = [finding.name for finding in agreement(make_setting(MASK, 9), backends=["half"])]
+    assert "half bfloat16 gradient of query" in names
+    register_backend(Backend("none", supports=lambda call: "none takes nothing", run=run_dense))
+    with pytest.raises(LoweringError, match="the backend 'none' cannot be checked here: none takes nothing"):
+        assert_equivalent(MASK, 9, backends=["none"])
+
+
 def test_a_wrong_backend_is_found(dense: list[Call]) -> None:
     register_backend(Backend("wrong", supports=supports_dense, run=lambda call: run_dense(call) * 1.1))
     with pytest.raises(AssertionError, match="wrong float32 output"):
@@ -107,7 +119,7 @@ def test_a_wrong_backend_is_found(dense: list[Call]) -> None:
 
 
 def test_a_wrong_name_lists_those_there_are(dense: list[Call]) -> None:
-    listed = r"no backend has the name 'cudnn'; the registered backends are 'sdpa', 'flex', 'varlen', 'dense'"
+    listed = r"no backend has the name 'cudnn'; the registered backends are 'sdpa', 'flash', 'flex', 'varlen', 'dense'"
     with pytest.raises(ExpressionError, match=listed):
         attention(QUERY, QUERY, QUERY, MASK, backend="cudnn")
     with pytest.raises(ExpressionError, match=listed):
@@ -140,7 +152,9 @@ def test_a_call_that_none_supports_has_all_reasons() -> None:
 
 def test_the_reasons_of_the_choice() -> None:
     for mask in (MASK, MASK.block_mask(9)):
-        assert choose_backend(QUERY, QUERY, QUERY, mask).reasons == {"flex": "sdpa comes first on cpu"}
+        reasons = choose_backend(QUERY, QUERY, QUERY, mask).reasons
+        assert reasons.keys() == {"flash", "flex"}
+        assert reasons["flex"] == "sdpa comes first on cpu"
     chosen = choose_backend(QUERY.double(), QUERY.double(), QUERY.double())
     assert "float64" in chosen.reasons["flex"]
     assert pickle.loads(pickle.dumps(chosen)).reasons == chosen.reasons
@@ -153,4 +167,4 @@ def test_names_are_registered_once(name: str) -> None:
         register_backend(Backend(name, supports=supports_dense, run=run_dense))
     with pytest.raises(OperandError, match=r"flexmask.backends.Backend, got str"):
         register_backend("toy")  # type: ignore[arg-type]
-    assert backend_names() == before == ("sdpa", "flex", "varlen")
+    assert backend_names() == before == ("sdpa", "flash", "flex", "varlen")

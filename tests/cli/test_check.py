@@ -120,7 +120,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["causal", "--device", "abacus"], "there is no device 'abacus'"),
     (["causal", "--seq-len", "100000"], "10,000,000,000 cells; at most"),
     (["causal & (h > 0)"], "give heads="),
-    (["causal", "--backend", "cudnn"], "'cudnn' is not one of 'sdpa', 'flex'"),
+    (["causal", "--backend", "cudnn"], "'cudnn' is not one of 'sdpa', 'flash', 'flex'"),
     (["causal", "--seq-len", "0"], "0 is not in the range x>=1"),
     ([], "Missing argument 'EXPR'"),
 ]

@@ -62,7 +62,7 @@ def test_commands_options_and_files() -> None:
     assert {"check", "diff", "explain", "list", "render", "shard", "stats"} <= set(values(""))
     assert values("st") == ["stats"]
     assert values("diff", "--js") == ["--json"]
-    assert values("check", "causal", "--backend", "") == ["sdpa", "flex", "varlen"]
+    assert values("check", "causal", "--backend", "") == ["sdpa", "flash", "flex", "varlen"]
     assert [kind for kind, _ in completed("render", "causal", "-o", "")] == ["file"]
 
 

@@ -27,8 +27,8 @@ parts they touch: where another version moves these, `install` fails at a name t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -51,7 +51,19 @@ from triton.runtime import interpreter
 import flexmask._sync
 import flexmask.backends.flex
 
-__all__ = ["A100", "H100", "H100_SLICE", "INTERPRETED", "OutOfBoundsError", "Resources", "install", "launched", "resources"]
+__all__ = [
+    "A100",
+    "B200",
+    "H100",
+    "H100_SLICE",
+    "INTERPRETED",
+    "OutOfBoundsError",
+    "Resources",
+    "driver",
+    "install",
+    "launched",
+    "resources",
+]
 
 CUDA = torch.device("cuda", 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton and Inductor decide
@@ -79,6 +91,7 @@ def _gpu(name: str, capability: tuple[int, int], processors: int, shared: int) -
 
 A100 = _gpu("NVIDIA A100", (8, 0), 108, 164 * 2**10)
 H100 = _gpu("NVIDIA H100", (9, 0), 132, 228 * 2**10)
+B200 = _gpu("NVIDIA B200", (10, 0), 148, 228 * 2**10)
 #: An eighth of one, as its users may rent it. Decoding runs programs for each processor, and the interpreter one after another.
 H100_SLICE = _gpu("NVIDIA H100 MIG 1g.10gb", (9, 0), 16, 228 * 2**10)
 
@@ -86,14 +99,15 @@ H100_SLICE = _gpu("NVIDIA H100 MIG 1g.10gb", (9, 0), 16, 228 * 2**10)
 # ---------------------------------------------------------------- compilation
 
 
-def _driver(gpu: SimpleNamespace) -> dict[Any, dict[str, Any]]:
-    """What stands in for the driver while a graph is compiled."""
+@contextmanager
+def driver(gpu: SimpleNamespace) -> Iterator[None]:
+    """A context in which a GPU's description stands in for the driver."""
     properties: dict[str, Any] = {
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "get_device_properties": lambda device=None: gpu,
     }
-    return {
+    answers: dict[Any, dict[str, Any]] = {
         torch.cuda: {
             **properties,
             "is_available": lambda: True,
@@ -108,6 +122,12 @@ def _driver(gpu: SimpleNamespace) -> dict[Any, dict[str, Any]]:
         CudaInterface: {name: staticmethod(answer) for name, answer in properties.items()},
         torch._subclasses.fake_tensor: {"init_gpu_context": lambda *args: None},
     }
+    with ExitStack() as stack:
+        for owner, functions in answers.items():
+            stack.enter_context(mock.patch.multiple(owner, **functions))
+        triton_state.has_triton.cache_clear()
+        stack.callback(triton_state.has_triton.cache_clear)
+        yield
 
 
 def _as_inputs(graph: torch.fx.GraphModule) -> list[Tensor]:
@@ -129,7 +149,6 @@ def _as_inputs(graph: torch.fx.GraphModule) -> list[Tensor]:
 
 def _compiler(gpu: SimpleNamespace) -> Callable[..., Any]:
     """A compiler of graphs for torch.compile."""
-    driver = _driver(gpu)
 
     def on_cuda(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -137,11 +156,7 @@ def _compiler(gpu: SimpleNamespace) -> Callable[..., Any]:
         return CUDA if isinstance(value, torch.device) else value
 
     def compile_for_cuda(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with ExitStack() as stack:
-            for owner, answers in driver.items():
-                stack.enter_context(mock.patch.multiple(owner, **answers))
-            triton_state.has_triton.cache_clear()
-            stack.callback(triton_state.has_triton.cache_clear)
+        with driver(gpu):
             with torch._guards.detect_fake_mode(inputs) or nullcontext():
                 for module in graph.modules():
                     for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():

@@ -249,10 +249,12 @@ def test_equivalence_refused() -> None:
         assert_equivalent(fm.causal(), 4, reference=broken)
     with pytest.raises(OperandError, match=r"mask must be a Mask, its text or a mask_mod function, got Tensor float32\[4, 4\]"):
         assert_equivalent(torch.ones(4, 4), 4)  # type: ignore[arg-type]
-    with pytest.raises(ExpressionError, match=r"'cudnn'.*'sdpa', 'flex'"):
+    with pytest.raises(ExpressionError, match=r"'cudnn'.*'sdpa', 'flash', 'flex'"):
         assert_equivalent(fm.causal(), 4, backends=["cudnn"])
     with pytest.raises(ExpressionError, match=r"dtypes are .*float64.* got torch.int32"):
         assert_equivalent(fm.causal(), 4, dtypes=[torch.int32])
+    with pytest.raises(LoweringError, match="the backend 'flash' cannot be checked here: FlashAttention 4 takes tensors on CUDA"):
+        assert_equivalent(fm.causal(), 4, backends=["flash"])
 
 
 # ---------------------------------------------------------------- assert_subset
