@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +13,7 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import has_values, is_captured, is_observed, is_static, outside_transforms
 from flexmask.backends import tile_blocks
-from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile
-from flexmask.backends.tile_band import join_bands
+from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile, join_bands
 from flexmask.backends.tile_blocks import Blocks, block_starts, check_within, key_count, score_cost, union
 
 # Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
@@ -87,25 +85,14 @@ class Tiling:
 
     def dense_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias of a dense tiling, with fully masked rows of -inf, for a kernel that gives 0 for them."""
-        (tile,) = self.tiles
-        if self.fully_masked is None:
-            return self._bias(tile, dtype)
-        if (dtype, None) in self._biases:
-            return self._biases[dtype, None]
-        bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
-        if bias is None:  # all other rows attend to all keys
-            bias = self._unmasked_bounds.new_zeros((1, 1, 1, self.kv_len), dtype=dtype)
-        return self._kept((dtype, None), bias.masked_fill(self.fully_masked, -math.inf))
+        return self._bias(self.tiles[0], dtype, is_dense=not self.all_rows_attend)
 
-    def _bias(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
-        key = dtype, tile.mask_id
-        if key not in self._biases:
-            bias, _ = tile.bias(self._unmasked_bounds, None, dtype)
-            return None if bias is None else self._kept(key, bias)
-        return self._biases[key]
-
-    def _kept(self, key: tuple[torch.dtype, int | None], bias: Tensor) -> Tensor:
-        if bias.numel() + self._biases_size() <= MAX_KEPT_BIASES:
+    def _bias(self, tile: Tile, dtype: torch.dtype, *, is_dense: bool = False) -> Tensor | None:
+        key = dtype, None if is_dense else tile.mask_id
+        if key in self._biases:
+            return self._biases[key]
+        bias, _ = tile.bias(self.bounds if is_dense else self._unmasked_bounds, None, dtype)
+        if bias is not None and bias.numel() + self._biases_size() <= MAX_KEPT_BIASES:
             self._biases[key] = bias
         return bias
 
