@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,20 +23,14 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 Cells: TypeAlias = Tensor | MaskMod | None
 
 
-class Span(Protocol):
-    """Consecutive numbers: a range, or a `SymbolicSpan` in a graph for all lengths, where a range would make numbers of them."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
 class SymbolicSpan(NamedTuple):
-    """Numbers from ``start`` to ``stop``, which may be symbols."""
+    """Consecutive numbers from ``start`` on in a graph for all lengths, where a range would make numbers of symbols."""
 
     start: int
     stop: int
+
+
+Span: TypeAlias = range | SymbolicSpan
 
 
 @dataclass(frozen=True, slots=True)
