@@ -109,15 +109,6 @@ def is_wrapped(tensor: Tensor) -> bool:
     return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether ``torch.vmap`` maps over a tensor, so that there are several of each value."""
-    while is_wrapped(tensor):
-        if _functorch.is_batchedtensor(tensor):
-            return True
-        tensor = _functorch.get_unwrapped(tensor)
-    return False
-
-
 def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
     """The plain tensor within those of running transforms; under FakeTensorMode, of a tensor with values one without.
 
@@ -126,12 +117,12 @@ def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
     """
     if torch.compiler.is_compiling() or _here.captured:
         return tensor
-    if is_mapped(tensor):
-        raise LoweringError(
-            f"torch.vmap maps over {what()}, so there is no one mask; give a mask its batch as the first axis of its data, "
-            "[batch, ...], and call without vmap"
-        )
     while is_wrapped(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            raise LoweringError(
+                f"torch.vmap maps over {what()}, so there is no one mask; give a mask its batch as the first axis of its data, "
+                "[batch, ...], and call without vmap"
+            )
         tensor = _functorch.get_unwrapped(tensor)
     if _modes() and has_values(tensor) and not has_values(torch.empty(0, device="cpu")) and not is_captured():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -218,13 +209,9 @@ def vectorized(function: Callable[..., Any], *values: Any) -> Any:
     except (FlexmaskError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a function of the user raises
-        raise LoweringError(_failed(function, error)) from error
+        name = getattr(function, "__name__", "a function")
+        raise LoweringError(f"{name}, which is an opaque call, fails for the indices of cells: {reason_of(error)}") from error
     return found.reshape(shape)
-
-
-def _failed(function: Callable[..., Any], error: Exception) -> str:
-    name = getattr(function, "__name__", "a function")
-    return f"{name}, which is an opaque call, fails for the indices of cells: {reason_of(error)}"
 
 
 def reason_of(error: Exception) -> str:

@@ -333,10 +333,6 @@ def _of_key_padding(arguments: dict[str, Any], positions: Tensor) -> Tensor | No
     return positions < limits.view(-1, 1) if name == "start" else positions >= limits.view(-1, 1)
 
 
-def _of_cross_length(arguments: dict[str, Any], positions: Tensor) -> Tensor | None:
-    return _of_key_padding({"lengths": arguments["kv_lengths"]}, positions)
-
-
 def _of_documents(arguments: dict[str, Any], positions: Tensor) -> Tensor | None:
     ids = arguments.get("kv_ids", arguments.get("ids"))
     if ids is not None:
@@ -351,7 +347,7 @@ def _of_documents(arguments: dict[str, Any], positions: Tensor) -> Tensor | None
 
 RULES: dict[str, Rule] = {
     "key_padding": _of_key_padding,
-    "cross_length": _of_cross_length,
+    "cross_length": lambda arguments, positions: _of_key_padding({"lengths": arguments["kv_lengths"]}, positions),
     "document": _of_documents,
     "per_document": _of_documents,
     "shared_prefix": _of_documents,
