@@ -79,7 +79,7 @@ def cells_of(drawn: str, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:
     """The cells that the rectangles of a path fill, which reaches from the first key to the last and from query to query."""
     corners = [[[float(x) for x in pair.split()] for pair in re.findall(r"[ML] ([^MLz]*)", part)] for part in drawn.split("z")]
     boxes = np.array([[*np.min(part, 0), *np.max(part, 0)] for part in corners if part])
-    left, top, right, bottom = (*boxes[:, :2].min(0), *boxes[:, 2:].max(0))
+    (left, top), (right, bottom) = boxes[:, :2].min(0), boxes[:, 2:].max(0)
     unit = np.array([(right - left) / kv_len, (bottom - top) / q_len] * 2)
     cells = np.zeros((q_len, kv_len), dtype=int)
     for x, y, x_end, y_end in np.round((boxes - [left, top, left, top]) / unit).astype(int):
