@@ -212,7 +212,7 @@ class _Analysis:
         if found is None:
             return operands, []
         lower, upper, are_depths = found
-        done: list[Mask] = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
+        done: list[Mask | None] = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
         if not is_captured() and causal.start is None and _behind_query(causal.stop) == 1:
             done.append(causal)
         left = tuple(part for part in operands if not any(part is other for other in done))
