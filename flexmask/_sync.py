@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flexmask._checks import not_plain_reason
 from flexmask._transforms import has_values, is_captured, is_wrapped
 from flexmask.errors import LoweringError, OperandError
 
@@ -98,6 +99,19 @@ def resolve_device(device: object) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
+
+
+def listed(data: Any, what: str) -> Any:
+    """Integers as lists, which reads those of a tensor.
+
+    Raises:
+        OperandError: a tensor that is no plain one or has no values.
+    """
+    if isinstance(data, Tensor):
+        reason = not_plain_reason(data) or ("" if has_values(data) else "a tensor without values, as on meta: give a list")
+        if reason:
+            raise OperandError(f"{what} must be integers, not {reason}")
+    return data.tolist() if hasattr(data, "tolist") else data
 
 
 def move_remedy(where: torch.device, wanted: torch.device) -> str:

@@ -14,7 +14,8 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._checks import checked_int, kind_of
+from flexmask._checks import checked_int, checked_number, kind_of, not_plain_reason
+from flexmask._sync import listed, resolve_device
 from flexmask.catalogue.documents import document
 from flexmask.catalogue.trees import prefix_tree
 from flexmask.errors import OperandError
@@ -22,6 +23,8 @@ from flexmask.expr.mask import Mask
 
 __all__ = ["Packed", "PackedPrefixes", "pack_documents", "pack_prefixes"]
 
+#: The most tokens of a row.
+MAX_CAPACITY = 2**30
 #: The tokens of a sample.
 Tokens: TypeAlias = "Sequence[int] | Tensor"
 
@@ -57,8 +60,9 @@ class Packed:
             OperandError: values of other rows.
         """
         size = self.position_ids.shape
-        if not isinstance(values, Tensor) or values.shape[:2] != size:
-            got = list(values.shape) if isinstance(values, Tensor) else kind_of(values)
+        is_plain = isinstance(values, Tensor) and not not_plain_reason(values)
+        if not is_plain or values.shape[:2] != size:
+            got = list(values.shape) if is_plain else kind_of(values)
             raise OperandError(f"gather: values must be a tensor of the shape [{size[0]}, {size[1]}, ...], got {got}")
         return [values[row, at.to(values.device)] for row, at in zip(self.rows, self.places, strict=True)]
 
@@ -73,9 +77,15 @@ class Packed:
             fill: the value of padding.
 
         Raises:
-            OperandError: other numbers of samples or of values.
+            OperandError: other numbers of samples or of values, or no numbers.
         """
-        given = [value if isinstance(value, Tensor) else torch.tensor(value, device=self.position_ids.device) for value in values]
+        fill = checked_number(fill, "scatter: fill")
+        try:
+            given = [
+                value if isinstance(value, Tensor) else torch.tensor(value, device=self.position_ids.device) for value in values
+            ]
+        except (TypeError, ValueError, RuntimeError):
+            raise OperandError(f"scatter: values must be a list of lists or tensors of numbers, got {kind_of(values)}") from None
         if [value.shape[:1] for value in given] != [at.shape for at in self.places]:
             wanted = [len(at) for at in self.places]
             raise OperandError(
@@ -117,7 +127,8 @@ def pack_documents(lengths: Tokens, capacity: int, *, device: torch.device | str
     """
     sizes = _numbers(lengths, "pack_documents: lengths", least=1)
     trees = [_Tree.of_one(at, [0] * size) for at, size in enumerate(sizes)]
-    rows = _best_fit(trees, checked_int(capacity, "pack_documents: capacity", 1), "pack_documents: a document")
+    device = None if device is None else resolve_device(device)
+    rows = _best_fit(trees, checked_int(capacity, "pack_documents: capacity", 1, MAX_CAPACITY), "pack_documents: a document")
     most = max(map(len, rows))
     table = [[len(tree.tokens) for tree in row] + [0] * (most - len(row)) for row in rows]
     mask = document(lengths=torch.tensor(table, device=device), padding=True)
@@ -144,13 +155,17 @@ def pack_prefixes(
 
     Source: https://arxiv.org/abs/2511.00413
     """
-    if not isinstance(samples, Sequence | Tensor) or not len(samples):
+    device = None if device is None else resolve_device(device)
+    samples = listed(samples, "pack_prefixes: samples")
+    if not isinstance(samples, Sequence) or not samples:
         raise OperandError(f"pack_prefixes: samples must be a list of the tokens of each, at least one; got {kind_of(samples)}")
     trees = _trees([_numbers(sample, f"pack_prefixes: samples[{at}]") for at, sample in enumerate(samples)])
     if capacity is None:
         rows, capacity = [trees], sum(len(tree.tokens) for tree in trees)
     else:
-        rows = _best_fit(trees, checked_int(capacity, "pack_prefixes: capacity", 1), "pack_prefixes: a tree of samples")
+        rows = _best_fit(
+            trees, checked_int(capacity, "pack_prefixes: capacity", 1, MAX_CAPACITY), "pack_prefixes: a tree of samples"
+        )
     made = _laid_out(rows, capacity, len(samples), device, ["position_ids", "previous", "tokens", "end"])
     return PackedPrefixes(prefix_tree(made.pop("end")), **made)
 
@@ -249,7 +264,7 @@ def _laid_out(
 
 def _numbers(data: Any, what: str, least: int | None = None) -> list[int]:
     """Integers along one axis, at least one."""
-    values = data.tolist() if hasattr(data, "tolist") else data
+    values = listed(data, what)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise OperandError(f"{what} must be integers along one axis, at least one; got {kind_of(data)}")
     return [checked_int(value, what, least) for value in values]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask._checks import call_error, is_tensor, kind_of
+from flexmask._checks import call_error, is_tensor, kind_of, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.deferral import deferrable
@@ -156,7 +156,10 @@ def find(name: str) -> Callable[..., Mask] | None:
 
     Raises:
         DuplicateNameError: the name is unknown, and two packages have one name.
+        OperandError: the name is no string.
     """
+    if not isinstance(name, str):
+        raise OperandError(f"the name of a mask must be a string, got {kind_of(name)}")
     if name not in NAMES:
         try:
             load()
@@ -204,7 +207,13 @@ def load() -> None:
 
 
 def origin(name: str) -> Origin:
-    """Where a registered mask comes from, from the metadata of installed packages; imports nothing."""
+    """Where a registered mask comes from, from the metadata of installed packages; imports nothing.
+
+    Raises:
+        ExpressionError: there is no mask of that name.
+    """
+    if not isinstance(name, str) or name not in NAMES:
+        raise ExpressionError(f"there is no named mask {name!r}.{nearest(str(name), NAMES)} registry.names() lists them")
     module = NAMES[name].__module__
     entry = _entry_of(module)
     if entry is None:

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexmask as fm
-from flexmask import testing
+from flexmask import distributed, lowering, packing, scores, testing
 from flexmask.errors import FlexmaskError
 from flexmask.expr.names import NAMES
 from flexmask.plotting.mpl import plot_score_panels, plot_scores
@@ -33,6 +33,8 @@ t: Any = testing
 N, WIDTH = 6, 16
 HEADS = torch.randn(2, 4, N, 8, generator=torch.Generator().manual_seed(0))
 X = torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(1))
+ROWS: Any = packing.pack_prefixes([[1, 2], [1, 3]])
+SHARDS: Any = distributed.shard_sequence("causal", 8, 2, block_size=2)
 WEIGHTS = torch.rand(1, 2, N, N, generator=torch.Generator().manual_seed(2))
 
 
@@ -111,6 +113,12 @@ WRONG: dict[str, Any] = {
     "an array of texts": np.array(["a"]),
     "an array of objects": np.array([None]),
     "an array of floats": np.zeros((2, 4)),
+    "a tensor with a gradient": torch.ones(2, 4, requires_grad=True),
+    "a list of truth values": [True, False],
+    "a list of negative numbers": [-3, -1],
+    "a list of no numbers": [float("nan"), float("inf")],
+    "lists of two lengths": [[1, 2], [3]],
+    "no device": torch.device("meta"),
     **unusual_tensors(),
 }
 WRONG["lists that end nowhere"][0].append(WRONG["lists that end nowhere"])
@@ -132,6 +140,10 @@ def cached(name: str, **options: Any) -> None:
     cache = fm.KVCache(8)
     layer()(X, "causal", cache=cache)
     getattr(cache, name)(**options)
+
+
+def scored(define: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **options: define(**options).dense(4, heads=2)
 
 
 #: Functions with arguments that are right.
@@ -280,7 +292,67 @@ FUNCTIONS: dict[str, Function] = {
         {"q_len": 8, "kv_len": 8, "console": None, "batch": 0, "head": 0, "against": None, "tokens": None},
     ),
     "Mask.html": (PADDED.html, {"q_len": 8, "kv_len": 8, "batch": "some", "head": "some", "against": None, "block_size": None}),
-    "Mask.save_picture": (PADDED.save_picture, {"path": "mask.svg", "q_len": 8, "kv_len": 8, "batch": None, "head": None}),
+    "Mask.save_picture": (
+        PADDED.save_picture,
+        {
+            "path": "mask.svg",
+            "q_len": 8,
+            "kv_len": 8,
+            "batch": None,
+            "head": None,
+            "title": None,
+            "width": None,
+            "max_pixels": (8, 8),
+            "max_blocks": (8, 8),
+            "shards": None,
+        },
+    ),
+    "Mask.to_bias": (PADDED.to_bias, {**LENGTHS, "dtype": torch.float32}),
+    "Mask.varlen": (fm.document(lengths=[3, 5]).varlen, LENGTHS),
+    "plan": (f.plan, {"mask": fm.causal(), "q_len": 8, "kv_len": 8, "batch": 1, "heads": 1, "device": "cpu", "block_size": 8}),
+    "Plan": (fm.parse("causal & (kv < n)").plan(8), {"q_offset": 0, "n": 3}),
+    "LoweredMask.to": (lambda device: fm.causal().plan(8)().to(device), {"device": "cpu"}),
+    "as_mask": (f.tracing.as_mask, {"mask": fm.causal(), "device": "cpu"}),
+    "pack_documents": (packing.pack_documents, {"lengths": [3, 2], "capacity": 8, "device": "cpu"}),
+    "pack_prefixes": (packing.pack_prefixes, {"samples": [[1, 2], [1, 3]], "capacity": 8, "device": "cpu"}),
+    "Packed.gather": (ROWS.gather, {"values": torch.ones(1, 3)}),
+    "Packed.scatter": (ROWS.scatter, {"values": [[1.0, 2.0], [1.0, 3.0]], "fill": 0}),
+    "Packed.to": (ROWS.to, {"device": "cpu"}),
+    "align_documents": (lowering.align_documents, {"lengths": [3, 2], "block_size": 4, "length": 8, "device": "cpu"}),
+    "shard_sequence": (
+        distributed.shard_sequence,
+        {"masks": fm.causal(), "seq_len": 8, "ranks": 2, "balance": "work", "batch": None, "heads": None, "block_size": 2},
+    ),
+    "Sharding.runs": (SHARDS.runs, {"rank": 0}),
+    "Sharding.positions": (SHARDS.positions, {"rank": 0}),
+    "Sharding.seen": (SHARDS.seen, {"rank": 0, "mask": None}),
+    "alibi": (scored(scores.alibi), {"slopes": [0.5, 0.25]}),
+    "softcap": (scored(scores.softcap), {"cap": 20.0}),
+    "bias": (scored(scores.bias), {"table": torch.ones(2, 4, 4)}),
+    "relative_bias": (scored(scores.relative_bias), {"table": torch.ones(8, 2), "max_distance": 16, "bidirectional": True}),
+    "scores.parse": (scores.parse, {"text": "softcap(20.0)"}),
+    "Score.dense": (
+        scores.alibi().dense,
+        {"q_len": 4, "kv_len": 4, "heads": 2, "batch": 1, "q_offset": 0, "device": "cpu"},
+    ),
+    "Score.__add__": (lambda other: scores.alibi() + other, {"other": scores.alibi()}),
+    "Score.__rshift__": (lambda other: scores.alibi() >> other, {"other": scores.softcap(3.0)}),
+    "Score.to": (scores.alibi().to, {"device": "cpu"}),
+    "assert_batch_invariant": (
+        t.assert_batch_invariant,
+        {
+            "function": layer(mask="causal"),
+            "x": X[0],
+            "lengths": [4, 2],
+            "mask": None,
+            "block_size": 8,
+            "gradients": False,
+            "device": None,
+        },
+    ),
+    "KVCache.accept": (lambda **options: cached("accept", **options), {"path": [0, 1], "prefix": 3}),
+    "registry.find": (f.registry.find, {"name": "causal"}),
+    "registry.origin": (f.registry.origin, {"name": "causal"}),
 }
 for sign in ("and", "or", "xor", "sub"):
     FUNCTIONS[f"Mask.__{sign}__"] = (lambda other, sign=sign: getattr(PADDED, f"__{sign}__")(other), {"other": PADDED})

@@ -179,7 +179,7 @@ def shard_sequence(
     numbers = {mask: number for number, mask in enumerate(counts)}
     seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
     ranks = checked_int(ranks, "ranks", most=MAX_RANKS, kind=LoweringError)
-    if balance not in get_args(Balance):
+    if not isinstance(balance, str) or balance not in get_args(Balance):
         names = ", ".join(map(repr, get_args(Balance)))
         raise OperandError(f"balance must be one of {names}, got {balance!r}.{nearest(str(balance), get_args(Balance))}")
     sizes = block_sizes(block_size)

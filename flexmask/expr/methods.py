@@ -216,7 +216,7 @@ class MaskMethods(MaskPictures):
 
         mask = cast("Mask", self)
         where = next((tensor.device for tensor in mask.tensors), None) if device is None else resolve_device(device)
-        offset = q_offset.cpu() if isinstance(q_offset, Tensor) else q_offset
+        offset = q_offset.cpu() if isinstance(q_offset, Tensor) and not q_offset.is_meta else q_offset
         made = varlen_arguments(mask.to("cpu")._context(q_len, kv_len, batch, heads, offset, None))
         return made if where is None else made.to(where)
 

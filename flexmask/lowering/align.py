@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask._checks import checked_int
+from flexmask._checks import checked_int, kind_of
+from flexmask._sync import listed, resolve_device
 from flexmask.errors import LoweringError, OperandError
+from flexmask.intervals.context import MAX_LENGTH
 from flexmask.lowering.block_mask import block_sizes
 
 
@@ -112,14 +114,15 @@ def align_documents(
     step = math.lcm(*block_sizes(block_size))
     if device is None:
         device = lengths.device if isinstance(lengths, Tensor) else "cpu"
-    sequences = _sequences(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+    device = resolve_device(device)
+    sequences = _sequences(listed(lengths, "lengths"))
     if min((tokens for sequence in sequences for tokens in sequence), default=0) < 0:
         raise LoweringError(f"the lengths of documents must not be negative, got {lengths}")
     if not any(map(any, sequences)):
         raise LoweringError(f"there must be at least one token, got the lengths {lengths}")
     spaces = [[-(-tokens // step) * step for tokens in sequence] for sequence in sequences]
     least = max(map(sum, spaces))
-    length = least if length is None else checked_int(length, "length", least=None)
+    length = least if length is None else checked_int(length, "length", least=None, most=MAX_LENGTH)
     if length < least or length % step:
         raise LoweringError(
             f"length must be a multiple of {step} and at least {least}, the space of the aligned documents; got {length}"
@@ -139,10 +142,9 @@ def align_documents(
 
 def _sequences(lengths: Any) -> list[list[int]]:
     """The lengths of documents for each sequence."""
-    try:
-        nested = [part.tolist() if isinstance(part, Tensor) else part for part in lengths]
-    except TypeError:
-        raise OperandError(f"lengths must be integers, or a list of them for each sequence, got {lengths!r}") from None
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str | bytes):
+        raise OperandError(f"lengths must be integers, or a list of them for each sequence, got {kind_of(lengths)}")
+    nested = [part.tolist() if isinstance(part, Tensor) else part for part in lengths]
     many = [isinstance(part, Sequence) for part in nested]
     if any(many) and not all(many):
         raise OperandError(f"lengths must be integers, or a list of them for each sequence, got both: {lengths!r}")

@@ -171,7 +171,8 @@ class LoweredMask:
         """The same value with its tensors on a device; for ``non_blocking`` see :meth:`torch.Tensor.to`."""
         if not isinstance(device, torch.device | str):
             raise OperandError(f"LoweredMask.to takes a torch.device or its name, e.g. 'cuda:0', got {kind_of(device)}")
-        return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self))
+        where = _sync.resolve_device(device)
+        return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(where, non_blocking=non_blocking), self))
 
     def pin_memory(self) -> Self:
         """The same value with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""

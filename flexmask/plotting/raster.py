@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexmask._checks import kind_of
 from flexmask.errors import OperandError, RenderError
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.plotting.annotations import Band, Tokens, bands_of, key_labels, picture_lengths, query_labels
@@ -152,19 +153,22 @@ def rasterize(
         RenderError: a sequence or head that the mask does not have, more than 2**27 queries or keys, tokens that are not as
             many as positions, ``against`` together with ``why`` or blocks, ``shards`` together with one of these or of another
             length, or what :meth:`flexmask.Mask.rows` raises.
-        OperandError: an index or block size that is not a positive integer, or tokens that are no texts.
+        OperandError: an index or block size that is not a positive integer, a number of pixels or blocks that is not a pair of
+            these, tokens that are no texts, or ``shards`` that are no plan.
     """
     mask = as_mask(mask)
     if against is not None:
         against = as_mask(against, "against")
         if why or block_size is not None:
             raise RenderError("against= shows in which of two masks cells are visible; leave out why= and block_size=")
+    if shards is not None and not hasattr(shards, "seq_len"):
+        raise OperandError(f"shards must be a Sharding of flexmask.distributed.shard_sequence(), got {kind_of(shards)}")
     if shards is not None and (why or block_size is not None or against is not None):
         raise RenderError("shards= shows which rank holds each query; leave out why=, block_size= and against=")
     block = _block_size(block_size)
     max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
     for name, most in (("max_pixels", max_pixels), ("max_blocks", max_blocks)):
-        if min(most) < 1:
+        if not isinstance(most, tuple | list) or len(most) != 2 or not all(isinstance(size, int) and size > 0 for size in most):
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
     queries, keys = picture_lengths(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     selection = select([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.errors import LoweringError
 from flexmask.scores.score import Score, ScoreMod, as_score_mod
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, check_cells
 
 
 class Form(NamedTuple):
@@ -56,7 +55,7 @@ class PlacedScore:
         """As a function, which kernels compile."""
         for step in self.score.steps:
             if isinstance(step, Bias):
-                self._check_table(step.on(self.sizes[1], self.device))
+                check_cells(step.on(self.sizes[1], self.device), self.sizes, self.rows, self.columns)
         return self.score.placed_function(self.sizes[1], self.rows, self.columns, self.device)
 
     def form(self) -> Form | None:
@@ -86,7 +85,7 @@ class PlacedScore:
 
     def _at_cells(self, table: Tensor) -> Tensor:
         """The part of a table of positions that is of the cells of the call."""
-        self._check_table(table)
+        check_cells(table, self.sizes, self.rows, self.columns)
         _, _, q_len, kv_len = self.sizes
         rows, columns = self.rows, self.columns
         if isinstance(rows, int) and isinstance(columns, int) and columns >= 0:
@@ -95,16 +94,6 @@ class PlacedScore:
         q = (torch.arange(q_len, device=self.device) + _along(rows)).view(-1, 1, q_len, 1)
         kv = (torch.arange(kv_len, device=self.device) + _along(columns)).clamp(min=0).view(-1, 1, 1, kv_len)
         return table[b[:, None, None, None], h[:, None, None], q, kv]
-
-    def _check_table(self, table: Tensor) -> None:
-        """Raises a LoweringError where a table has no value for a cell; of positions that are tensors, torch raises."""
-        batch, _, q_len, kv_len = self.sizes
-        needed = [at + size if isinstance(at, int) else size for at, size in ((self.rows, q_len), (self.columns, kv_len))]
-        if table.size(0) not in (1, batch) or table.size(2) < needed[0] or table.size(3) < needed[1]:
-            raise LoweringError(
-                f"bias has a table {list(table.shape)}, and positions are up to {needed[0]} queries and {needed[1]} keys in "
-                f"{batch} sequences; wanted [1 or {batch}, 1 or {self.sizes[1]}, {needed[0]}, {needed[1]}] or more"
-            )
 
 
 def placed_score(score_mod: object, q_offset: int | Tensor) -> ScoreMod | None:

@@ -14,9 +14,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flexmask._checks import call_error, check_function, checked_int, checked_number, is_traced, kind_of, nearest
+from flexmask._checks import (
+    call_error,
+    check_function,
+    checked_int,
+    checked_number,
+    is_traced,
+    kind_of,
+    nearest,
+    not_plain_reason,
+)
+from flexmask._sync import resolve_device
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, checked_table, shape_of
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table, shape_of
+
+#: The most queries, keys, heads or sequences.
+MAX_SIZE = 2**30
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -36,7 +49,7 @@ class Score:
 
     def __add__(self, other: object) -> Score:
         if not isinstance(other, Score):
-            return NotImplemented
+            raise OperandError(f"+ adds biases of flexmask.scores, got {kind_of(other)}; a number for each cell is bias(table)")
         if not (self.is_additive and other.is_additive):
             raise OperandError(f"+ adds biases, and one of {self} and {other} is none; write a >> b to do b after a")
         return Score((*self.steps, *other.steps))
@@ -76,11 +89,12 @@ class Score:
 
     def to(self, device: torch.device | str) -> Score:
         """With its tensors on a device. A ``Parameter`` stays: its module moves it."""
+        where = resolve_device(device)
 
         def moved(step: Step) -> Step:
             if isinstance(step, Softcap) or not isinstance(step.table, Tensor) or isinstance(step.table, nn.Parameter):
                 return step
-            return replace(step, table=step.table.to(device))
+            return replace(step, table=step.table.to(where))
 
         return Score(tuple(map(moved, self.steps))) if self.tensors else self
 
@@ -97,8 +111,9 @@ class Score:
         Raises:
             LoweringError: a score that has other numbers of heads, or tensors on another device.
         """
-        at = None if device is None else torch.device(device)
-        return self.placed_function(heads, q_offset, 0, at)
+        at = None if device is None else resolve_device(device)
+        heads = None if heads is None else checked_int(heads, "heads")
+        return self.placed_function(heads, _offset(q_offset), 0, at)
 
     def placed_function(
         self, heads: int | None, rows: int | Tensor, columns: int | Tensor, device: torch.device | None
@@ -135,14 +150,28 @@ class Score:
             q_offset: position of the first query, an int or ``int[B]``.
             device: of the result.
         """
-        sizes = batch, heads, q_len, q_len if kv_len is None else kv_len
-        for name, size in zip(("batch", "heads", "q_len", "kv_len"), sizes, strict=True):
-            checked_int(size, name)
-        first = self.tensors[0].device if device is None and self.tensors else device
+        given = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
+        sizes = [checked_int(size, name, most=MAX_SIZE) for name, size in given.items()]
+        if isinstance(q_offset := _offset(q_offset), Tensor) and q_offset.shape != (batch,):
+            raise OperandError(f"q_offset must be an int or int[B], here [{batch}], got {list(q_offset.shape)}")
+        if device is None:
+            device = self.tensors[0].device if self.tensors else torch.get_default_device()
+        first = resolve_device(device)
+        for step in self.steps:
+            if isinstance(step, Bias):
+                check_cells(step.on(sizes[1], first), sizes, q_offset, 0)
         b, h, q_idx, kv_idx = (torch.arange(size, device=first) for size in sizes)
         function = self.score_mod(heads, q_offset=q_offset, device=first)
         found = function(torch.zeros(sizes, device=first), b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
         return found.expand(sizes)
+
+
+def _offset(q_offset: object) -> int | Tensor:
+    if isinstance(q_offset, Tensor):
+        if not_plain_reason(q_offset) or q_offset.dim() != 1 or q_offset.dtype not in (torch.int32, torch.int64):
+            raise OperandError(f"q_offset must be an int or int[B], got {kind_of(q_offset)}")
+        return q_offset
+    return checked_int(q_offset, "q_offset", None, MAX_SIZE)
 
 
 def _function(step: Step, heads: int | None, device: torch.device | None) -> ScoreMod:
@@ -206,12 +235,14 @@ def relative_bias(table: Any, *, max_distance: int = 128, bidirectional: bool = 
     Source: Raffel et al., https://arxiv.org/abs/1910.10683
     """
     found = checked_table(table, "relative_bias: table", ("[buckets, H]",))
+    if not isinstance(bidirectional, bool):
+        raise OperandError(f"relative_bias: bidirectional must be True or False, got {kind_of(bidirectional)}")
     buckets, directions = shape_of(found)[0], 2 if bidirectional else 1
     if buckets % directions or buckets < 2 * directions:
         remedy = "an even number, at least 4; for a decoder give bidirectional=False" if bidirectional else "at least 2"
         raise ExpressionError(f"relative_bias: table has {buckets} buckets {list(shape_of(found))}; wanted {remedy}")
-    checked_int(max_distance, "relative_bias: max_distance", buckets // directions)
-    return Score((Relative(found, int(max_distance), bool(bidirectional)),))
+    checked_int(max_distance, "relative_bias: max_distance", buckets // directions, MAX_SIZE)
+    return Score((Relative(found, int(max_distance), bidirectional),))
 
 
 def bias(table: Any) -> Score:

@@ -6,7 +6,7 @@ A step is an immutable value. Numbers in lists are kept by value, tensors are ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -93,6 +93,17 @@ class Bias:
         return found
 
 
+def check_cells(table: Tensor, sizes: Sequence[int], rows: int | Tensor, columns: int | Tensor) -> None:
+    """Raises a LoweringError where a table has no value for a cell; of positions that are tensors, torch raises."""
+    batch, heads, q_len, kv_len = sizes
+    needed = [at + size if isinstance(at, int) else size for at, size in ((rows, q_len), (columns, kv_len))]
+    if table.size(0) not in (1, batch) or table.size(2) < needed[0] or table.size(3) < needed[1]:
+        raise LoweringError(
+            f"bias has a table {list(table.shape)}, and positions are up to {needed[0]} queries and {needed[1]} keys in "
+            f"{batch} sequences; wanted [1 or {batch}, 1 or {heads}, {needed[0]}, {needed[1]}] or more"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Softcap:
     """See :func:`flexmask.scores.softcap`."""
@@ -143,7 +154,8 @@ def checked_table(values: object, what: str, axes: tuple[str, ...]) -> Table:
     found = values
     if not isinstance(values, Tensor):
         try:
-            found = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+            are_truth = torch.as_tensor(values, device="cpu").dtype == torch.bool
+            found = None if are_truth else torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             found = None
     wanted = f"{what} must be numbers {' or '.join(axes)}, as a floating-point tensor or a list, got {kind_of(values)}"
