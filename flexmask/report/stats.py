@@ -11,6 +11,7 @@ from flexmask.blocks.classify import Blocks, classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
+from flexmask.errors import LoweringError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
@@ -97,7 +98,12 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         context: the lowering context.
         block_size: tokens in a block, or the pair (queries, keys).
         bounds: the key intervals of the mask, where they are computed already.
+
+    Raises:
+        LoweringError: a mask on ``meta``.
     """
+    if context.device.type == "meta":
+        raise LoweringError("statistics count cells, and nothing on meta has values; give device='cpu', and data there")
     sets = BlockSets(context, *block_sizes(block_size))
     bounds = bounds or analyze(context)
     blocks = decide_open(classify(bounds, sets), sets)

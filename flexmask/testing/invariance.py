@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask import _sync
-from flexmask._checks import not_plain_reason
+from flexmask._checks import kind_of, not_plain_reason
 from flexmask.catalogue import causal, per_document
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -73,6 +73,8 @@ def assert_batch_invariant(
     __tracebackhide__ = True
     if not isinstance(x, Tensor) or not callable(function):
         raise OperandError(f"wanted a function and a tensor, got {type(function).__name__} and {type(x).__name__}")
+    if not isinstance(gradients, bool):
+        raise OperandError(f"gradients must be True or False, got {kind_of(gradients)}")
     if reason := not_plain_reason(x):
         raise OperandError(f"x must be a plain tensor, got {reason}")
     sizes = [tokens for tokens in align_documents(lengths).lengths[0] if tokens]
@@ -83,6 +85,8 @@ def assert_batch_invariant(
     if gradients and not x.is_floating_point():
         raise OperandError(f"gradients=True needs floating point input, got {x.dtype}")
     where = x.device if device is None else _sync.resolve_device(device)
+    if where.type == "meta":
+        raise LoweringError("outputs on meta have no values to compare; give x, or device=, with values")
     inner = causal() if mask is None else as_mask(mask, device=where)
     if device is not None and isinstance(function, nn.Module):
         function.to(where)
