@@ -172,7 +172,8 @@ def explain(
         cell: ``(q, kv)`` or ``(b, h, q, kv)``, a cell of which to say which terms of the mask hide it; ``q`` counts from 0
             whatever the offset.
         kernel: whether to say also what the kernels of attention do with the mask: what they test in a cell, the blocks at three
-            sizes, and which of the faster kernels take it, or why not. It is computed on the CPU.
+            sizes, which of the faster kernels take it, or why not, and whether its lowering forces a host sync on a GPU. It is
+            computed on the CPU.
 
     Raises:
         OperandError: a cell that is not two or four integers.
@@ -184,10 +185,11 @@ def explain(
     bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)
     open_blocks = classify(bounds, sets).open
-    on_cpu = context
-    if kernel and context.device.type != "cpu":
-        offset = q_offset.cpu() if isinstance(q_offset, Tensor) else q_offset
-        on_cpu = bind(mask.to("cpu"), q_len, kv_len, batch, heads, offset, "cpu")
+
+    def on(place: str) -> Context:
+        offset = q_offset.to(place) if isinstance(q_offset, Tensor) else q_offset
+        return bind(mask.to(place), q_len, kv_len, batch, heads, offset, place)
+
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
     return Explanation(
         mask=mask.spoken(),
@@ -203,7 +205,7 @@ def explain(
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
         stats=stats(context, block_size, bounds),
         cell=None if cell is None else _reason(context, cell, heads),
-        kernel=tuple(kernel_lines(on_cpu)) if kernel else (),
+        kernel=tuple(kernel_lines(on("cpu"), on("meta"))) if kernel else (),
     )
 
 

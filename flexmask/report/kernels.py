@@ -8,6 +8,7 @@ from flexmask.errors import LoweringError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.flash import flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.plans.lowered import KINDS, band_of
@@ -19,11 +20,12 @@ SIZES = ((64, 64), (128, 128), (256, 128))
 STEP = 16
 
 
-def kernel_lines(context: Context) -> list[tuple[str, str]]:
+def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
     """The explanation as pairs of a label, which may be empty, and a text.
 
     Args:
         context: the lowering context, on the CPU.
+        unread: the same on ``meta``, where no value can be read.
     """
     bounds = analyze(context)
     band = band_of(context.mask, context.q_offset)
@@ -37,6 +39,12 @@ def kernel_lines(context: Context) -> list[tuple[str, str]]:
         cells = f"kv in one of {count} key intervals, from {2 * count} int32 tensors, read once a row"
         cells += "" if band is None else "; in compiled code arithmetic"
         bits = f"applies {count} intervals to 32 keys at a time, as bits (torch 2.15)"
+    if refusal := flash_refusal(context.named):
+        bits, chosen = f"no: {refusal}", "flex"
+    else:
+        sizes = [" x ".join(map(str, flash_block_size(generation, context.q_len))) for generation in (9, 10)]
+        bits += f"; blocks of {sizes[0]} on Hopper, {sizes[1]} on Blackwell, for heads of up to 128 channels"
+        chosen = "flash where FlashAttention 4 is installed and takes the call, else flex"
     blocks = []
     for size in SIZES:
         found = stats(context, size, bounds)
@@ -44,6 +52,7 @@ def kernel_lines(context: Context) -> list[tuple[str, str]]:
     return [
         ("cells", cells),
         ("FLASH", bits),
+        ("on CUDA", f"backend='auto' takes {chosen}"),
         *(("blocks" if not number else "", text) for number, text in enumerate(blocks)),
         (
             "lists",
@@ -54,6 +63,7 @@ def kernel_lines(context: Context) -> list[tuple[str, str]]:
         ("safe rows", _safe_text(context, bounds)),
         ("fused", {"whole": "sdpa without a mask", "causal": "sdpa with is_causal"}.get(fused or "", "no")),
         ("varlen", _varlen_text(context)),
+        ("host syncs", _sync_text(unread)),
     ]
 
 
@@ -72,6 +82,14 @@ def _safe_text(context: Context, bounds: RowBounds) -> str:
     if bool(safe.all()):
         return "all: ROWS_GUARANTEED_SAFE would hold"
     return f"{int(safe.sum()):,} of {safe.numel():,}: ROWS_GUARANTEED_SAFE could give NaN"
+
+
+def _sync_text(unread: Context) -> str:
+    try:
+        block_mask(unread)
+    except RuntimeError:  # of an operator that reads values, which are not there
+        return "mask.block_mask() has one, as data decides how many key intervals or blocks there are; a plan has none"
+    return "none"
 
 
 def _varlen_text(context: Context) -> str:

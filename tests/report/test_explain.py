@@ -319,13 +319,34 @@ def test_safe_rows(mask: fm.Mask, length: int) -> None:
     assert dict(fm.explain(mask, length, kernel=True).kernel)["safe rows"].split(":")[0] == wanted
 
 
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [
+        (fm.causal() & fm.document(lengths=torch.tensor([7, 3, 10])), "none"),
+        (fm.key_padding(lengths=[7]), "none"),
+        ((q - kv) % 3 == 0, "none"),
+        (fm.document(torch.arange(20) // 7), "mask.block_mask() has one"),
+        (fm.key_padding(keep=torch.arange(20)[None] < 9), "mask.block_mask() has one"),
+    ],
+    ids=str,
+)
+def test_host_syncs(mask: fm.Mask, wanted: str) -> None:
+    """As in the table of docs/host_syncs.md."""
+    assert dict(fm.explain(mask, 20, kernel=True).kernel)["host syncs"].startswith(wanted)
+    assert dict(fm.explain(mask, 20, q_offset=torch.tensor([0]), kernel=True).kernel)["host syncs"].startswith(wanted)
+
+
 def test_kernels() -> None:
     mask = fm.causal() & fm.document(lengths=[7, 3, 10])
     assert fm.explain(mask, 20).kernel == ()
     found = fm.explain(mask, 20, kernel=True)
     assert found.kernel[:2] == (
         ("cells", "kv in one of 2 key intervals, from 4 int32 tensors, read once a row"),
-        ("FLASH", "applies 2 intervals to 32 keys at a time, as bits (torch 2.15)"),
+        (
+            "FLASH",
+            "applies 2 intervals to 32 keys at a time, as bits (torch 2.15); blocks of 128 x 128 on Hopper, 128 x 128 on "
+            "Blackwell, for heads of up to 128 channels",
+        ),
     )
     lines = dict(found.lines())
     assert lines["varlen"] == "3 segments of at most 10 queries and 10 keys, window_size=(-1, 0)"
@@ -333,7 +354,12 @@ def test_kernels() -> None:
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("one run each")
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith("; in compiled code arithmetic")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "read block by block"
+    long = dict(fm.explain(fm.causal(), 257, kernel=True).kernel)
+    assert "256 x 128 on Blackwell" in long["FLASH"]
+    assert long["on CUDA"] == "backend='auto' takes flash where FlashAttention 4 is installed and takes the call, else flex"
     others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
+    assert others["FLASH"] == "no: (q - kv) % 3 is negative for negative numbers in FlashAttention 4"
+    assert others["on CUDA"] == "backend='auto' takes flex"
     assert others["cells"] == "the expression, cell by cell, since it is not separable in q and kv"
     assert others["varlen"].startswith("no: variable-length attention does not compute the mask")
     printed = run("causal", "--seq-len", "256", "--kernel")
