@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from flexmask.backends import flash
-from tests.kernels.flash import CASES
 from tests.kernels.interpreted import virtual_gpu
+from tests.kernels.on_flash import CASES
 from tests.support.exhaustive import one_in
 
 if not flash._is_installed():
@@ -23,7 +23,7 @@ GPUS = {"H100": virtual_gpu.H100, "B200": virtual_gpu.B200}
 @pytest.mark.parametrize(("gpu", "name"), one_in(len(GPUS) * len(CASES), GPUS, CASES))
 def test_kernels_are_compiled(gpu: str, name: str) -> None:
     """One for the forward pass, and in training one for the backward pass."""
-    command = [sys.executable, "-m", "tests.kernels.flash", gpu, name]
+    command = [sys.executable, "-m", "tests.kernels.on_flash", gpu, name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: [1, int(CASES[name].training)]}

@@ -7,7 +7,7 @@ them on the CPU in the interpreter that comes with Triton. A test then sees what
 1. Dynamo and AOTAutograd trace tensors on the CPU, as they come. What a graph computes does not depend on the device.
 2. Each graph that reaches Inductor is compiled with fake tensors on ``cuda:0`` in place of those on the CPU (`_compiler`). So
    Inductor chooses its templates, block sizes and launch grids for the GPU that is described here. What it asks the driver is
-   answered from that description (`_driver`).
+   answered from that description (`driver`).
 3. What Inductor returns is Python code that allocates tensors, launches kernels, and uses nothing of a tensor but its strides
    and its address. It runs on the tensors on the CPU. Only the allocator is replaced (`_allocated`), by one that fills memory
    with NaN, so that no result can rest on memory that nothing wrote.

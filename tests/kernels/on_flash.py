@@ -1,4 +1,4 @@
-"""Compiles the kernels of the backend ``flash`` without a GPU: ``python -m tests.kernels.flash H100 documents``.
+"""Compiles the kernels of the backend ``flash`` without a GPU: ``python -m tests.kernels.on_flash H100 documents``.
 
 Inductor writes a function in CuTe DSL that calls FlashAttention 4. With fake tensors this compiles its kernels to machine code
 and launches nothing. (Which GPU it compiles for it reads from the environment, once in a process.)
