@@ -25,7 +25,7 @@ from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torc
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import placed_score
-from flexmask.scores.score import Score, ScoreLike, as_score_mod
+from flexmask.scores.score import Score, ScoreLike, ScoreMod, as_score_mod
 from flexmask.tracing.as_mask import MaskLike
 
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
@@ -59,8 +59,8 @@ class MultiheadFlexAttention(nn.Module):
             the call replaces it: with ``mask="causal"``, ``layer(x, key_padding(lengths))`` is not causal. It moves with the
             module, and is not in its state: for a module made on ``meta`` its tensors name a device of their own.
         score_mod: what becomes of the scores, as ``"alibi() >> softcap(50.0)"``: see :func:`flexmask.attention`. With a cache
-            the indices of a function are positions in the whole sequence. Tensors of a score move with the module; parameters
-            are those of the module that has them.
+            the indices of a function are positions in the whole sequence. Tensors of a score move with the module, and its
+            parameters are registered, as ``score_table`` (further ones ``score_table1``, ...).
         scale: factor of the scores; ``1 / sqrt(d_head)`` by default.
         rope: ``rope(x, positions) -> x`` rotates queries and keys, ``[B, heads, length, d_head]``. A module is registered.
         backend, kernel_options: see :func:`flexmask.attention`.
@@ -164,6 +164,27 @@ class MultiheadFlexAttention(nn.Module):
         found = module_mask(mask, device)
         self._mask = found if found is None or device.type == "meta" else found.to(device)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
+        super().__setattr__(name, value)
+        if name == "score_mod":
+            for known in self._score_tables():
+                delattr(self, known)
+            tensors = value.tensors if isinstance(value, Score) else ()
+            for number, table in enumerate(own for own in tensors if isinstance(own, nn.Parameter)):
+                self.register_parameter(f"score_table{number or ''}", table)
+
+    def _score_tables(self) -> list[str]:
+        return [name for name in self._parameters if name.startswith("score_table")]
+
+    def _score(self) -> Score | ScoreMod | None:
+        """The score with the module's parameters as its tables."""
+        score = self.score_mod
+        if not isinstance(score, Score) or not score.tensors:
+            return score
+        names = iter(self._score_tables())
+        return score.with_tensors([getattr(self, next(names)) if isinstance(own, nn.Parameter) else own for own in score.tensors])
+
     def forward(
         self,
         x: Tensor,
@@ -225,7 +246,7 @@ class MultiheadFlexAttention(nn.Module):
             query,
             key,
             value,
-            score_mod=placed_score(self.score_mod, 0) if step is None else step.score_mod(self.score_mod),
+            score_mod=placed_score(self._score(), 0) if step is None else step.score_mod(self._score()),
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
             q_offset=0 if step is None else step.q_offset,
@@ -258,7 +279,7 @@ class MultiheadFlexAttention(nn.Module):
         if isinstance(bound, LoweredMask | BlockMask):
             raise OperandError(f"attention_weights takes a Mask, its text or a mask_mod, got a {type(bound).__name__}")
         query, key, _ = self._heads(x, context, positions, keys=True)
-        return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
+        return attention_weights(query, key, bound, scale=self.scale, score_mod=self._score())
 
     # ---------------------------------------------------------------- torch's module
 
@@ -391,7 +412,8 @@ class MultiheadFlexAttention(nn.Module):
         if self._mask is not None:
             self._mask = self._mask.to(self.out_proj.weight.device)
         if isinstance(self.score_mod, Score):
-            self.score_mod = self.score_mod.to(self.out_proj.weight.device)
+            moved = cast(Score, self._score()).to(self.out_proj.weight.device)
+            super().__setattr__("score_mod", moved)  # whose parameters are registered already
         return self
 
     def extra_repr(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -90,13 +90,13 @@ class Score:
     def to(self, device: torch.device | str) -> Score:
         """With its tensors on a device. A ``Parameter`` stays: its module moves it."""
         where = resolve_device(device)
+        return self.with_tensors([own if isinstance(own, nn.Parameter) else own.to(where) for own in self.tensors])
 
-        def moved(step: Step) -> Step:
-            if isinstance(step, Softcap) or not isinstance(step.table, Tensor) or isinstance(step.table, nn.Parameter):
-                return step
-            return replace(step, table=step.table.to(where))
-
-        return Score(tuple(map(moved, self.steps))) if self.tensors else self
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Score:
+        """The same score with other tensors in the places of :attr:`tensors`."""
+        others = iter(tensors)
+        steps = [step.with_table(next(others)) if isinstance(step.table, Tensor) else step for step in self.steps]
+        return Score(tuple(steps)) if tensors else self
 
     def score_mod(
         self, heads: int | None = None, *, q_offset: int | Tensor = 0, device: torch.device | str | None = None

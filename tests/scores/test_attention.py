@@ -268,6 +268,35 @@ class TestModule:
             assert model.table.grad.abs().sum() > 0
             assert model.attention.score_mod.tensors[0] is model.table  # type: ignore[union-attr]
 
+    def test_tables_are_parameters_of_the_layer_which_others_replace(self) -> None:
+        def layer() -> fm.MultiheadFlexAttention:
+            table = nn.Parameter(torch.randn(BUCKETS, HEADS))
+            return fm.MultiheadFlexAttention(
+                32, 32, HEADS, score_mod=scores.relative_bias(table) + scores.alibi(torch.ones(HEADS))
+            )
+
+        x, one, other = torch.randn(2, 20, 32), layer(), layer()
+        wanted = one(x)
+        assert "score_table" in dict(one.named_parameters())
+        assert next(iter(one.to(torch.float64).to(torch.float32).state_dict())) == "score_table"  # at the same place
+        called = torch.func.functional_call(other, dict(one.named_parameters()), x)
+        torch.testing.assert_close(called, wanted)
+        other.load_state_dict(one.state_dict(), assign=True)
+        torch.testing.assert_close(other(x), wanted)
+        other(x).sum().backward()
+        assert other.score_table.grad is not None
+        gradient = torch.func.grad(lambda own: torch.func.functional_call(one, {"score_table": own}, x).square().sum())
+        wanted_gradient = torch.autograd.grad(one(x).square().sum(), one.score_table)[0]
+        torch.testing.assert_close(gradient(one.score_table.detach()), wanted_gradient)
+
+    def test_another_score_has_other_parameters(self) -> None:
+        tables = [nn.Parameter(torch.randn(BUCKETS, HEADS)) for _ in range(2)]
+        layer = fm.MultiheadFlexAttention(32, 32, HEADS, score_mod=scores.relative_bias(tables[0]))
+        layer.score_mod = scores.relative_bias(tables[0]) + scores.relative_bias(tables[1])
+        assert [name for name, _ in layer.named_parameters() if "table" in name] == ["score_table", "score_table1"]
+        layer.score_mod = None
+        assert not any("table" in name for name, _ in layer.named_parameters())
+
     def test_tensors_that_are_no_parameters_move_with_the_module(self) -> None:
         layer = fm.MultiheadFlexAttention(32, 32, HEADS, score_mod=scores.alibi(torch.ones(HEADS)) >> scores.softcap(3.0))
         layer.to("meta")
