@@ -126,6 +126,13 @@ def by_change(call: Call, name: str, hidden: Tensor) -> Tensor:
     return leaks
 
 
+def depends(call: Call, name: str, pairs: Tensor) -> bool:
+    """Whether any output depends on a position of the input, of pairs ``bool[B, q_len, length]``."""
+    places = pairs.any(1).any(0).nonzero().flatten().tolist()
+    columns = torch.arange(pairs.shape[2], device=pairs.device)
+    return any(bool(by_change(call, name, pairs & (columns == place)).any()) for place in places)
+
+
 def mixed_sequences(call: Call) -> Iterator[tuple[int, int]]:
     """The pairs of sequences of the batch of which the first changes the output of the second."""
     others = {name: call.changed(name) for name in call.inputs}

@@ -15,7 +15,16 @@ from flexmask._checks import check_function, checked_int, kind_of, not_plain_rea
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.report.terms import terms
-from flexmask.testing.influence import Call, by_change, by_gradient, dependence, missing_arguments, mixed_sequences, visible_pairs
+from flexmask.testing.influence import (
+    Call,
+    by_change,
+    by_gradient,
+    dependence,
+    depends,
+    missing_arguments,
+    mixed_sequences,
+    visible_pairs,
+)
 from flexmask.testing.settings import check_size, picture_around
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -76,7 +85,8 @@ def assert_no_leak(
     Raises:
         AssertionError: something leaks; the message names the first pair by batch, query and key, the term of the mask that
             should have hidden it, and shows a picture.
-        ExpressionError: ``layers`` is less than 1, or the function gives two outputs for one input.
+        ExpressionError: ``layers`` is less than 1, the function gives two outputs for one input, or no output depends on another
+            position that the mask shows, so that nothing could leak.
         LoweringError: shapes that do not fit, or more than 2**22 pairs.
         OperandError: an argument or the output is of a wrong type, or the function fails.
     """
@@ -180,6 +190,12 @@ def _check(call: Call, rule: _Rule) -> None:
     found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": by_change(call, rule.name, hidden)}
     leaks = found["by gradient"] | found["by change"]
     if not leaks.any():
+        others = ~hidden if rule.name == "context" else ~hidden & ~torch.eye(length, dtype=torch.bool, device=hidden.device)
+        if others.any() and not depends(call, rule.name, others):
+            raise ExpressionError(
+                f"no output depends on another position of {rule.name} that the mask shows, so nothing could leak. Where weights "
+                "start as zeros, as those of an output projection, give them random values first"
+            )
         return
     b, q, kv = leaks.nonzero()[0].tolist()
     ways = ", ".join(f"{int(part.sum()):,} {way}" for way, part in found.items() if part.any())

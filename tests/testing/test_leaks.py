@@ -417,6 +417,17 @@ def test_a_function_that_runs_out_of_memory(kind: type[Exception]) -> None:
         assert_no_leak(fails, fm.causal(), torch.randn(1, 4, 2))
 
 
+def test_a_model_whose_outputs_depend_on_no_other_position_is_not_checked() -> None:
+    layer = MultiheadFlexAttention(8, 8, 2)
+    nn.init.zeros_(layer.out_proj.weight)
+    for function in (lambda x: x + layer(x), lambda x: x + layer(x, fm.causal()), lambda x: x):
+        with pytest.raises(ExpressionError, match="no output depends on another position of x that the mask shows"):
+            assert_no_leak(function, fm.causal(), X)
+    with pytest.raises(ExpressionError, match="no output depends on another position of context"):
+        assert_no_leak(lambda x, context: x + layer(x, context=context), fm.key_padding(9), X, context=X)
+    assert_no_leak(lambda x: x + layer(x), fm.q == fm.kv, X)  # shows no other position
+
+
 def test_leaks_refused() -> None:
     with pytest.raises(ExpressionError, match=r"two outputs for one input.*eval\(\)"):
         assert_no_leak(nn.Sequential(LAYER, nn.Dropout(0.5)), fm.full(), X)

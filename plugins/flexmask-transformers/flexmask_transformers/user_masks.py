@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+import warnings
+from collections.abc import Mapping
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -35,15 +36,10 @@ _ACTIVE: ContextVar[tuple[_UserMask, ...]] = ContextVar("flexmask_transformers.u
 _OF_ALL_THREADS: list[_UserMask] = []
 
 
-@contextmanager
-def use_mask(
-    model: torch.nn.Module,
-    mask: MaskLike | Mapping[str, MaskLike],
-    *,
-    combine: Literal["and", "replace"] = "and",
-    **data: Any,
-) -> Iterator[None]:
+class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torch.no_grad is
     """Within ``with use_mask(model, mask): ...`` the attention layers of a model use a mask of your own.
+
+    Nothing happens without ``with``, so a value that is dropped unused is a warning.
 
     In code that ``torch.compile`` traces it counts for all threads, and other data runs without compiling again.
 
@@ -64,30 +60,49 @@ def use_mask(
         LoweringError: in a forward, data that ends before the tokens do, or with ``"replace"`` a mask that shows keys which the
             cache of a sliding layer has dropped.
     """
-    if combine not in ("and", "replace"):
-        raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
-    if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"use_mask takes a model of transformers or a part of one, got {type(model).__name__}")
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
-    if "flexmask" not in chosen:
-        raise OperandError(
-            f"use_mask needs a model of transformers with attn_implementation='flexmask', got {type(model).__name__} with "
-            f"{', '.join(sorted(map(repr, chosen))) or 'none'}; call model.set_attn_implementation('flexmask')"
-        )
-    masks = _bound(mask, data)
-    own = _UserMask(configs, masks, combine == "replace")
-    before = _ACTIVE.set((*_ACTIVE.get(), own))
-    _OF_ALL_THREADS.append(own)
-    try:
-        yield
-    finally:
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mask: MaskLike | Mapping[str, MaskLike],
+        *,
+        combine: Literal["and", "replace"] = "and",
+        **data: Any,
+    ) -> None:
+        self._is_used = True  # where an argument is refused
+        self._entered: list[tuple[_UserMask, Token[tuple[_UserMask, ...]]]] = []
+        if combine not in ("and", "replace"):
+            raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
+        if not isinstance(model, torch.nn.Module):
+            raise OperandError(f"use_mask takes a model of transformers or a part of one, got {type(model).__name__}")
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        chosen = {getattr(config, "_attn_implementation", None) for config in configs}
+        if "flexmask" not in chosen:
+            raise OperandError(
+                f"use_mask needs a model of transformers with attn_implementation='flexmask', got {type(model).__name__} with "
+                f"{', '.join(sorted(map(repr, chosen))) or 'none'}; call model.set_attn_implementation('flexmask')"
+            )
+        self._model, self._configs, self._masks, self._replaces = model, configs, _bound(mask, data), combine == "replace"
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        own = _UserMask(self._configs, self._masks, self._replaces)
+        self._entered.append((own, _ACTIVE.set((*_ACTIVE.get(), own))))
+        _OF_ALL_THREADS.append(own)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        own, before = self._entered.pop()
         _ACTIVE.reset(before)
         _OF_ALL_THREADS.remove(own)
-    if not own.is_used:
-        raise ExpressionError(
-            f"no attention layer of {type(model).__name__} used the mask: the model was not called, or makes no mask"
-        )
+        if kind is None and not own.is_used:
+            raise ExpressionError(
+                f"no attention layer of {type(self._model).__name__} used the mask: the model was not called, or makes no mask"
+            )
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn("use_mask(...) did nothing: write `with use_mask(model, mask): ...` around the calls", stacklevel=2)
 
 
 class UserMask(NamedTuple):

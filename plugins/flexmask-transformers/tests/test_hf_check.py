@@ -108,6 +108,16 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_a_model_whose_weights_are_zeros_is_not_called_isolated(config: Path) -> None:
+    model = small_model(config)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    assert {str(result) for result in flexmask_transformers.check_packing(model, attention=["sdpa", "flexmask"]).results} == {
+        "refused: ValueError: no output depends on other tokens, so nothing could leak: give weights that are zeros random values"
+    }
+
+
 class TestCommandLine:
     def test_check(self, config: Path) -> None:
         code, out, _ = run("check", config, "--attention", "flexmask")

@@ -136,6 +136,18 @@ def with_dense_mask(eager: Any, cells: torch.Tensor) -> Any:
 class TestUseMask:
     IDS = torch.tensor([[0] * 4 + [1] * 8, [0] * 7 + [1] * 5])
 
+    def test_without_with_it_warns_and_arguments_are_checked_at_once(self) -> None:
+        _, ours = pair("llama")
+        with pytest.warns(UserWarning, match="use_mask.* did nothing: write `with use_mask"):
+            flexmask_transformers.use_mask(ours, "document(ids)", ids=self.IDS)
+        with pytest.raises(ExpressionError, match="no parameter ids; it has idz"):
+            flexmask_transformers.use_mask(ours, "document(idz)", ids=self.IDS)
+        mask = flexmask_transformers.use_mask(ours, "causal")
+        for _ in range(2):  # also again, and as a decorator
+            with mask:
+                ours(tokens(2, 12))
+        mask(lambda: ours(tokens(2, 12)))()
+
     @pytest.mark.parametrize(
         "mask",
         ["document(ids)", flexmask.parse("document(ids)"), lambda b, h, q, kv: TestUseMask.IDS[b, q] == TestUseMask.IDS[b, kv]],
