@@ -147,7 +147,7 @@ class Slot(Table):
         return cast(Node, made(Slot, numbers[self.number], *values))
 
     def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
-        return tuple(held[self.number].shape) if held else Sizes((None,) * self.axes)
+        return tuple(cast(Any, held[self.number].shape)) if held else Sizes((None,) * self.axes)
 
     def to_tensor(self) -> Tensor:
         raise NeedsDataError("the values of data")

@@ -204,7 +204,7 @@ class _Analysis:
         if all(self.monotone_rows(part) is not None for part in at_least):
             return operands, []
         until, end = next(((part, end) for part in at_least if (end := self.end_of_keys(part, n)) is not None), (None, None))
-        if end is None:
+        if until is None or end is None:
             return operands, []
         others = [part for part in at_least if part is not until]
         depths = [(*cast("tuple[Tensor, Tensor]", self.sides(part)), part.sign == ">") for part in others]

@@ -201,7 +201,7 @@ class KVCache:
         end = self._end + number
         if self.capacity is not None and end > self.capacity:
             raise LoweringError(
-                f"the cache holds capacity={self.capacity} tokens, {self._end} are taken and {number} more do not fit: "
+                f"the cache holds capacity={self.capacity} tokens, {int(self._end)} are taken and {int(number)} more do not fit: "
                 "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
             )
         self._check(key, value)

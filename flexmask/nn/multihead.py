@@ -413,7 +413,7 @@ class MultiheadFlexAttention(nn.Module):
             self._mask = self._mask.to(self.out_proj.weight.device)
         if isinstance(self.score_mod, Score):
             moved = cast(Score, self._score()).to(self.out_proj.weight.device)
-            super().__setattr__("score_mod", moved)  # whose parameters are registered already
+            super().__setattr__("score_mod", cast(Any, moved))  # whose parameters are registered already
         return self
 
     def extra_repr(self) -> str:

@@ -160,6 +160,10 @@ class LoweredMask:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Torch calls this in place of a function that is given a LoweredMask."""
         name = getattr(function, "__name__", str(function)).strip("_")
+        if "checkpoint" in name:
+            raise OperandError(
+                "in compiled code write checkpoint(lambda x: layer(x, lowered), x): it takes no LoweredMask as an argument"
+            )
         raise OperandError(f"torch's function {name} takes tensors, not a LoweredMask. {HINT}")
 
     def __getattr__(self, name: str) -> NoReturn:

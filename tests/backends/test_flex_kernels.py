@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexmask as fm
 from flexmask.backends import choose_backend, flex
@@ -191,7 +191,7 @@ class TestKernelOptions:
 def test_other_numbers_in_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where kernels may be for all lengths."""
     torch.compiler.reset()
-    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="eager")
     monkeypatch.setattr(flex, "_compiled", lambda device: compiled)
     x = torch.randn(1, 2, 9, 32)
     with torch.no_grad():

@@ -1,6 +1,8 @@
 """Masks as pytrees of their tensors: copies, moves, export, and what is refused."""
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +64,13 @@ def test_a_mask_without_tensors_has_no_leaves() -> None:
 @pytest.mark.parametrize("leaf", [None, "text", 3, IDS[0], IDS[None]], ids=["None", "text", "number", "fewer axes", "more axes"])
 def test_leaves_that_are_no_data_are_refused_where_the_mask_is_used(leaf: object) -> None:
     mask = pytree.tree_map(lambda tensor: leaf, fm.causal() & fm.document(IDS))
-    for use in (lambda: mask.dense(4), lambda: mask.to("cpu"), lambda: mask.block_mask(4), lambda: mask.plan(4)()):
+    uses: list[Callable[[], object]] = [
+        lambda: mask.dense(4),
+        lambda: mask.to("cpu"),
+        lambda: mask.block_mask(4),
+        lambda: mask.plan(4)(),
+    ]
+    for use in uses:
         with pytest.raises(LoweringError, match=r"in the place of a tensor of other axes, by torch\.vmap or by another function"):
             use()
 
@@ -93,6 +101,7 @@ def test_a_copy_is_pickled() -> None:
 @pytest.mark.parametrize("lowered", [False, True], ids=["Mask", "LoweredMask"])
 def test_a_data_loader_pins_masks(lowered: bool) -> None:
     mask = fm.causal() & fm.document(IDS)
-    loader = torch.utils.data.DataLoader([mask.plan(4)() if lowered else mask], batch_size=None, pin_memory=True)
+    masks: Any = [mask.plan(4)() if lowered else mask]
+    loader: Any = torch.utils.data.DataLoader(masks, batch_size=None, pin_memory=True)
     (pinned,) = loader
     assert all(tensor.is_pinned() for tensor in pytree.tree_leaves(pinned) if isinstance(tensor, torch.Tensor))

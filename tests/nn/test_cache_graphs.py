@@ -73,3 +73,12 @@ def test_refused(mask: str, cache: KVCache, message: str) -> None:
     model, _ = compiled(MultiheadFlexAttention(16, 16, 2).eval())
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         model(torch.randn(2, 3, 16), mask, cache=cache)
+
+
+def test_a_full_cache_says_so_in_compiled_code() -> None:
+    layer, cache, x = MultiheadFlexAttention(8, 8, 2), KVCache(16), torch.randn(1, 20, 8)
+    step = torch.compile(lambda x: layer(x, "causal", cache=cache), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        step(x[:, :10])
+        with pytest.raises(Exception, match="capacity=16 tokens, 10 are taken and 10 more do not fit: make a KVCache"):
+            step(x[:, 10:])

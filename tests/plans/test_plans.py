@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
@@ -211,6 +212,13 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: sdpa(torch.zeros(1, 1, 9, 4), fm.plan("causal", 9)()),
         OperandError,
         r"torch's function scaled_dot_product_attention takes tensors, not a LoweredMask.*flexmask.attention.*lowered.dense\(\)",
+    ),
+    "checkpoint": (
+        lambda: torch.compile(
+            lambda x, lowered: checkpoint(sdpa, x, lowered, use_reentrant=False), backend="eager", fullgraph=True
+        )(torch.zeros(1, 1, 9, 4), fm.plan("causal", 9)()),
+        Exception,
+        r"write checkpoint\(lambda x: layer\(x, lowered\), x\): it takes no LoweredMask as an argument",
     ),
     "explain": (lambda: fm.explain(cast(Any, fm.plan("causal", 9)()), 9), OperandError, "give the Mask of its plan, plan.mask"),
     "plot": (lambda: fm.plan("causal", 9)().plot(), AttributeError, "has no attribute 'plot'.*plan.mask is the Mask, to draw"),

@@ -285,9 +285,10 @@ class TestModule:
         torch.testing.assert_close(other(x), wanted)
         other(x).sum().backward()
         assert other.score_table.grad is not None
+        table = one.get_parameter("score_table")
         gradient = torch.func.grad(lambda own: torch.func.functional_call(one, {"score_table": own}, x).square().sum())
-        wanted_gradient = torch.autograd.grad(one(x).square().sum(), one.score_table)[0]
-        torch.testing.assert_close(gradient(one.score_table.detach()), wanted_gradient)
+        wanted_gradient = torch.autograd.grad(one(x).square().sum(), table)[0]
+        torch.testing.assert_close(gradient(table.detach()), wanted_gradient)
 
     def test_another_score_has_other_parameters(self) -> None:
         tables = [nn.Parameter(torch.randn(BUCKETS, HEADS)) for _ in range(2)]

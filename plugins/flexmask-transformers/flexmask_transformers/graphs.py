@@ -19,8 +19,8 @@ from transformers.masking_utils import (
 
 from flexmask import Mask, causal, document, full, key_padding, sliding_window
 from flexmask.errors import LoweringError
-from flexmask.plans.capture import MAX_CELLS, lower_in_graph
-from flexmask.plans.lowered import LoweredMask
+from flexmask.plans.capture import lower_in_graph
+from flexmask.plans.lowered import MAX_CELLS, LoweredMask
 from flexmask_transformers.packing import check_branches, chunk_positions
 from flexmask_transformers.request import Request
 from flexmask_transformers.user_masks import user_mask_for
