@@ -121,11 +121,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     last = last_keys(mask, tokens)
     if last is not None and last == tokens.kv_end - tokens.kv_start:
         return ALL_CELLS
-    place = f"growing {tokens.device}{' queries' if tokens.is_context else ''}"
-    if place not in mask.memo:
-        axes = {"q"} if tokens.is_context else {"q", "kv"}
-        mask.memo[place] = mask.expand().replace(lambda node: _growing(node, axes, tokens.device))
-    growing = cast(Mask, mask.memo[place])
+    growing = _growing(mask, tokens)
     if growing is mask.expand():
         growing = mask
     else:
@@ -247,18 +243,25 @@ def _operands(mask: Mask) -> tuple[Mask, ...]:
 # ---------------------------------------------------------------- expressions
 
 
-def _growing(node: Node, axes: set[str], device: torch.device) -> Node | None:
-    """A lookup of data that may be longer than the sequence so far along some axes; None for other nodes."""
-    if not isinstance(node, Lookup) or not isinstance(node.table, Table):
-        return None
-    table, is_along = node.table, bool(axes & set(_axes_of(node)))
-    longer = _longer(table, device, is_along=is_along) if "kv" in axes or is_along else table
-    # A limit by the length is one by that of the whole sequence, which is not known.
-    return None if longer is table else Lookup(longer, tuple([_growing_index(index, axes, device) for index in node.indices]))
+def _growing(mask: Mask, tokens: CallTokens) -> Mask:
+    """The mask with data that may be longer than the sequence so far along the axes that grow."""
+    axes, place = {"q"} if tokens.is_context else {"q", "kv"}, f"growing {tokens.device} {tokens.is_context}"
 
+    def longer(node: Node) -> Node | None:
+        if not isinstance(node, Lookup) or not isinstance(node.table, Table):
+            return None
+        is_along = bool(axes & set(_axes_of(node)))
+        if tokens.is_context and not is_along:
+            return None
+        # A limit by the length is one by that of the whole sequence, which is not known.
+        table = _longer(node.table, tokens.device, is_along=is_along)
+        return (
+            None if table is node.table else Lookup(table, tuple([cast(Index, index.replace(longer)) for index in node.indices]))
+        )
 
-def _growing_index(index: Index, axes: set[str], device: torch.device) -> Index:
-    return cast(Index, index.replace(lambda node: _growing(node, axes, device)))
+    if place not in mask.memo:
+        mask.memo[place] = mask.expand().replace(longer)
+    return cast(Mask, mask.memo[place])
 
 
 def _longer(table: Any, device: torch.device, *, is_along: bool) -> Any:
