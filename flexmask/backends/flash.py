@@ -128,13 +128,11 @@ def _size_of(mask: Any) -> tuple[int, int]:
     return mask.block_size if isinstance(mask, LoweredMask) else mask.BLOCK_SIZE
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _generation(device: torch.device) -> int:
     """The first number of the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)[0]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _is_installed() -> bool:
     try:
@@ -142,5 +140,8 @@ def _is_installed() -> bool:
     except ModuleNotFoundError:  # there is no flash_attn
         return False
 
+
+for _known in (_generation, _is_installed):  # torch.compiler.assume_constant_result, without an import of the compiler
+    _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 FLASH = Backend("flash", supports=_supports, run=_run, preferred_on=("cuda",))
