@@ -168,21 +168,20 @@ class MultiheadFlexAttention(nn.Module):
         """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
         super().__setattr__(name, value)
         if name == "score_mod":
-            for known in self._score_tables():
+            for known in self.__dict__.get("_score_tables", ()):
                 delattr(self, known)
             tensors = value.tensors if isinstance(value, Score) else ()
-            for number, table in enumerate(own for own in tensors if isinstance(own, nn.Parameter)):
-                self.register_parameter(f"score_table{number or ''}", table)
-
-    def _score_tables(self) -> list[str]:
-        return [name for name in self._parameters if name.startswith("score_table")]
+            tables = [own for own in tensors if isinstance(own, nn.Parameter)]
+            self._score_tables = [f"score_table{number or ''}" for number in range(len(tables))]
+            for table_name, table in zip(self._score_tables, tables, strict=True):
+                self.register_parameter(table_name, table)
 
     def _score(self) -> Score | ScoreMod | None:
         """The score with the module's parameters as its tables."""
         score = self.score_mod
         if not isinstance(score, Score) or not score.tensors:
             return score
-        names = iter(self._score_tables())
+        names = iter(self._score_tables)
         return score.with_tensors([getattr(self, next(names)) if isinstance(own, nn.Parameter) else own for own in score.tensors])
 
     def forward(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import flexmask as fm
 from flexmask import scores
@@ -289,6 +290,18 @@ class TestModule:
         gradient = torch.func.grad(lambda own: torch.func.functional_call(one, {"score_table": own}, x).square().sum())
         wanted_gradient = torch.autograd.grad(one(x).square().sum(), table)[0]
         torch.testing.assert_close(gradient(table.detach()), wanted_gradient)
+
+    def test_a_parametrization_of_a_table_counts(self) -> None:
+        class Doubled(nn.Module):
+            def forward(self, table: Tensor) -> Tensor:
+                return 2 * table
+
+        table, x = torch.randn(BUCKETS, HEADS), torch.randn(2, 20, 32)
+        layer = fm.MultiheadFlexAttention(32, 32, HEADS, score_mod=scores.relative_bias(nn.Parameter(table)))
+        wanted = fm.MultiheadFlexAttention(32, 32, HEADS, score_mod=scores.relative_bias(nn.Parameter(2 * table)))
+        wanted.load_state_dict({**layer.state_dict(), "score_table": 2 * table})
+        parametrize.register_parametrization(layer, "score_table", Doubled())
+        torch.testing.assert_close(layer(x), wanted(x))
 
     def test_another_score_has_other_parameters(self) -> None:
         tables = [nn.Parameter(torch.randn(BUCKETS, HEADS)) for _ in range(2)]
