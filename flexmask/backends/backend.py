@@ -84,6 +84,7 @@ class Backend:
         run: computes the output ``[B, H, q_len, D_v]``, 0 in fully masked rows, of a call that ``supports`` accepts; where its
             ``return_lse`` is True, a pair of it and the logsumexp ``[B, H, q_len]``. It runs without autocast.
         preferred_on: the types of devices, such as ``"cuda"``, on which ``backend="auto"`` tries it before the others.
+        preferred_from: the fewest queries for which it does.
         automatic: whether ``backend="auto"`` may take it; else it is taken by its name alone.
     """
 
@@ -91,6 +92,7 @@ class Backend:
     supports: Callable[[Call], str | None]
     run: Callable[[Call], Output]
     preferred_on: tuple[str, ...] = ()
+    preferred_from: int = 1
     automatic: bool = True
 
     def reason_against(self, call: Call) -> str | None:
@@ -106,6 +108,11 @@ class Backend:
                 f"cannot, as a string; it returned {kind_of(reason)}"
             )
         return reason
+
+    def is_preferred(self, call: Call) -> bool:
+        """Whether ``backend="auto"`` tries it before the others."""
+        on_device = call.query.device.type in self.preferred_on
+        return on_device and (self.preferred_from == 1 or call.query.shape[2] >= self.preferred_from)
 
     def outputs(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """The output of a call, and the logsumexp where it is asked for.
@@ -163,7 +170,7 @@ def check_backend(name: object) -> None:
 def ordered_backends(call: Call) -> list[Backend]:
     """The backends in the order in which ``backend="auto"`` tries them: those that prefer the query's device come first."""
     automatic = [backend for backend in _BACKENDS.values() if backend.automatic]
-    return sorted(automatic, key=lambda backend: call.query.device.type not in backend.preferred_on)
+    return sorted(automatic, key=lambda backend: not backend.is_preferred(call))
 
 
 def select(call: Call, name: str = "auto") -> Backend:

@@ -13,7 +13,7 @@ from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.flex import FLEX, run_flex
 from flexmask.expr.mask import Mask
 from flexmask.lowering import mask_mod
-from flexmask.lowering.flash import WIDEST, flash_block_size, flash_refusal
+from flexmask.lowering.flash import TILE, WIDEST, flash_block_size, flash_refusal
 from flexmask.plans import lowered
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore
@@ -133,15 +133,20 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-@cache
 def _is_installed() -> bool:
+    return _has_module("flash_attn.cute")
+
+
+@cache
+def _has_module(name: str) -> bool:
     try:
-        return find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # there is no flash_attn
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of its package
         return False
 
 
 for _known in (_generation, _is_installed):  # torch.compiler.assume_constant_result, without an import of the compiler
     _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-FLASH = Backend("flash", supports=_supports, run=_run, preferred_on=("cuda",))
+#: For fewer queries FlexAttention has a kernel that splits the keys of a head over programs, which FlashAttention here does not.
+FLASH = Backend("flash", supports=_supports, run=_run, preferred_on=("cuda",), preferred_from=TILE)

@@ -8,7 +8,7 @@ from flexmask.errors import LoweringError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
-from flexmask.lowering.flash import flash_block_size, flash_refusal
+from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import interval_count
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.plans.lowered import KINDS, band_of
@@ -44,7 +44,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
     else:
         sizes = [" x ".join(map(str, flash_block_size(generation, context.q_len))) for generation in (9, 10)]
         bits += f"; blocks of {sizes[0]} on Hopper, {sizes[1]} on Blackwell, for heads of up to 128 channels"
-        chosen = "flash where FlashAttention 4 is installed and takes the call, else flex"
+        chosen = "flash where FlashAttention 4 is installed and takes the call, else flex" if context.q_len >= TILE else "flex"
     blocks = []
     for size in SIZES:
         found = stats(context, size, bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,14 +200,16 @@ def test_in_compiled_code(given: dict[str, Any]) -> None:
 
 def test_the_choice(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the backends for CUDA come first, as there."""
-    names = (*(name for name in backend_names() if get_backend(name).preferred_on == ("cuda",)), "sdpa")
-    monkeypatch.setattr(backend, "_BACKENDS", {name: get_backend(name) for name in names})
+    there = [replace(one, preferred_on=tuple("cpu" for _ in one.preferred_on)) for one in map(get_backend, backend_names())]
+    monkeypatch.setattr(backend, "_BACKENDS", {one.name: one for one in there})
     query, key, value = tensors(200)
     chosen = choose_backend(query, key, value, PADDED)
     assert chosen == "flash"
     assert chosen.reasons["flex"] == "flash comes first on cpu"
     fm.attention(query, key, value, PADDED, kernel_options={"num_stages": 2})
     assert given["kernel_options"] == {"BACKEND": "FLASH", "num_stages": 2}
+    assert choose_backend(query[:, :, :127], key, value, PADDED) == "flex", "which splits the keys of few queries"
+    assert choose_backend(query[:, :, :128], key, value, PADDED) == "flash"
     chosen = choose_backend(query, key, value, PADDED, dropout_p=0.5)
     assert chosen == "flex"
     assert chosen.reasons["flash"] == "FlashAttention 4 has no dropout_p; use backend='flex'"
