@@ -145,8 +145,9 @@ def _has_module(name: str) -> bool:
         return False
 
 
+_known: Any
 for _known in (_generation, _is_installed):  # torch.compiler.assume_constant_result, without an import of the compiler
-    _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _known._dynamo_marked_constant = True
 
 #: For fewer queries FlexAttention has a kernel that splits the keys of a head over programs, which FlashAttention here does not.
 FLASH = Backend("flash", supports=_supports, run=_run, preferred_on=("cuda",), preferred_from=TILE)
