@@ -85,28 +85,27 @@ def can_keep_tensors() -> bool:
     return not is_captured() and has_values(made := torch.empty(0, device="cpu")) and not is_wrapped(made)
 
 
-def is_transformed(*tensors: Tensor, beyond_gradients: bool = False) -> bool:
-    """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent.
-
-    Args:
-        tensors: the tensors.
-        beyond_gradients: whether transforms that give gradients alone, as ``torch.func.grad``, do not count.
-    """
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent."""
     if torch.compiler.is_compiling():
         return False
     if _has_transforms():
-        stack = _functorch.get_interpreter_stack() if beyond_gradients else None
-        if stack is None or any(level.key() != _functorch.TransformType.Grad for level in stack):
-            return True
-    has_level = getattr(forward_ad, "_current_level", 0) >= 0
-    return has_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+        return True
+    return _has_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def is_forward_mode(*tensors: Tensor) -> bool:
+    """Whether tensors have forward-mode tangents, also of an outer transform."""
+    return _has_level() and is_transformed(*tensors)
+
+
+def _has_level() -> bool:
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transform, of no use once that has ended."""
-    if torch.compiler.is_compiling() or _functorch is None:
-        return False
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+    return _functorch is not None and bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flexmask._checks import checked_int
-from flexmask._transforms import is_wrapped
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
 BITS = 0xFFFFFFFF
@@ -107,8 +106,6 @@ def keep_weights(first: Tensor, second: Tensor, key: Tensor, p: float) -> Tensor
     """
     x = (key * first).add_(second).mul_(key)  # in place, since memory traffic dominates on the CPU
     lowest = round(p * 2**32) - 2**31
-    if is_wrapped(x):  # torch.vmap has no rule for the comparison in place
-        return (x >= lowest).to(x.dtype)
     return x.ge_(lowest) if lowest < 2**31 else x.zero_()
 
 

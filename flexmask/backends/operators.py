@@ -7,6 +7,7 @@ operators only where calls are recorded, as under FakeTensorMode. All take a `Pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from flexmask._sync import needs_sync
-from flexmask._transforms import is_observed, is_transformed
+from flexmask._transforms import is_forward_mode, is_observed, is_transformed
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.score_mods import Unchanged
 from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
 from flexmask.backends.tile_weights import gradients, has_nonfinite, second_gradients
+from flexmask.lowering.mask_mod import MaskMod
 
 #: The values of a Problem as arguments of an operator.
 TYPES = *["Tensor"] * 4, "Tensor?", "float", "float", "Tensor?", "Tensor?", "bool", "Tensor?", "float?", "bool"
@@ -148,10 +150,15 @@ class _Attention(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         values = _backward_values(ctx, *grads)
         tensors = [value for value in values if isinstance(value, Tensor)]
-        if is_transformed(*tensors, beyond_gradients=True):
+        if is_forward_mode(*tensors):
             return _all_gradients(gradients(Problem(*values[-SIZE:]), *values[:2]))
         compute = _Gradient.apply if _is_differentiated(*tensors) else _Gradient.forward
         return _all_gradients(compute(*values))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        outputs = _Attention.apply(*_fold_mapped(info.batch_size, in_dims, values))  # type: ignore[no-untyped-call]
+        return tuple(_unfold_mapped(output, info.batch_size) for output in outputs), (0, 0)
 
 
 class _Gradient(Function):
@@ -175,6 +182,11 @@ class _Gradient(Function):
         by_grad, by_lse, *by_tensors = second_gradients(problem, grad, grad_lse, tangents)
         # The outputs are functions of the others, so they have no gradient of their own.
         return by_grad, by_lse, None, None, *_all_gradients(by_tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        grads = _Gradient.apply(*_fold_mapped(info.batch_size, in_dims, values))  # type: ignore[no-untyped-call]
+        return tuple(_unfold_mapped(grad, info.batch_size) for grad in grads), (0,) * len(grads)
 
 
 class FusedWithTiles(Function):
@@ -212,3 +224,54 @@ def _plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     stop = torch.arange(1, query.size(2) + 1, device=query.device, dtype=torch.int32).clamp(max=kv_len)
     stop = stop if is_causal else torch.full_like(stop[:1], kv_len)
     return torch.stack((torch.zeros_like(stop), stop), -1)[None, None, :, None]
+
+
+# ---------------------------------------------------------------- vmap: the mapped axis becomes a part of the batch
+
+
+def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with the mapped axis and the batch as one axis, the mapped axis outermost.
+
+    Args:
+        size: of the mapped axis.
+        in_dims: the mapped axis of each argument; None where it has none.
+        values: tensors of the batch, then those of a problem.
+    """
+    tensors = [
+        None if tensor is None else _mapped_first(tensor, dim, size)
+        for tensor, dim in zip(values[:-CONSTANTS], in_dims, strict=False)
+    ]
+    problem, dims = Problem(*values[-SIZE:]), Problem(*in_dims[-SIZE:])
+    batch = _mapped_first(problem.query, dims.query, size).size(1)
+    bounds, cells, rows, keys = _broadcast(problem.bounds, dims.bounds, size, batch), problem.cells, problem.rows, problem.keys
+    if isinstance(cells, Tensor):
+        cells = _broadcast(cells, dims.cells, size, batch)
+    elif cells is not None:
+        cells = partial(_repeated, cells, batch)
+    if rows is not None and keys is not None:
+        rows, keys = _mapped_first(rows, dims.rows, size).flatten(0, 1), _broadcast(keys, dims.keys, size, batch)
+    constants = problem._replace(bounds=bounds, cells=cells, rows=rows, keys=keys)[-CONSTANTS:]
+    return *(None if tensor is None else tensor.flatten(0, 1) for tensor in tensors), *constants
+
+
+def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:
+    """The first axis of a result as two: the mapped axis and the batch."""
+    return tensor.reshape(size, tensor.size(0) // max(size, 1), *tensor.shape[1:])
+
+
+def _mapped_first(tensor: Tensor, dim: Any, size: int) -> Tensor:
+    """A tensor with the mapped axis first."""
+    return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
+
+
+def _broadcast(tensor: Tensor, dim: Any, size: int, batch: int) -> Tensor:
+    """[B', ...] with B' 1 or B -> [1 or size * B, ...]."""
+    if dim is None and tensor.size(0) == 1:
+        return tensor
+    whole = _mapped_first(tensor, dim, size)
+    return whole.expand(size, batch, *whole.shape[2:]).flatten(0, 1)
+
+
+def _repeated(cells: MaskMod, batch: int, b: Tensor, *others: Tensor) -> Tensor:
+    """Cells over a batch of `size * B`, from those over B."""
+    return cells(b % batch, *others)

@@ -78,10 +78,9 @@ class Problem(NamedTuple):
         is_fit = is_fit and all(tensor.stride(3) == 1 for tensor in self.tensors)
         return is_fit and self.rows is None and self.cap is None and FUSED_FORWARD is not None and FUSED_BACKWARD is not None
 
-    def is_transformed(self, *, beyond_gradients: bool = False) -> bool:
+    def is_transformed(self) -> bool:
         """Whether a transform of torch.func, or a forward-mode derivative, is of these tensors."""
-        bias = () if self.bias is None else (self.bias,)
-        return is_transformed(*self.tensors, *bias, beyond_gradients=beyond_gradients)
+        return is_transformed(*self.tensors, *(() if self.bias is None else (self.bias,)))
 
     @property
     def in_bands(self) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._transforms import has_values, is_captured, is_observed, is_transformed, outside_transforms
+from flexmask._transforms import has_values, is_captured, is_forward_mode, is_observed, is_transformed, outside_transforms
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.operators import FusedWithTiles, attend_tiles
@@ -51,7 +51,7 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if score_mod is not None or problem.is_transformed(beyond_gradients=not problem.is_scored):
+    if score_mod is not None or (problem.is_scored and problem.is_transformed()) or is_forward_mode(*problem.tensors):
         return differentiable_attention(problem, score_mod)
     is_plain = problem.cells is None and problem.is_fused and not problem.with_lse and problem.bias is None
     if is_plain and not is_observed(problem.query) and not problem.is_transformed():
