@@ -105,7 +105,9 @@ def _has_level() -> bool:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transform, of no use once that has ended."""
-    return _functorch is not None and bool(_functorch.is_functorch_wrapped_tensor(tensor))
+    if torch.compiler.is_compiling() or _functorch is None:
+        return False
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
