@@ -115,7 +115,7 @@ def _gradient_refusal(call: Call, generation: int) -> str | None:
 
 def _run(call: Call) -> Output:
     size = _block_size(call, _generation(call.query.device))
-    return run_flex(call._replace(kernel_options={"BACKEND": "FLASH", **(call.kernel_options or {})}), size)
+    return run_flex(call._replace(kernel_options={"BACKEND": "FLASH"}), size)
 
 
 def _block_size(call: Call, generation: int) -> tuple[int, int]:

@@ -207,7 +207,7 @@ def _argument(value: Any) -> Any:
         return tuple([_argument(item) for item in value])
     raise OperandError(
         "in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got "
-        f"{type(value).__name__}; make the mask outside and pass it, or make there what it is made of"
+        f"{type(value).__name__}; make the mask outside and pass it, or make its parts there"
     )
 
 

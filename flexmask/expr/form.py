@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flexmask.expr.node import Node
+    from flexmask.expr.tables import Slot
 
 #: Plain values that may be a part of a form that is kept.
 PLAIN = {bool, float, int, str, type(None)}
@@ -55,7 +56,8 @@ class Held:
 
     Args:
         tensor: the tensor; as the leaf of a pytree it may be anything.
-        axes: how many axes it must have, for a leaf. What has not is refused where the expression is used.
+        slot: the slot of a leaf, which says how many axes and which dtype it must have. What has not is refused where the
+            expression is used.
 
     Attributes:
         memo: what was worked out from its values.
@@ -63,8 +65,8 @@ class Held:
 
     __slots__ = ("dtype", "memo", "shape", "tensor")
 
-    def __init__(self, tensor: Tensor, axes: int | None = None) -> None:
-        fits = axes is None or (is_tensor(tensor) and tensor.dim() == axes)
+    def __init__(self, tensor: Tensor, slot: Slot | None = None) -> None:
+        fits = slot is None or (is_tensor(tensor) and (tensor.dim(), tensor.dtype) == (slot.axes, slot.dtype))
         self.tensor, self.shape, self.dtype = tensor, tensor.shape if fits else None, tensor.dtype if fits else None
         self.memo: dict[Any, Any] = {}
 

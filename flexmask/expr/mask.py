@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
@@ -452,3 +453,7 @@ class Named(Mask):
     def write(self, bare: bool) -> tuple[str, int]:
         text = write_arguments(self.define, self.arguments, bare)
         return (self.name if bare and not text else f"{self.name}({text})"), PRECEDENCE["atom"]
+
+
+if "torch" in sys.modules:
+    import flexmask.expr.pytree  # noqa: F401 - so that masks are pytrees

@@ -257,9 +257,9 @@ class Node(Derived):
             tensor = held.tensor
             if held.shape is None:
                 raise LoweringError(
-                    f"the mask {self.form} was given {kind_of(tensor)} in the place of a tensor of other axes, by torch.vmap or "
-                    "by another function of pytrees. A mask has its batch as the first axis of its data, [batch, ...]: call it "
-                    "without vmap, or make it inside from the data"
+                    f"the mask {self.form} was given {kind_of(tensor)} in the place of a tensor of other axes or dtype, by "
+                    "torch.vmap or by another function of pytrees. A mask has its batch as the first axis of its data, "
+                    "[batch, ...]: call it without vmap, or make it inside from the data"
                 )
             if tensor.shape != held.shape or tensor.dtype != held.dtype:
                 what = "the mask" if is_traced() else self.brief()

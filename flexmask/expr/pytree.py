@@ -1,6 +1,6 @@
 """Masks as pytrees of their tensors, as ``torch.utils._pytree``, ``torch.export`` and ``torch.func`` see them.
 
-It is imported where the first tensor comes into a mask.
+It is imported with the expressions where torch is loaded, else with what lowers them or where the first tensor comes into a mask.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _flatten_with_keys(mask: Mask) -> tuple[list[Any], Mask]:
 
 def _unflatten(leaves: Iterable[Any], form: Any) -> Mask:
     """The form with other leaves, which may be anything: they are checked where the mask is used."""
-    axes = {slot.number: slot.axes for slot in form.walk() if isinstance(slot, Slot)}
-    return cast(Mask, filled(form, tuple([Held(leaf, axes[number]) for number, leaf in enumerate(leaves)])))
+    slots = {slot.number: slot for slot in form.walk() if isinstance(slot, Slot)}
+    return cast(Mask, filled(form, tuple([Held(leaf, slots[number]) for number, leaf in enumerate(leaves)])))
 
 
 for _kind in (And, Compare, Named, Not, Or, PerHead, Truth, Xor):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+import flexmask.expr.pytree  # noqa: F401 - here torch is loaded, so masks are pytrees from now on
 from flexmask._transforms import are_ints
 from flexmask.expr.form import filled
 from flexmask.expr.index import Constant, Symbol

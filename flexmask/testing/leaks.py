@@ -195,6 +195,7 @@ def _check(call: Call, rule: _Rule) -> None:
             raise ExpressionError(
                 f"no output depends on another position of {rule.name} that the mask shows, so nothing could leak. Where weights "
                 "start as zeros, as those of an output projection, give them random values first"
+                + ("; leave self_mask out where there is no self-attention" if len(call.inputs) > 1 and rule.name == "x" else "")
             )
         return
     b, q, kv = leaks.nonzero()[0].tolist()

@@ -462,7 +462,7 @@ REFUSED: dict[str, Row] = {
     "head sizes": (attend(key=ONE[..., :3]), LoweringError, r"head size must agree.*\[2, 2, 5, 3\]"),
     "fewer heads": (attend(key=ONE[:, :1], value=ONE[:, :1]), LoweringError, "2 heads, key 1.*enable_gqa=True"),
     "heads that do not divide": (attend(key=THREE, value=THREE, enable_gqa=True), LoweringError, "2 heads.*multiple.*3"),
-    "backend": (attend(backend="cudnn"), ExpressionError, "'cudnn'.*'sdpa', 'flex'.*'auto'"),
+    "backend": (attend(backend="cudnn"), ExpressionError, "'cudnn'.*'sdpa', 'flash', 'flex'.*'auto'"),
     "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.from_dense\(tensor\)"),
     "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
     "text that is no mask": (attend("casual"), FlexmaskError, "causal"),

@@ -1,6 +1,8 @@
 """Masks as pytrees of their tensors: copies, moves, export, and what is refused."""
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +59,29 @@ def test_other_data_may_have_another_shape_and_is_seen_in_texts() -> None:
     assert torch.equal(mask.dense(3), (fm.causal() & fm.document(IDS[:, :3])).dense(3))
 
 
+@pytest.mark.parametrize("statement", ["import torch, flexmask", "import flexmask; flexmask.attention; import torch"])
+def test_masks_are_pytrees_before_one_has_data(statement: str) -> None:
+    code = f"{statement}; from torch.utils import _pytree; print(_pytree.tree_leaves(flexmask.causal()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
 def test_a_mask_without_tensors_has_no_leaves() -> None:
     assert pytree.tree_leaves([fm.causal() & fm.document(lengths=[3, 5]), IDS]) == [IDS]
 
 
-@pytest.mark.parametrize("leaf", [None, "text", 3, IDS[0], IDS[None]], ids=["None", "text", "number", "fewer axes", "more axes"])
+LEAVES = {
+    "None": None,
+    "text": "text",
+    "number": 3,
+    "fewer axes": IDS[0],
+    "more axes": IDS[None],
+    "float": IDS.float(),
+    "bool": IDS > 0,
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_leaves_that_are_no_data_are_refused_where_the_mask_is_used(leaf: object) -> None:
     mask = pytree.tree_map(lambda tensor: leaf, fm.causal() & fm.document(IDS))
     uses: list[Callable[[], object]] = [
@@ -71,7 +91,9 @@ def test_leaves_that_are_no_data_are_refused_where_the_mask_is_used(leaf: object
         lambda: mask.plan(4)(),
     ]
     for use in uses:
-        with pytest.raises(LoweringError, match=r"in the place of a tensor of other axes, by torch\.vmap or by another function"):
+        with pytest.raises(
+            LoweringError, match=r"in the place of a tensor of other axes or dtype, by torch\.vmap or by another function"
+        ):
             use()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ class _UserMask:
     configs: list[Any]
     masks: Mapping[str, Mask] | Mask
     replaces: bool
+    given: object  # the context manager
     is_used: bool = field(default=False)
 
 
@@ -61,6 +62,8 @@ class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torc
             cache of a sliding layer has dropped.
     """
 
+    _is_used = True  # where an argument is refused
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -69,8 +72,6 @@ class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torc
         combine: Literal["and", "replace"] = "and",
         **data: Any,
     ) -> None:
-        self._is_used = True  # where an argument is refused
-        self._entered: list[tuple[_UserMask, Token[tuple[_UserMask, ...]]]] = []
         if combine not in ("and", "replace"):
             raise ExpressionError(f"combine must be 'and' or 'replace', got {combine!r}")
         if not isinstance(model, torch.nn.Module):
@@ -87,13 +88,14 @@ class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torc
 
     def __enter__(self) -> None:
         self._is_used = True
-        own = _UserMask(self._configs, self._masks, self._replaces)
-        self._entered.append((own, _ACTIVE.set((*_ACTIVE.get(), own))))
+        own = _UserMask(self._configs, self._masks, self._replaces, self)
+        _ACTIVE.set((*_ACTIVE.get(), own))
         _OF_ALL_THREADS.append(own)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        own, before = self._entered.pop()
-        _ACTIVE.reset(before)
+        active = _ACTIVE.get()  # of this thread, others of which may have entered too
+        own = next(one for one in reversed(active) if one.given is self)
+        _ACTIVE.set(tuple([one for one in active if one is not own]))
         _OF_ALL_THREADS.remove(own)
         if kind is None and not own.is_used:
             raise ExpressionError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import flexmask_transformers
 import pytest
 import torch
 import transformers
+from flexmask_transformers import user_masks
 from hf_models import of_transformers, padding, pair, tokens
 from torch.testing import assert_close
 from transformers import masking_utils
@@ -146,7 +148,13 @@ class TestUseMask:
         for _ in range(2):  # also again, and as a decorator
             with mask:
                 ours(tokens(2, 12))
-        mask(lambda: ours(tokens(2, 12)))()
+        called = mask(lambda: ours(tokens(2, 12)))
+        with ThreadPoolExecutor(2) as threads:
+            for run in [threads.submit(called) for _ in range(4)]:
+                run.result()
+        assert not user_masks._OF_ALL_THREADS
+        with pytest.raises(TypeError):  # and no warning
+            flexmask_transformers.use_mask(ours)  # type: ignore[call-arg]
 
     @pytest.mark.parametrize(
         "mask",
