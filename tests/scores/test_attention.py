@@ -160,6 +160,32 @@ def test_second_derivatives_and_transforms() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(attend(*arguments).square().sum(), (tensors[0], case.tensors[0])))
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_gradients_of_gradients(cap: float) -> None:
+    """Also the first ones, of which a graph is kept."""
+    slopes, position = torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64), torch.arange(7)
+    inputs = [torch.randn(2, heads, 7, 4, dtype=torch.float64).requires_grad_() for heads in (HEADS, 2, 2)]
+    score = scores.alibi(slopes) >> scores.softcap(cap) if cap else scores.alibi(slopes)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (part.repeat_interleave(2, 1) for part in (key, value))
+        found = query @ key.mT / 2 + alibi_bias(slopes, position, position)
+        found = capped(found, cap) if cap else found
+        return found.masked_fill(position > position[:, None], -torch.inf).softmax(-1) @ value
+
+    def derivatives(attend: Any) -> list[Tensor]:
+        first = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
+        total = sum((part.square().sum() for part in first), torch.zeros(()))
+        return [*first, *torch.autograd.grad(total, inputs)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return fm.attention(query, key, value, "causal", score_mod=score, enable_gqa=True)
+
+    found = derivatives(attend)
+    for own, wanted in zip(found, derivatives(dense), strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
 @pytest.mark.slow
 def test_one_graph_without_dense_scores() -> None:
     """Lengths are symbols, tables are inputs, and no tensor of a graph has the queries and keys as its axes."""
