@@ -69,7 +69,7 @@ def subtree_rows(
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of keys and their chains, ``int64[B, H, m]``; -1 for no segment.
+    """The segments of keys and their chains, ``int64[B, H, m + 1]``; m, the last of them, stands for no segment.
 
     Attributes:
         edges: where each begins, and n: ``int64[m + 1]``.
@@ -114,50 +114,54 @@ class Segments:
             """The last segment of a level up to a position."""
             found = torch.searchsorted(placed, level * m + position, right=True) - 1
             segment = placed.gather(-1, found.clamp(min=0))
-            return torch.where((segment // m == level) & (level > 0), segment % m, -1)
+            return torch.where((segment // m == level) & (level > 0), segment % m, m)
 
         own, parent = last(count, at), last(level - 1, at - 1)
         head = torch.where(parent == at - 1, 0, at).cummax(-1).values
         # A chain has as many segments as a query sees; each of them ends behind it where none ends before the next one.
-        is_seen = (count == 0) | ((own >= 0) & (_taken(end, own) > at))
-        is_within = (level <= 1) | ((parent >= 0) & (_taken(end, parent) >= end))
+        ends = padded(end, (0, 1), -1)  # no segment ends before all
+        is_seen = (count == 0) | (ends.gather(-1, own) > at)
+        is_within = (level <= 1) | (ends.gather(-1, parent) >= end)
         nested = (is_seen & is_within).all(-1, keepdim=True)
-        return cls(edges, number, own, parent, head, last(torch.ones_like(end), at), nested)
+        chains = (padded(segment, (0, 1), m) for segment in (own, parent, head, last(torch.ones_like(end), at)))
+        return cls(edges, number, *chains, nested)
 
     def has_depths(self, column: Tensor, kv_len: int) -> bool:
         """Whether each value is one more than that of the key before it in its chain, and all are far from overflow."""
+        number = self.number[:-1]
         before = torch.arange(-1, column.shape[-1] - 1, device=column.device).expand_as(column).clone()
-        before[..., self.edges[:-1]] = self.edges[self.parent + 1] - 1
-        is_seen = (self.last == self.number[self.edges[:-1]])[..., self.number[:-1]]
-        rises = (before < 0) | (column == _taken(column, before) + 1)
+        before[..., self.edges[:-1]] = padded(self.edges[1:], (0, 1), 0)[self.parent[..., :-1]] - 1
+        is_seen = (self.last[..., :-1] == self.number[self.edges[:-1]])[..., number]
+        rises = (before < 0) | (column == column.gather(-1, before.clamp(min=0)) + 1)
         return bool(((rises & (column > -MOST) & (column < MOST)) | ~is_seen).all())
 
     def rows(self, position: Tensor, least: Sequence[tuple[Tensor, Tensor]], kv_len: int, most: int) -> tuple[Rows, Rows]:
         """The rows of queries at positions: see :func:`subtree_rows`."""
-        last, ends = self.last, list[tuple[Tensor, Tensor]]()
-        while len(ends) < most and (not ends or is_captured() or bool((last >= 0).any())):
-            head = _taken(self.head, last)
-            ends.append(self._span(head, last, kv_len))
-            last = torch.where(last >= 0, _taken(self.parent, head), -1)
-        is_whole = not is_captured() and not bool((last >= 0).any())
-        lower = self._of_queries(position, ends, least, kv_len)
-        return lower, lower if is_whole else self._of_queries(
-            position, [*ends, self._span(_taken(self.root, last), last, kv_len)], least, kv_len
+        none = self.last.shape[-1] - 1
+        following, last, chain = self.parent.gather(-1, self.head), self.last, list[Tensor]()
+        while len(chain) < most and (not chain or is_captured() or bool((last < none).any())):
+            chain.append(last)
+            last = following.gather(-1, last)
+        is_whole = not is_captured() and not bool((last < none).any())
+        lasts = torch.stack(chain[::-1], -1)
+        heads = self.head.unsqueeze(-1).expand_as(lasts).gather(2, lasts)
+        lower = self._of_queries(position, heads, lasts, least, kv_len)
+        if is_whole:
+            return lower, lower
+        before = (
+            torch.cat((first.unsqueeze(-1), of_chain), -1)
+            for first, of_chain in ((self.root.gather(-1, last), heads), (last, lasts))
         )
-
-    def _span(self, first: Tensor, last: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        """The keys of neighbouring segments; no key where the last is -1."""
-        return torch.where(last >= 0, self.edges[first], kv_len), torch.where(last >= 0, self.edges[last + 1], kv_len)
+        return lower, self._of_queries(position, *before, least, kv_len)
 
     def _of_queries(
-        self, position: Tensor, spans: list[tuple[Tensor, Tensor]], least: Sequence[tuple[Tensor, Tensor]], kv_len: int
+        self, position: Tensor, heads: Tensor, lasts: Tensor, least: Sequence[tuple[Tensor, Tensor]], kv_len: int
     ) -> Rows:
-        """The spans of the segments of queries, from the last to the first, up to each query."""
-        lo, hi = (torch.stack(ends[::-1], -1).to(torch.int32) for ends in zip(*spans, strict=True))
-        of_segments = Rows(lo, hi, kv_len).compact()
-        at = self.number[position].unsqueeze(-1).expand(*position.shape, of_segments.slots)
-        lo, hi = of_segments.lo.gather(2, at), of_segments.hi.gather(2, at)
-        hi = torch.where(lo < kv_len, hi.minimum((position + 1).to(torch.int32).unsqueeze(-1)), kv_len)
+        """The keys up to each query from the first to the last segments of neighbours in its chain, ``[B, H, m + 1, K]``."""
+        begins, stops = (padded(edges, (0, 1), kv_len).to(torch.int32) for edges in (self.edges[:-1], self.edges[1:]))
+        of_segments, own = Rows(begins[heads], stops[lasts], kv_len).compact(), self.number[position]
+        lo, hi = (_lines(end, own) for end in (of_segments.lo, of_segments.hi))
+        hi = hi.minimum((position + 1).to(torch.int32).unsqueeze(-1)).maximum(lo)  # where no slot is used, lo is kv_len
         for column, value in least:
             first = column.unsqueeze(2).expand(*hi.shape[:3], -1).gather(-1, lo.clamp(max=kv_len - 1).long())
             lo = (lo + (value.unsqueeze(-1) - first).clamp(0, kv_len)).to(torch.int32)
@@ -196,6 +200,8 @@ def subtree_ends(depth: Tensor) -> Tensor:
     return end
 
 
-def _taken(values: Tensor, at: Tensor) -> Tensor:
-    """The values at places; any value at -1."""
-    return values.gather(-1, at.clamp(min=0))
+def _lines(values: Tensor, at: Tensor) -> Tensor:
+    """The lines ``[B, H, n, K]`` of ``[B, H, m, K]`` at places ``[B, H, n]``; copying lines is faster than to gather cells."""
+    batch, heads, m, _ = values.shape
+    begin = torch.arange(batch * heads, device=at.device).view(batch, heads, 1) * m
+    return values.flatten(0, 2).index_select(0, (at + begin).flatten()).view(*at.shape, -1)
