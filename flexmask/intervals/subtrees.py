@@ -148,11 +148,9 @@ class Segments:
         lower = self._of_queries(position, heads, lasts, least, kv_len)
         if is_whole:
             return lower, lower
-        before = (
-            torch.cat((first.unsqueeze(-1), of_chain), -1)
-            for first, of_chain in ((self.root.gather(-1, last), heads), (last, lasts))
-        )
-        return lower, self._of_queries(position, *before, least, kv_len)
+        heads = torch.cat((self.root.gather(-1, last).unsqueeze(-1), heads), -1)
+        lasts = torch.cat((last.unsqueeze(-1), lasts), -1)
+        return lower, self._of_queries(position, heads, lasts, least, kv_len)
 
     def _of_queries(
         self, position: Tensor, heads: Tensor, lasts: Tensor, least: Sequence[tuple[Tensor, Tensor]], kv_len: int
