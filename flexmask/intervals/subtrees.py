@@ -123,8 +123,9 @@ class Segments:
         is_seen = (count == 0) | (ends.gather(-1, own) > at)
         is_within = (level <= 1) | (ends.gather(-1, parent) >= end)
         nested = (is_seen & is_within).all(-1, keepdim=True)
-        chains = (padded(segment, (0, 1), m) for segment in (own, parent, head, last(torch.ones_like(end), at)))
-        return cls(edges, number, *chains, nested)
+        root = last(torch.ones_like(end), at)
+        own, parent, head, root = (padded(segments, (0, 1), m) for segments in (own, parent, head, root))
+        return cls(edges, number, own, parent, head, root, nested)
 
     def has_depths(self, column: Tensor, kv_len: int) -> bool:
         """Whether each value is one more than that of the key before it in its chain, and all are far from overflow."""
