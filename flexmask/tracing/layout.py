@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, maximum, minimum
 from flexmask.expr.mask import Mask
 from flexmask.tracing.proxies import MAX_ELEMENTS, Element, NoExpression, Proxy, Source, TraceState, as_integer, as_truth
-from flexmask.tracing.rules import RULES, Rule, broadcast_elements, has_proxy, map_nested, rule
+from flexmask.tracing.rules import RULES, Rule, broadcast_elements, has_proxy, rule
 
 __all__: list[str] = []
 
@@ -31,18 +32,17 @@ def _rearranged(state: TraceState, func: Any, *args: Any, **named: Any) -> Any:
     pool: list[Element] = []
     dtypes = set()
 
-    def place(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            raise NoExpression
-        if not isinstance(value, Tensor):
-            return value
+    def place(value: Tensor) -> Tensor:
         traced = state.lift(value)
         traced.shared = True
         pool.extend(traced.elements)
         dtypes.add(traced.dtype)
         return torch.arange(len(pool) - traced.numel(), len(pool), device="cpu").view(traced.shape)
 
-    found = func(*map_nested(place, args), **map_nested(place, named))
+    if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((args, named))):
+        raise NoExpression
+    args, named = tree_map_only(Tensor, place, (args, named))
+    found = func(*args, **named)
     if len(dtypes) != 1:
         raise NoExpression
     (dtype,) = dtypes
@@ -52,7 +52,7 @@ def _rearranged(state: TraceState, func: Any, *args: Any, **named: Any) -> Any:
         part.shared = True
         return part
 
-    return map_nested(made, found)
+    return tree_map_only(Tensor, made, found)
 
 
 def _reduction(operation: Callable[[Any, Any], Element], convert: Callable[[Element], Element], empty: Element) -> Rule:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from flexmask.tracing.proxies import Element, Proxy, TraceState
 
@@ -40,20 +41,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def has_proxy(value: Any) -> bool:
     """Whether nested arguments contain a proxy."""
-    if isinstance(value, Proxy):
-        return True
-    if isinstance(value, dict):
-        return any(map(has_proxy, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_proxy, value))
-
-
-def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """Nested arguments with ``function`` applied to each leaf."""
-    if isinstance(value, dict):
-        return {key: map_nested(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(map_nested(function, item) for item in value)
-    return function(value)
+    return any(isinstance(leaf, Proxy) for leaf in tree_leaves(value))
 
 
 def map_elements(state: TraceState, dtype: torch.dtype, function: Callable[..., Element], *values: Any) -> Proxy:

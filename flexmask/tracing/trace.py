@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from flexmask import _sync
 from flexmask.errors import OperandError, TraceError
@@ -21,7 +22,7 @@ from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.proxies import NoExpression, Proxy, TraceState, Untraceable, as_truth
 from flexmask.tracing.recognize import recognize
-from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, has_proxy, map_nested
+from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, has_proxy
 
 #: Arguments of torch functions that rules take by position, in this order; a caller may give them by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")
@@ -196,12 +197,13 @@ class _Tracing(TorchFunctionMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """The operation as an opaque call."""
 
-        def empty(value: Any) -> Any:
-            return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+        def empty(value: Tensor) -> Tensor:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
         if "out" in kwargs or kwargs.get("inplace"):
             raise Untraceable(f"{func.__name__} changes a tensor in place")
-        example = func(*map_nested(empty, args), **map_nested(empty, kwargs))
+        given = tree_map_only(Tensor, empty, (args, kwargs))
+        example = func(*given[0], **given[1])
         if not isinstance(example, Tensor) or any(has_proxy(v) and not isinstance(v, Proxy) for v in (*args, *kwargs.values())):
             raise Untraceable(f"{func.__name__} has no expression")
         return self.state.opaque_call(func, (*args, *kwargs.values()), tuple(kwargs), example)
