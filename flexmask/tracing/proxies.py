@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask.errors import FlexmaskError
-from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, as_index
+from flexmask.expr.index import Choice, Constant, Index, Symbol, as_index
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import within_depth
 from flexmask.expr.opaque import Opaque
@@ -110,6 +110,19 @@ def as_truth(element: Element) -> Mask:
     return element != 0
 
 
+def _unread_extent(leaf: Index) -> Extent | None:
+    """The extent of a leaf, of a lookup that of the tensor's dtype."""
+    match leaf:
+        case Symbol():
+            return 0, MAX_LENGTH - 1
+        case Lookup(TensorTable(tensor)) if tensor.dtype == torch.bool:
+            return 0, 1
+        case Lookup(TensorTable(tensor)):
+            limits = torch.iinfo(tensor.dtype)
+            return limits.min, limits.max
+    return None
+
+
 def _element(values: Tensor, *at: int) -> Tensor:
     return values[at]
 
@@ -198,20 +211,6 @@ class TraceState:
         name = self.names.get(id(tensor), "")
         return self.tables.setdefault(id(tensor), TensorTable(tensor, True, name))  # keeps it alive, so that its id is not reused
 
-    def tensor_extent(self, tensor: Tensor) -> Extent:
-        """The least and greatest value of a tensor, which forces one host sync; of its dtype where it has no values."""
-        if id(tensor) not in self.extents:
-            if tensor.dtype == torch.bool:
-                self.extents[id(tensor)] = 0, 1
-            elif tensor.device.type == "meta":
-                limits = torch.iinfo(tensor.dtype)
-                self.extents[id(tensor)] = max(limits.min, -LIKELY), min(limits.max, LIKELY)
-            else:
-                low, high = tensor.aminmax()
-                self.extents[id(tensor)] = int(low), int(high)
-            self.table(tensor)
-        return self.extents[id(tensor)]
-
     def extent(self, element: Element) -> Extent:
         """The least and greatest value of an element, whatever the lengths."""
         if isinstance(element, Mask):
@@ -219,31 +218,22 @@ class TraceState:
         return cast(Extent, value_range(element, self._leaf_extent, self.known_extents, is_clamped=False))
 
     def _leaf_extent(self, leaf: Index) -> Extent | None:
+        """The extent of a leaf, of a lookup that of the tensor's values, which forces one host sync."""
         match leaf:
-            case Symbol():
-                return 0, MAX_LENGTH - 1
-            case Lookup(TensorTable(tensor)):
-                return self.tensor_extent(tensor)
-        return None
+            case Lookup(TensorTable(tensor)) if tensor.dtype != torch.bool and tensor.device.type != "meta":
+                if id(tensor) not in self.extents:
+                    low, high = tensor.aminmax()
+                    self.extents[id(tensor)] = int(low), int(high)
+                    self.table(tensor)
+                return self.extents[id(tensor)]
+        found = _unread_extent(leaf)
+        return found and (max(found[0], -LIKELY), min(found[1], LIKELY))
 
     def is_non_negative(self, element: Element) -> bool:
         """Whether an element is never negative, whatever values the captured tensors get later."""
-        if isinstance(element, Mask | Constant):
-            return isinstance(element, Mask) or element.value >= 0
-        match element:
-            case Symbol():
-                return True
-            case Lookup(table):
-                return table.boolean if isinstance(table, TensorTable) else False
-            case Arithmetic("+" | "*" | "//" | "minimum", left, right):
-                return self.is_non_negative(left) and self.is_non_negative(right)
-            case Arithmetic("%", _, Constant(value)):
-                return value > 0
-            case Arithmetic("maximum", left, right):
-                return self.is_non_negative(left) or self.is_non_negative(right)
-            case Choice(_, then, otherwise):
-                return self.is_non_negative(then) and self.is_non_negative(otherwise)
-        return isinstance(element, Absolute)
+        if isinstance(element, Mask):
+            return True
+        return cast(Extent, value_range(element, _unread_extent, {}, is_clamped=False))[0] >= 0
 
     def in_range(self, index: Index, dtype: torch.dtype) -> Index:
         """An index expression whose values the dtype can hold.

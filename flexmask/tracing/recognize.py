@@ -74,22 +74,23 @@ def recognize(mask: Mask) -> Mask:
 
 def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
     """A conjunction or disjunction; patterns with the most parts are tried first."""
-    left = list(operands)
+    left = [(operand, _form(operand)) for operand in operands]
     found: dict[int, Mask] = {}
     for pattern in (pattern for pattern in _patterns() if pattern.kind is kind):
-        while taken := _taken(pattern, left, kind):
+        while taken := _taken(pattern, left):
             chosen, named = taken
             found[operands.index(chosen[0])] = named
-            left = [operand for operand in left if not any(operand is part for part in chosen)]
-    for operand in left:
+            left = [(operand, form) for operand, form in left if not any(operand is part for part in chosen)]
+    for operand, _ in left:
         found[next(i for i, other in enumerate(operands) if other is operand)] = recognize(operand)
     return kind.make(tuple(found[place] for place in sorted(found)))
 
 
-def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tuple[list[Mask], Mask] | None:
-    """The first operands that match a pattern together, and the named mask."""
-    for chosen, binding in _chosen(pattern, operands, kind):
-        named = _filled(pattern, binding, kind.make(tuple(chosen)))
+def _taken(pattern: Pattern, operands: list[tuple[Mask, Mask]]) -> tuple[list[Mask], Mask] | None:
+    """The first operands that match a pattern together, of operands and their forms, and the named mask."""
+    for chosen, binding in _chosen(pattern, operands):
+        body = pattern.kind.make(tuple(chosen)) if pattern.kind else chosen[0]
+        named = _filled(pattern, binding, body)
         if named is not None:
             return chosen, named
     return None
@@ -97,27 +98,21 @@ def _taken(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> tupl
 
 def _named(mask: Compare) -> Mask:
     """A comparison, under its name if it has one."""
-    kind, parts = _parts(mask)
-    for pattern in _patterns():
-        if pattern.kind is kind and len(parts) == len(pattern.parts):
-            for _, binding in _assigned(pattern.parts, parts, {}):
-                named = _filled(pattern, binding, mask)
-                if named is not None:
-                    return named
-    return mask
+    alone = [(mask, _form(mask))]
+    found = (_taken(pattern, alone) for pattern in _patterns())
+    return next((named for _, named in filter(None, found)), mask)
 
 
-def _chosen(pattern: Pattern, operands: list[Mask], kind: type[And | Or]) -> Iterator[tuple[list[Mask], Binding]]:
+def _chosen(pattern: Pattern, operands: list[tuple[Mask, Mask]]) -> Iterator[tuple[list[Mask], Binding]]:
     """The sets of operands that match the pattern, each with the values of its parameters."""
     owners: list[Mask] = []
     parts: list[Mask] = []
-    for operand in operands:
-        form = _form(operand)
-        own = form.operands if isinstance(form, kind) else (form,)
+    for operand, form in operands:
+        own = form.operands if pattern.kind and isinstance(form, pattern.kind) else (form,)
         owners += [operand] * len(own)
         parts += own
     for places, binding in _assigned(pattern.parts, parts, {}):
-        chosen = [operand for operand in operands if any(owners[place] is operand for place in places)]
+        chosen = [operand for operand, _ in operands if any(owners[place] is operand for place in places)]
         if sum(any(owner is operand for operand in chosen) for owner in owners) == len(places):
             yield chosen, binding
 
