@@ -116,17 +116,15 @@ class Slot(Table):
         number: of the tensor in :attr:`Node.held`.
         axes: how many axes the tensor has.
         dtype: its dtype.
-        is_argument: whether it is an argument of an opaque call, as it is; otherwise it is looked up.
-        may_be_longer: see :class:`TensorTable`.
-        name: see :class:`TensorTable`.
+        may_be_longer, name, is_argument: see :class:`TensorTable`.
     """
 
     number: int
     axes: int
     dtype: torch.dtype
-    is_argument: bool = False
     may_be_longer: bool = False
     name: str = ""
+    is_argument: bool = False
 
     def _make_key(self) -> Key:
         return Key("Slot", self.number, self.is_argument)
@@ -136,15 +134,14 @@ class Slot(Table):
 
     @property
     def filled_kind(self) -> type[Node]:
-        return HOLDERS[self.is_argument]
+        return TensorTable
 
     def _filled_values(self, made: dict[int, Node], held: tuple[Held, ...]) -> tuple[Any, ...]:
-        tensor = held[self.number].tensor
-        return (tensor,) if self.is_argument else (tensor, self.may_be_longer, self.name)
+        return held[self.number].tensor, self.may_be_longer, self.name, self.is_argument
 
     def _with_numbers(self, numbers: dict[int, int]) -> Node:
-        values = self.axes, self.dtype, self.is_argument, self.may_be_longer, self.name
-        return cast(Node, made(Slot, numbers[self.number], *values))
+        _, *others = self._values()
+        return cast(Node, made(Slot, numbers[self.number], *others))
 
     def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
         return tuple(cast(Any, held[self.number].shape)) if held else Sizes((None,) * self.axes)
@@ -162,22 +159,6 @@ class Slot(Table):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CapturedTensor(Node):
-    """A tensor of any dtype that is an argument of an opaque call. It compares by identity."""
-
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        self.take(made(Slot, 0, self.tensor.dim(), self.tensor.dtype, True), (Held(self.tensor),))
-
-    def _make_key(self) -> Key:
-        return Key("CapturedTensor", id(self.tensor))
-
-    def write(self, bare: bool) -> tuple[str, int]:
-        return f"<{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorTable(Table):
     """A tensor that the user handed in. It compares by identity and has no text form that reads back.
 
@@ -186,20 +167,22 @@ class TensorTable(Table):
         may_be_longer: whether there may be more values than positions, as in a tensor that a traced function captured.
         name: what it is called in texts and messages: the user's name for it, the parameter that it is the value of, or the
             variable of a traced function.
+        is_argument: whether it is an argument of an opaque call, as it is and of any dtype; otherwise it is looked up.
     """
 
     tensor: Tensor
     may_be_longer: bool = False
     name: str = ""
+    is_argument: bool = False
 
     def __post_init__(self) -> None:
         import flexmask.expr.pytree  # noqa: F401 - so that the mask is one
 
-        form = made(Slot, 0, self.tensor.dim(), self.tensor.dtype, False, self.may_be_longer, self.name)
+        form = made(Slot, 0, self.tensor.dim(), self.tensor.dtype, self.may_be_longer, self.name, self.is_argument)
         self.take(form, (Held(self.tensor),))
 
     def _make_key(self) -> Key:
-        return Key("TensorTable", id(self.tensor))
+        return Key("TensorTable", id(self.tensor), self.is_argument)
 
     @property
     def boolean(self) -> bool:
@@ -212,9 +195,6 @@ class TensorTable(Table):
         named = f"{self.name}: " if self.name else ""
         return f"<{named}{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}>", PRECEDENCE["atom"]
 
-
-#: What a slot is with data: a table, or an argument of an opaque call.
-HOLDERS: tuple[type[Node], type[Node]] = (TensorTable, CapturedTensor)
 
 #: See :class:`Ranged`.
 Role: TypeAlias = OneOf["length"]

@@ -18,7 +18,7 @@ from flexmask.expr.index import Choice, Constant, Index, Symbol, as_index
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import within_depth
 from flexmask.expr.opaque import Opaque
-from flexmask.expr.tables import CapturedTensor, Lookup, TensorTable
+from flexmask.expr.tables import Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.extent import Extent, value_range
 
@@ -202,7 +202,7 @@ class TraceState:
         """The element ``tensor[indices]``."""
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.uint64)
         if not whole or tensor.numel() == 0:
-            return Opaque(_indexed, (CapturedTensor(tensor), *indices))
+            return Opaque(_indexed, (TensorTable(tensor, is_argument=True), *indices))
         found = Lookup(self.table(tensor), tuple(indices))
         return found != 0 if tensor.dtype == torch.bool else found
 
@@ -256,7 +256,7 @@ class TraceState:
             shape = tuple(value.shape)
             return Opaque(_stacked, (*elements, shape), shape=shape) if shape else elements[0]
         if isinstance(value, Tensor):
-            return CapturedTensor(value)
+            return TensorTable(value, is_argument=True)
         if isinstance(value, list):
             return tuple(map(self.argument, value))
         return value
@@ -264,7 +264,7 @@ class TraceState:
     def _exact(self, element: Element, dtype: torch.dtype) -> Any:
         """An element whose value is a tensor of exactly this dtype."""
         if isinstance(element, Constant | Truth):
-            return CapturedTensor(torch.tensor(element.value, dtype=dtype, device=self.device))
+            return TensorTable(torch.tensor(element.value, dtype=dtype, device=self.device), is_argument=True)
         if dtype in (torch.int64, torch.bool) or dtype.is_floating_point or dtype.is_complex:
             return element
         return Opaque(torch.Tensor.to, (element, dtype))
