@@ -168,9 +168,7 @@ _names._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.comp
 
 def _copy_data(mask: Mask) -> Mask:
     """A copy with its own literal data, so that tensors made from it do not outlive the caller's mask."""
-    if "literal" not in mask.memo:
-        mask.memo["literal"] = any(isinstance(node, Literal) for node in mask.walk())
-    if not mask.memo["literal"]:
+    if not mask.kept("literal", lambda: any(isinstance(node, Literal) for node in mask.walk())):
         return mask
     return cast(Mask, mask.replace(lambda node: Literal(node.size, node.data, node.truth) if isinstance(node, Literal) else None))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 from flexmask.expr.form import Key
 from flexmask.expr.index import PRECEDENCE, Arithmetic, Constant, Index, wrap
@@ -21,9 +21,7 @@ class Linear:
     @classmethod
     def of(cls, index: Index) -> Linear:
         """The linear form of an expression; what is not linear is a term of its own."""
-        if "linear" not in index.memo:
-            index.memo["linear"] = cls._of(index)
-        return cast(Linear, index.memo["linear"])
+        return index.kept("linear", lambda: cls._of(index))
 
     @classmethod
     def _of(cls, index: Index) -> Linear:

@@ -108,13 +108,12 @@ class Mask(MaskMethods):
 
     def expand(self) -> Mask:
         """The same mask with every named mask replaced by its definition."""
-        if "expanded" not in self.memo:
-            self.memo["expanded"] = (
-                filled(self.form.expand(), self.held)
-                if self.held
-                else self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None)
-            )
-        return cast(Mask, self.memo["expanded"])
+        return self.kept("expanded", self._expanded)
+
+    def _expanded(self) -> Mask:
+        if self.held:
+            return filled(self.form.expand(), self.held)
+        return cast(Mask, self.replace(lambda node: node.body.expand() if isinstance(node, Named) else None))
 
     def spoken(self) -> str:
         """The text for people: parts with words, by :meth:`named`, are written so, and data with a name by that alone."""

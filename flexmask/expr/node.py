@@ -6,7 +6,7 @@ An expression may use one node many times. Its keys, its text and its pickle tak
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, cast
@@ -28,6 +28,7 @@ MAX_WRITTEN = 10_000
 MAX_OPERAND = 50
 
 N = TypeVar("N", bound="Node")
+R = TypeVar("R")
 
 
 #: What :func:`_reader` gives for each kind of node. (Where ``torch.compile`` meets ``functools.cache``, it warns.)
@@ -45,11 +46,7 @@ def _reader(kind: Any) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
 
 def key_of(value: Any) -> Any:
     """``value`` with the key of each node in its place."""
-    if isinstance(value, Node):
-        return value.key
-    if isinstance(value, tuple):
-        return tuple(map(key_of, value))
-    return value
+    return _map(value, attrgetter("key"))
 
 
 def within_depth(node: N) -> N:
@@ -77,12 +74,22 @@ def nodes_in(values: tuple[Any, ...]) -> list[Node]:
     return found
 
 
-def _map(value: Any, function: Callable[[Node], Node]) -> Any:
+def _map(value: Any, function: Callable[[Node], Any]) -> Any:
+    """A value, or a tuple of values, with what ``function`` gives for each node in its place."""
     if isinstance(value, Node):
         return function(value)
     if isinstance(value, tuple):
-        return tuple(_map(item, function) for item in value)
+        return tuple([_map(item, function) for item in value])
     return value
+
+
+def _joined_names(parts: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What is in some of several sorted tuples, sorted; the tuple itself where only one has something."""
+    found: tuple[Any, ...] = ()
+    for own in parts:
+        if own and own != found:
+            found = tuple(sorted({*found, *own})) if found else own
+    return found
 
 
 def _has(node: Node, name: str) -> bool:
@@ -163,20 +170,10 @@ class Node(Derived):
         return symbols
 
     def _make_params(self) -> tuple[str, ...]:
-        found: tuple[str, ...] = ()
-        for child in self.below:
-            own = child.params
-            if own and own != found:
-                found = tuple(sorted({*found, *own})) if found else own
-        return found
+        return _joined_names([child.params for child in self.below])
 
     def _make_slots(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = ()
-        for child in self.below:
-            own = child.slots
-            if own and own != found:
-                found = tuple(sorted({*found, *own})) if found else own
-        return found
+        return _joined_names([child.slots for child in self.below])
 
     if not TYPE_CHECKING:  # where an attribute that does not exist stays an error
 
@@ -193,6 +190,12 @@ class Node(Derived):
             else:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             return object.__getattribute__(self, name)
+
+    def kept(self, name: str, make: Callable[[], R]) -> R:
+        """What ``make`` gives, worked out once and kept in :attr:`memo` under a name."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return cast(R, self.memo[name])
 
     @property
     def form(self) -> Self:
@@ -312,10 +315,8 @@ class Node(Derived):
     @property
     def text_size(self) -> int:
         """The number of nodes in the text, with a shared node counted at each place."""
-        memo = self.form.memo
-        if "text_size" not in memo:
-            memo["text_size"] = 1 + sum(node.text_size for node in self.form.written())
-        return cast(int, memo["text_size"])
+        form = self.form
+        return form.kept("text_size", lambda: 1 + sum([node.text_size for node in form.written()]))
 
     def _abbreviated(self) -> Node:
         if self.text_size <= MAX_WRITTEN:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import keyword
 import unicodedata
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 from typing import Literal as OneOf
@@ -87,10 +86,8 @@ class Literal(Table):
     @property
     def extent(self) -> tuple[int, int]:
         """The least and the greatest value."""
-        if "extent" not in self.memo:
-            values = array("b" if self.truth else "q", self.data)
-            self.memo["extent"] = min(values), max(values)
-        return cast("tuple[int, int]", self.memo["extent"])
+        values = memoryview(self.data).cast("b" if self.truth else "q")
+        return self.kept("extent", lambda: (min(values), max(values)))
 
     def tolist(self) -> Any:
         """The values as an integer or nested lists."""

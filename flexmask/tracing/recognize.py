@@ -96,7 +96,7 @@ def _taken(pattern: Pattern, operands: list[tuple[Mask, Mask]]) -> tuple[list[Ma
     return None
 
 
-def _named(mask: Compare) -> Mask:
+def _named(mask: Mask) -> Mask:
     """A comparison, under its name if it has one."""
     alone = [(mask, _form(mask))]
     found = (_taken(pattern, alone) for pattern in _patterns())
