@@ -11,21 +11,7 @@ from flexmask.errors import DuplicateNameError
 from flexmask.expr.names import NAMES
 
 #: The packages whose ``__all__`` is public.
-PACKAGES = (
-    "backends",
-    "distributed",
-    "errors",
-    "expr",
-    "intervals",
-    "lowering",
-    "nn",
-    "packing",
-    "plotting.mpl",
-    "registry",
-    "report",
-    "scores",
-    "testing",
-)
+PACKAGES = (*sorted(import_module("flexmask")._PACKAGES - {"plotting"}), "distributed", "errors", "expr", "plotting.mpl")
 #: Names that other libraries have for a thing, and the code that gives it here.
 GUESSES = {
     "additive": "mask.to_bias(q_len)",

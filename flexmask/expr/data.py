@@ -65,7 +65,7 @@ def table(data: Data, name: str = "") -> Table:
     """
     if not isinstance(name, str):
         raise OperandError(f"table: name must be a string, got {kind_of(name)}")
-    return named_table(as_table(data, "table"), name) if name else as_table(data, "table")
+    return named_table(as_table(data, "table"), name)
 
 
 def named_data(data: object, name: str) -> object:

@@ -22,12 +22,10 @@ from flexmask.expr.tables import Table, looked_up, param
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The name of a call whose arguments are the digest of a mask's form and its tensors.
-GIVEN = "given"
-#: The name of a call that stands for None, which a graph does not take.
-NONE = "none"
-#: The name of a call that stands for an index symbol.
-SYMBOL = "symbol"
+#: The calls that stand for a mask, by the digest of its form and its tensors, for None, which a graph does not take, and for an
+#: index symbol.
+GIVEN, NONE, SYMBOL = "given", "none", "symbol"
+FUNCTIONS |= {GIVEN: of_digest, NONE: lambda: None, SYMBOL: Symbol}
 #: The calls whose arguments by name are values of the mask's parameters.
 BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 
@@ -44,7 +42,7 @@ class DeferredNode(Deferred):
     """An expression as the call of a deferrable function. It is a pytree of the tensors among its arguments.
 
     Attributes:
-        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`, :data:`GIVEN`, :data:`NONE` or :data:`SYMBOL`.
+        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
         args: arguments by position.
         kwargs: arguments by name.
         params: the names of the parameters that are not bound yet.
@@ -66,7 +64,8 @@ class DeferredNode(Deferred):
             FlexmaskError: the function refuses its arguments.
         """
         if "node" not in self.__dict__:
-            object.__setattr__(self, "node", _made(self))
+            kwargs = {name: _made(value) for name, value in self.kwargs.items()}
+            object.__setattr__(self, "node", FUNCTIONS[self.call](*map(_made, self.args), **kwargs))
         return self.__dict__["node"]
 
     def flatten(self) -> tuple[list[Any], Any]:
@@ -83,9 +82,7 @@ class DeferredNode(Deferred):
     def brief(self) -> str:
         """The call as a text that needs no values of its tensors."""
         name = self.call.rpartition(".")[2]
-        if name == "parse":
-            return cast(str, self.args[0])
-        if self.call == SYMBOL:
+        if name in ("parse", SYMBOL):
             return cast(str, self.args[0])
         if name in ("_combine", "arithmetic", "compare"):
             sign, left, right = self.args
@@ -212,15 +209,6 @@ def _argument(value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    match value:
-        case DeferredNode(call="given", args=(digest, tensors)):
-            return of_digest(digest, tensors)
-        case DeferredNode(call="none"):
-            return None
-        case DeferredNode(call="symbol", args=(name,)):
-            return Symbol(cast(Any, name))
-        case DeferredNode(call=call, args=args, kwargs=kwargs):
-            return FUNCTIONS[call](*map(_made, args), **{name: _made(own) for name, own in kwargs.items()})
-        case tuple():
-            return [_made(item) for item in value]
-    return value
+    if isinstance(value, DeferredNode):
+        return value.made()
+    return [_made(item) for item in value] if isinstance(value, tuple) else value

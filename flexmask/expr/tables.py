@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 from typing import Literal as OneOf
 
@@ -315,8 +315,8 @@ def write_data(data: Table | Param, bare: bool) -> str:
 
 
 def named_table(table: Table, name: str) -> Table:
-    """A table with a name, which texts and messages show where it holds a tensor."""
-    return TensorTable(table.tensor, table.may_be_longer, name) if isinstance(table, TensorTable) else table
+    """A table with a name, if one is given, which texts and messages show where it holds a tensor."""
+    return replace(table, name=name) if name and isinstance(table, TensorTable) else table
 
 
 @deferrable

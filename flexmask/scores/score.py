@@ -6,7 +6,7 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -95,7 +95,7 @@ class Score:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Score:
         """The same score with other tensors in the places of :attr:`tensors`."""
         others = iter(tensors)
-        steps = [step.with_table(next(others)) if isinstance(step.table, Tensor) else step for step in self.steps]
+        steps = [step if not isinstance(step.table, Tensor) else replace(step, table=next(others)) for step in self.steps]
         return Score(tuple(steps)) if tensors else self
 
     def score_mod(

@@ -29,9 +29,6 @@ class Alibi:
     table: Table | None
     is_additive: ClassVar[bool] = True
 
-    def with_table(self, table: Tensor) -> Alibi:
-        return Alibi(table)
-
     def text(self) -> str:
         return "alibi()" if self.table is None else f"alibi(slopes={table_text(self.table)})"
 
@@ -63,9 +60,6 @@ class Relative:
     bidirectional: bool
     is_additive: ClassVar[bool] = True
 
-    def with_table(self, table: Tensor) -> Relative:
-        return Relative(table, self.max_distance, self.bidirectional)
-
     def text(self) -> str:
         options = "" if self.max_distance == 128 else f", max_distance={self.max_distance}"
         options += "" if self.bidirectional else ", bidirectional=False"
@@ -86,9 +80,6 @@ class Bias:
 
     table: Table
     is_additive: ClassVar[bool] = True
-
-    def with_table(self, table: Tensor) -> Bias:
-        return Bias(table)
 
     def text(self) -> str:
         return f"bias({table_text(self.table)})"
