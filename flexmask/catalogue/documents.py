@@ -228,6 +228,5 @@ def _cumulated(lengths: object) -> tables.Literal | None:
     """The cumulative lengths of lists."""
     if not isinstance(lengths, tables.Literal):
         return None
-    rows = lengths.tolist() if len(lengths.size) == 2 else [lengths.tolist()]
-    ends = [list(accumulate(row, initial=0)) for row in rows]
+    ends = [list(accumulate(row, initial=0)) for row in lengths.rows()]
     return cast(tables.Literal, as_table(ends if len(lengths.size) == 2 else ends[0], "cross_document"))

@@ -114,7 +114,7 @@ def _check_documents(prefix_of: Table) -> None:
     """Checks the values of a list, whose length is the number of documents."""
     if not isinstance(prefix_of, Literal) or prefix_of.truth or len(prefix_of.size) not in (1, 2):
         return
-    rows = prefix_of.tolist() if len(prefix_of.size) > 1 else [prefix_of.tolist()]
+    rows = prefix_of.rows()
     wrong = next((value for row in rows for value in row if not 0 <= value < len(row)), None)
     if wrong is not None:
         raise ExpressionError(

@@ -85,9 +85,8 @@ def _segment_ends(lengths: Any, parents: Any) -> Any:
             f"prefix_tree: lengths and parents are of the same segments, but have the shapes {list(lengths.size)} and "
             f"{list(parents.size)}"
         )
-    if len(lengths.size) == 1:
-        return _ends_of_row(lengths.tolist(), parents.tolist())
-    return [_ends_of_row(*row) for row in zip(lengths.tolist(), parents.tolist(), strict=True)]
+    ends = list(map(_ends_of_row, lengths.rows(), parents.rows()))
+    return ends if len(lengths.size) == 2 else ends[0]
 
 
 def _ends_of_row(lengths: list[int], parents: list[int]) -> list[int]:
@@ -170,7 +169,7 @@ def _spans(parents: Any) -> tuple[Table, Table]:
     """
     if not isinstance(parents, Literal) or parents.truth or len(parents.size) not in (1, 2):
         raise OperandError("tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=")
-    pairs = [_walked(row) for row in (parents.tolist() if len(parents.size) == 2 else [parents.tolist()])]
+    pairs = map(_walked, parents.rows())
     first, behind = (list(rows) if len(parents.size) == 2 else rows[0] for rows in zip(*pairs, strict=True))
     return as_table(first, "tree: parents"), as_table(behind, "tree: parents")
 

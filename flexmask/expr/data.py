@@ -213,19 +213,16 @@ def truths(data: object, what: str, meaning: str) -> Table:
     wanted = f"boolean, True for {meaning}, or of 0 and 1"
     if not isinstance(values, Literal):
         return cast(Table, made(Ranged, values, f"{what}, which must be {wanted},", 0, as_index(1)))
-    numbers = _flatten(values.tolist(), len(values.size))
-    strange = next((number for number in numbers if number not in (0, 1)), None)
+    strange = next((number for number in values.values if number not in (0, 1)), None)
     if strange is not None:
         raise OperandError(f"{what} must be {wanted}, got {strange}")
-    return Literal(values.size, bytes(numbers), True)
+    return Literal(values.size, bytes(list(values.values)), True)
 
 
 def ranged(data: object, what: str, low: int, high: Symbol | None, *, role: Role | None = None) -> Table:
     """A table whose values must lie in a range: see :class:`Ranged`. Literal data is checked at once against ``low``."""
     values = as_table(data, what)
     source = values.source if isinstance(values, Ranged) else values
-    if isinstance(source, Literal):
-        worst = min(_flatten(source.tolist(), len(source.size)))
-        if worst < low:
-            raise ExpressionError(f"{what} must be at least {low}, got {worst}")
+    if isinstance(source, Literal) and source.extent[0] < low:
+        raise ExpressionError(f"{what} must be at least {low}, got {source.extent[0]}")
     return cast(Table, made(Ranged, source, what, low, high, role))

@@ -113,11 +113,11 @@ def document_ids(
 
 def _check_cumulative(given: ListTable) -> None:
     """Raises where listed cumulative lengths are none; those of tensors are checked when a mask is lowered."""
-    values = given.tolist()
-    for row in values if len(given.size) == 2 else [values]:
+    for row in given.rows():
         if row[0] != 0 or any(stop < start for start, stop in pairwise(row)):
             raise ExpressionError(
-                f"document: cu_seqlens must start with 0 and not decrease, got {values}; the lengths themselves are lengths="
+                f"document: cu_seqlens must start with 0 and not decrease, got {given.tolist()}; the lengths themselves are "
+                "lengths="
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 from typing import Literal as OneOf
@@ -86,8 +87,16 @@ class Literal(Table):
     @property
     def extent(self) -> tuple[int, int]:
         """The least and the greatest value."""
-        values = memoryview(self.data).cast("b" if self.truth else "q")
-        return self.kept("extent", lambda: (min(values), max(values)))
+        return self.kept("extent", lambda: (min(self.values), max(self.values)))
+
+    @property
+    def values(self) -> Sequence[int]:
+        """The values in a row, truth values as 0 and 1."""
+        return memoryview(self.data).cast("b" if self.truth else "q")
+
+    def rows(self) -> list[list[int]]:
+        """The values along the last axis, of each sequence where there are two axes."""
+        return cast("list[list[int]]", self.tolist() if len(self.size) == 2 else [self.tolist()])
 
     def tolist(self) -> Any:
         """The values as an integer or nested lists."""

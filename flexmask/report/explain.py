@@ -290,8 +290,8 @@ def _cost_text(stats: Stats) -> str:
     return "no less work than dense attention, as blocks reach beyond the ends of the mask"
 
 
-def _count_text(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+def _count_text(number: int, singular: str) -> str:
+    return f"{number:,} {singular}{'' if number == 1 else 's'}"
 
 
 def memory_text(number: int) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
+
+import torch
 
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.mask import SWAPPED, And, Compare, Mask, Named, Or, PerHead, Truth
@@ -148,15 +151,8 @@ def _values(table: Table) -> list[int]:
 
 def _rows(table: Table) -> list[list[int]]:
     """The values of data with up to two axes as a list of rows; empty for derived data, and on ``meta``."""
-    match table:
-        case Ranged(source):
-            return _rows(source)
-        case Literal() if len(table.size) <= 2:
-            values = table.tolist()
-        case TensorTable(tensor) if tensor.dim() <= 2 and not tensor.is_meta:
-            values = tensor.tolist()
-        case _:
-            return []
-    if not isinstance(values, list):
-        return [[values]]
-    return values if values and isinstance(values[0], list) else [values]
+    source = table.source if isinstance(table, Ranged) else table
+    if not isinstance(source, Literal | TensorTable):
+        return []
+    values = source.to_tensor()
+    return [] if values.dim() > 2 or values.is_meta else cast("list[list[int]]", torch.atleast_2d(values).tolist())
