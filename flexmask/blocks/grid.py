@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._transforms import are_ints
-from flexmask.blocks.cells import BlockCells
 from flexmask.blocks.layout import BlockLayout, Entries, ceil_div, floor_div
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.rows import Rows, padded
@@ -63,7 +62,7 @@ class BlockGrid(BlockLayout):
         # Counting the open blocks would force a host sync; evaluating a few cells too many does not.
         if _sync.needs_sync(open_blocks) and open_blocks.numel() * self.height * self.width <= FEW_CELLS:
             counts = torch.zeros(open_blocks.numel(), dtype=torch.int64, device=open_blocks.device)
-            for blocks, _, cells in BlockCells(self).evaluate(Entries.whole_grid(open_blocks)):
+            for blocks, _, cells in self.evaluate(Entries.whole_grid(open_blocks)):
                 counts[blocks] += cells.sum((1, 2))
             counts = counts.view(open_blocks.shape)
             return (counts > 0) & (counts < size), counts == size

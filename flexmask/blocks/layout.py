@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from flexmask import _sync
 from flexmask._transforms import are_ints
+from flexmask.intervals.closures import Closure
 from flexmask.intervals.context import Context
+from flexmask.intervals.evaluation import hoisted_closure
 from flexmask.intervals.rows import Rows
+
+#: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
+CHUNK = _sync.PerDevice(cpu=2**18, elsewhere=2**24)
 
 
 class BlockLayout:
@@ -42,6 +49,39 @@ class BlockLayout:
     def may_have_full_blocks(self) -> bool:
         """Whether there may be complete block rows."""
         return not are_ints(self.complete_rows) or self.complete_rows > 0
+
+    @cached_property
+    def _closure(self) -> Closure:
+        return hoisted_closure(self.context)
+
+    def evaluate(self, entries: Entries, rows: Tensor | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Evaluates rows of single blocks, a bounded number of cells at a time.
+
+        Do not keep a tensor of each step: small tensors that stay alive between large ones fragment the memory.
+
+        Args:
+            entries: the blocks.
+            rows: the rows of each block, ``int64[r]``, counted from its first; by default all.
+
+        Yields:
+            Which blocks, which rows, and their cells ``bool[blocks, rows, width]``, False beyond the ends of the mask.
+        """
+        context, device = self.context, entries.row.device
+        rows = torch.arange(self.height, device=device) if rows is None else rows
+        chunk = CHUNK.on(entries.row)
+        row_count = min(rows.numel(), max(1, chunk // self.width))
+        block_count = max(1, chunk // (row_count * self.width))
+        columns = torch.arange(self.width, device=device)
+        for block_start in range(0, entries.row.numel(), block_count):
+            blocks = slice(block_start, block_start + block_count)
+            group, block_row = entries.row[blocks] // self.q_blocks, entries.row[blocks] % self.q_blocks
+            b, h = (group // context.heads).view(-1, 1, 1), (group % context.heads).view(-1, 1, 1)
+            kv = entries.column[blocks].view(-1, 1, 1) * self.kv_size + columns
+            for row_start in range(0, rows.numel(), row_count):
+                part = slice(row_start, row_start + row_count)
+                q = block_row.view(-1, 1, 1) * self.q_size + rows[part].view(1, -1, 1)
+                cells = self._closure(b, h, q.clamp(max=context.q_len - 1), kv.clamp(max=context.kv_len - 1))
+                yield blocks, part, cells & (q < context.q_len) & (kv < context.kv_len)
 
 
 @dataclass(frozen=True, eq=False)

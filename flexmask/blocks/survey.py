@@ -13,7 +13,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from flexmask.blocks.cells import BlockCells
 from flexmask.blocks.kinds import block_kinds, group_numbers
 from flexmask.blocks.layout import BlockLayout, Entries
 from flexmask.blocks.ranges import AxisRanges, BlockRanges
@@ -46,7 +45,7 @@ class Survey:
     """Decides and counts single blocks of a mask. Everything here forces host syncs."""
 
     def __init__(self, layout: BlockLayout) -> None:
-        self._layout, self._cells, self._axes = layout, BlockCells(layout), AxisRanges(layout)
+        self._layout, self._axes = layout, AxisRanges(layout)
 
     def chunks(self, blocks: Rows, size: int = CHUNK) -> Iterator[Entries]:
         """The blocks of a set ``[B, H, q_blocks]`` in order, about ``size`` at a time."""
@@ -79,7 +78,7 @@ class Survey:
         for entries in self.chunks(blocks, max(1, COUNTS // height)):
             kinds, examples = self._kinds(entries)
             counts = torch.zeros((examples.numel(), height), dtype=torch.int64, device=examples.device)
-            for part, rows, cells in self._cells.evaluate(entries.select(examples)):
+            for part, rows, cells in self._layout.evaluate(entries.select(examples)):
                 counts[part, rows] = cells.sum(-1)
             yield entries, counts[kinds]
 
@@ -109,7 +108,7 @@ class Survey:
         for rows in self._passes(entries.row.device):
             undecided = (~(visible & hidden)).nonzero().squeeze(-1)
             some, lacks = torch.zeros((2, undecided.numel()), dtype=torch.bool, device=undecided.device)
-            for blocks, _, cells in self._cells.evaluate(entries.select(undecided), rows):
+            for blocks, _, cells in self._layout.evaluate(entries.select(undecided), rows):
                 some[blocks] |= cells.flatten(1).any(1)
                 lacks[blocks] |= ~cells.flatten(1).all(1)
             visible[undecided] |= some

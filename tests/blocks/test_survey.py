@@ -17,9 +17,9 @@ from torch import Tensor
 
 import flexmask as fm
 from flexmask import Mask, _sync, h, kv, q
-from flexmask.blocks import cells as blocks
+from flexmask.blocks import layout as blocks
 from flexmask.blocks import survey
-from flexmask.blocks.cells import BlockCells
+from flexmask.blocks.layout import BlockLayout
 from flexmask.lowering import block_mask as lowering
 from tests.support.exhaustive import one_in
 from tests.support.lowerings import check_block_mask, check_lists_of_cells, check_stats, grid
@@ -188,15 +188,15 @@ def test_progress_ends_at_all_blocks() -> None:
 def cells_counted() -> Iterator[list[int]]:
     """How many cells are evaluated within."""
     counts = [0]
-    evaluate = BlockCells.evaluate
+    evaluate = BlockLayout.evaluate
 
-    def counted(self: BlockCells, *args: Any) -> Iterator[Any]:
+    def counted(self: BlockLayout, *args: Any) -> Iterator[Any]:
         for step in evaluate(self, *args):
             counts[0] += step[2].numel()
             yield step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockCells, "evaluate", counted)
+        patch.setattr(BlockLayout, "evaluate", counted)
         yield counts
 
 
