@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from flexmask._checks import call_error, is_tensor, kind_of, nearest
@@ -304,12 +305,8 @@ def _module(entry: EntryPoint) -> str:
 
 def _shared(one: str, other: str) -> int:
     """The number of leading parts that two module names share."""
-    count = 0
-    for left, right in zip(one.split("."), other.split("."), strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
+    return len(list(same))
 
 
 def _argument(value: Any, what: str) -> Any:

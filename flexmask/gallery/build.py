@@ -66,7 +66,7 @@ def write_picture(found: RenderedEntry, path: Path) -> None:
 
 #: Runs of keys of a row that are listed.
 MAX_RUNS = 3
-ADDRESS = re.compile(r"https?://[^\s;,]+")
+ADDRESS = re.compile(r"(https?://[^\s;,]+)")
 
 
 def sections(found: Iterable[RenderedEntry]) -> dict[str, list[RenderedEntry]]:
@@ -80,13 +80,8 @@ def sections(found: Iterable[RenderedEntry]) -> dict[str, list[RenderedEntry]]:
 
 def linked(source: str) -> list[tuple[str, str | None]]:
     """A source in parts: texts, and what is written for an address, with the address."""
-    parts: list[tuple[str, str | None]] = []
-    end = 0
-    for address in ADDRESS.finditer(source):
-        parts.append((source[end : address.start()], None))
-        parts.append((address[0].split("//")[1], address[0]))
-        end = address.end()
-    return [(text, address) for text, address in [*parts, (source[end:], None)] if text]
+    parts = ADDRESS.split(source)
+    return [(part.split("//")[1], part) if number % 2 else (part, None) for number, part in enumerate(parts) if part]
 
 
 def lengths(entry: Entry) -> str:

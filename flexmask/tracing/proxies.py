@@ -7,6 +7,7 @@ index expression where it is an integer. The traced function never sees values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from math import prod
 from typing import Any, TypeAlias, cast
 
@@ -189,9 +190,8 @@ class TraceState:
             made = self.proxy((), shape, source.tensor.dtype)
             made.source = source
             return made
-        grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(prod(shape), len(shape)).tolist() if shape else [[]]
         elements = []
-        for place in grid:
+        for place in product(*map(range, shape)):
             found = iter(place)
             elements.append(self.lookup(source.tensor, [as_index(next(found)) if e is None else e for e in source.entries]))
         made = self.proxy(elements, shape, source.tensor.dtype)
@@ -274,7 +274,7 @@ class TraceState:
         if example.numel() > MAX_ELEMENTS:
             raise Untraceable("an opaque call gives too many values")
         node = within_depth(Opaque(function, tuple(map(self.argument, arguments)), keywords, tuple(example.shape)))
-        places = torch.ones(example.shape, device="cpu").nonzero().tolist()
+        places = product(*map(range, example.shape))
         elements: list[Element] = [node if not place else Opaque(_element, (node, *place)) for place in places]
         if example.dtype == torch.bool:
             elements = [cast(Index, element) != 0 for element in elements]
