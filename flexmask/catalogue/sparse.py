@@ -10,7 +10,7 @@ from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import Data, as_table
 from flexmask.expr.index import Index, as_index, b, h, kv, minimum, q
 from flexmask.expr.mask import And, Mask, Or, Truth
-from flexmask.expr.tables import Param
+from flexmask.expr.tables import Param, Table
 from flexmask.registry import named
 
 __all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
@@ -111,24 +111,21 @@ def qk_sparse(starts: Data, lengths: Data) -> Mask:
 
     Source: the QK-sparse mask of FlashMask, https://arxiv.org/abs/2410.01359
     """
-    counts = []
-    for data, what in ((starts, "starts"), (lengths, "lengths")):
+    tables: dict[str, Table] = {}
+    for what, data in (("starts", starts), ("lengths", lengths)):
         if isinstance(data, Param):
             raise ExpressionError(
                 f"qk_sparse: {what} cannot be a parameter, as the mask has a condition for each range: write the values of {data}"
             )
-        shape = as_table(data, f"qk_sparse: {what}").shape
-        if not shape:
+        tables[what] = as_table(data, f"qk_sparse: {what}")
+        if not tables[what].shape:
             raise ExpressionError(f"qk_sparse: {what} must be a list, one entry for each range, got one number")
-        counts.append(shape[-1] or 0)
+    counts = [table.shape[-1] or 0 for table in tables.values()]
     if counts[0] != counts[1]:
         raise ExpressionError(f"qk_sparse: {counts[0]} starts with {counts[1]} lengths; give as many of each")
     seen: list[Mask] = []
     for i in range(counts[0]):
-        start, length = (
-            lookup(data, f"qk_sparse: {what}", "[n] or [B, n]", (i,), (b, i))
-            for data, what in ((starts, "starts"), (lengths, "lengths"))
-        )
+        start, length = (lookup(data, f"qk_sparse: {what}", "[n] or [B, n]", (i,), (b, i)) for what, data in tables.items())
         seen.append((kv < start) | (kv >= start + length) | (q >= start + length))
     return And.make(tuple(seen))
 

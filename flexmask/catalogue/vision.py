@@ -331,13 +331,9 @@ def _reach(name: str, reach: int, what: str) -> int:
     return reach
 
 
-def _strides(sizes: list[int]) -> list[int]:
-    return [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-
-
 def _coordinates(position: Index, sizes: list[int]) -> list[Index]:
     """The coordinates of a position, the last axis fastest."""
-    at = [position // stride for stride in _strides(sizes)]
+    at = [position // prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     return at[:1] + [index % size for index, size in zip(at[1:], sizes[1:], strict=True)]
 
 

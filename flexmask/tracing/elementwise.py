@@ -60,7 +60,7 @@ def _quotient(operation: Callable[[Any, Any], Index]) -> Rule:
     return apply
 
 
-for _name, _rule in {
+RULES |= {
     "add": _arithmetic(lambda x, y: x + y, lambda x, y: x | y),
     "sub": _arithmetic(lambda x, y: x - y),
     "mul": _arithmetic(lambda x, y: x * y, lambda x, y: x & y),
@@ -68,8 +68,7 @@ for _name, _rule in {
     "maximum": _arithmetic(maximum, lambda x, y: x | y),
     "floor_divide": _quotient(lambda x, y: x // y),
     "remainder": _quotient(lambda x, y: x % y),
-}.items():
-    RULES[_name] = _rule
+}
 RULES["subtract"], RULES["multiply"], RULES["__floordiv__"] = RULES["sub"], RULES["mul"], RULES["floor_divide"]
 RULES["__mod__"] = RULES["remainder"]
 RULES["__rsub__"] = RULES["rsub"] = _reflected("sub")

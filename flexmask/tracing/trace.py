@@ -114,9 +114,7 @@ def _check_function(mask_mod: object) -> None:
 
 
 def _result(found: Any, mask_mod: MaskMod, state: TraceState) -> Mask:
-    if isinstance(found, Tensor) and not isinstance(found, Proxy) and found.dim() == 0 and found.dtype == torch.bool:
-        found = state.lift(found)
-    if isinstance(found, bool):
+    if isinstance(found, bool) or (isinstance(found, Tensor) and found.dim() == 0 and found.dtype == torch.bool):
         found = state.lift(found)
     if isinstance(found, Mask):
         raise TraceError(f"{_name(mask_mod)} gives a mask, {found.brief()}, where a truth value is wanted; give that mask itself")
@@ -155,21 +153,18 @@ class _Tracing(TorchFunctionMode):
             raise TraceError(
                 f"{name} draws random numbers, so that the mask would not stay the same; use flexmask.masks.random_cells"
             )
-        if not has_proxy((args, kwargs)):
-            return func(*args, **kwargs)
-        if name in METADATA:
+        if not has_proxy((args, kwargs)) or name in METADATA:
             return func(*args, **kwargs)
         if name in READS:
             raise Untraceable(f"{name} asks for the number in a cell, as `if` and int() do; choose with torch.where")
         if name not in RULES and _is_in_place(name):
             return self.in_place(name, args, kwargs)
-        try:
-            if name in RULES:
+        reason = ""
+        if name in RULES:
+            try:
                 return self.by_rule(RULES[name], func, args, kwargs)
-        except NoExpression as beyond:
-            reason = f" ({beyond})" if beyond.args else ""
-        else:
-            reason = ""
+            except NoExpression as beyond:
+                reason = f" ({beyond})" if beyond.args else ""
         if self.strict:
             raise TraceError(f"{name} has no expression{reason}; without strict it is kept as an opaque call")
         return self.call(func, args, kwargs)
