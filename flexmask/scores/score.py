@@ -26,7 +26,7 @@ from flexmask._checks import (
 )
 from flexmask._sync import resolve_device
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table, shape_of
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table
 
 #: The most queries, keys, heads or sequences.
 MAX_SIZE = 2**30
@@ -237,10 +237,10 @@ def relative_bias(table: Any, *, max_distance: int = 128, bidirectional: bool = 
     found = checked_table(table, "relative_bias: table", ("[buckets, H]",))
     if not isinstance(bidirectional, bool):
         raise OperandError(f"relative_bias: bidirectional must be True or False, got {kind_of(bidirectional)}")
-    buckets, directions = shape_of(found)[0], 2 if bidirectional else 1
+    buckets, directions = len(found), 2 if bidirectional else 1
     if buckets % directions or buckets < 2 * directions:
         remedy = "an even number, at least 4; for a decoder give bidirectional=False" if bidirectional else "at least 2"
-        raise ExpressionError(f"relative_bias: table has {buckets} buckets {list(shape_of(found))}; wanted {remedy}")
+        raise ExpressionError(f"relative_bias: table has {buckets} buckets {list(torch.as_tensor(found).shape)}; wanted {remedy}")
     checked_int(max_distance, "relative_bias: max_distance", buckets // directions, MAX_SIZE)
     return Score((Relative(found, int(max_distance), bidirectional),))
 

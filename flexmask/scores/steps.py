@@ -176,14 +176,6 @@ def _tuples(values: list[object]) -> tuple[object, ...]:
     return tuple(_tuples(value) if isinstance(value, list) else value for value in values)
 
 
-def shape_of(table: Table) -> tuple[int, ...]:
-    """The sizes of a table."""
-    if isinstance(table, Tensor):
-        return tuple(table.shape)
-    first = table[0]
-    return (len(table), *(shape_of(first) if isinstance(first, tuple) else ()))
-
-
 def table_text(table: Table) -> str:
     """The values of a table, of a tensor its dtype and shape."""
     if isinstance(table, Tensor):
