@@ -177,7 +177,7 @@ def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]]
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if not isinstance(error, FlexmaskError) and (reason := _misfit(function, args, kwargs)):
+                if not isinstance(error, FlexmaskError) and (reason := misfit(function, args, kwargs)):
                     raise OperandError(reason) from None
                 raise
 
@@ -186,8 +186,8 @@ def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]]
     return decorate
 
 
-def _misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The reason why a function does not take arguments; nothing where it takes them."""
+def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The message for arguments that do not fit a function; nothing where they do."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from flexmask import registry
-from flexmask._checks import call_error, is_traced, nearest, signature_of
+from flexmask._checks import is_traced, misfit, nearest, signature_of
 from flexmask.errors import DuplicateNameError, ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.expr.choice import where
 from flexmask.expr.data import named_data, table
@@ -338,10 +338,8 @@ class _Reader:
             if keyword.arg is None:
                 self.fail(keyword.value, "** is not part of a mask's text")
             named[keyword.arg] = self.value(keyword.value)
-        try:
-            inspect.signature(target).bind(*values, **named)
-        except TypeError as error:
-            self.fail(node, call_error(target, error, values, named))
+        if reason := misfit(target, values, named):
+            self.fail(node, reason)
         self.check_places(function.id, target, arguments)
         try:
             return target(*values, **named)

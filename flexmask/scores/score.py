@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flexmask._checks import (
-    call_error,
     check_function,
     checked_int,
     checked_number,
     is_traced,
     kind_of,
+    misfit,
     nearest,
     not_plain_reason,
 )
@@ -330,10 +329,8 @@ def _read(node: ast.expr, line: str) -> Score:
                 calls = [node] if isinstance(node, ast.Call) else []
                 values = [ast.literal_eval(value) for call in calls for value in call.args]
                 named = {str(word.arg): ast.literal_eval(word.value) for call in calls for word in call.keywords}
-                try:
-                    inspect.signature(NAMED[name]).bind(*values, **named)
-                except TypeError as error:
-                    raise TextError(call_error(NAMED[name], error, values, named), line, node.col_offset) from None
+                if misfits := misfit(NAMED[name], values, named):
+                    raise TextError(misfits, line, node.col_offset)
                 return NAMED[name](*values, **named)
     except TextError:
         raise
