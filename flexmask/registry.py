@@ -111,14 +111,14 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
         except TypeError as error:
             raise OperandError(call_error(define, error, args, kwargs)) from None
         arguments = [(key, _argument(value, f"{name}: {key}")) for key, value in given.arguments.items()]
-        return within_depth(cast(Mask, made(defined, *arguments)))
+        return within_depth(made(defined, *arguments))
 
     def defined(*arguments: tuple[str, Any]) -> Mask:
         body = cast(Callable[..., Mask], define)(**dict(arguments))
         if isinstance(body, Truth):
             return body
         changed = [(key, value) for key, value in arguments if not _is_default(value, signature.parameters[key].default)]
-        return cast(Mask, made(Named, name, tuple(changed), body, build))
+        return made(Named, name, tuple(changed), body, build)
 
     NAMES[name] = build
     RESERVED.add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from flexmask.errors import OperandError
 from flexmask.expr.deferral import deferrable
@@ -46,4 +46,4 @@ def where(condition: Mask, a: Any, b: Any) -> Any:
         raise OperandError(f"where() chooses between two masks or two index expressions, got {a!s} and {b!s}")
     if isinstance(a, Mask):
         return (condition & a) | (~condition & b)
-    return within_depth(cast(Index, made(Choice.make, condition, as_index(a), as_index(b))))
+    return within_depth(made(Choice.make, condition, as_index(a), as_index(b)))

@@ -212,7 +212,7 @@ def truths(data: object, what: str, meaning: str) -> Table:
         return values
     wanted = f"boolean, True for {meaning}, or of 0 and 1"
     if not isinstance(values, Literal):
-        return cast(Table, made(Ranged, values, f"{what}, which must be {wanted},", 0, as_index(1)))
+        return made(Ranged, values, f"{what}, which must be {wanted},", 0, as_index(1))
     strange = next((number for number in values.values if number not in (0, 1)), None)
     if strange is not None:
         raise OperandError(f"{what} must be {wanted}, got {strange}")
@@ -225,4 +225,4 @@ def ranged(data: object, what: str, low: int, high: Symbol | None, *, role: Role
     source = values.source if isinstance(values, Ranged) else values
     if isinstance(source, Literal) and source.extent[0] < low:
         raise ExpressionError(f"{what} must be at least {low}, got {source.extent[0]}")
-    return cast(Table, made(Ranged, source, what, low, high, role))
+    return made(Ranged, source, what, low, high, role)

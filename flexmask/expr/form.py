@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PLAIN = {bool, float, int, str, type(None)}
 
 N = TypeVar("N", bound="Node")
+R = TypeVar("R")
 
 
 class NeedsDataError(BaseException):
@@ -152,7 +153,7 @@ MADE = Kept(2048)
 FORMS: WeakValueDictionary[str, Node] = WeakValueDictionary()
 
 
-def made(make: Callable[..., Any], *values: Any) -> Any:
+def made(make: Callable[..., R], *values: Any) -> R:
     """``make(*values)``, whose form is found if it was made before.
 
     Args:
@@ -160,7 +161,7 @@ def made(make: Callable[..., Any], *values: Any) -> Any:
         values: nodes, plain values and tuples of these.
     """
     form, held = joined(make, values)
-    return of_form(form, held) if held else form
+    return cast(R, of_form(form, held) if held else form)
 
 
 def joined(make: Callable[..., Any], values: tuple[Any, ...]) -> tuple[Any, tuple[Held, ...]]:

@@ -163,7 +163,7 @@ def as_index(value: object) -> Index:
     if isinstance(value, bool):
         raise OperandError(f"an index is an integer, not the truth value {value}: write {int(value)}")
     try:
-        return cast(Index, made(Constant, operator.index(cast(Any, value))))
+        return made(Constant, operator.index(cast(Any, value)))
     except TypeError:
         given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
         axes = len(getattr(value, "shape", ())) if isinstance(value, Node) else getattr(value, "ndim", None)
@@ -176,13 +176,13 @@ def as_index(value: object) -> Index:
 @deferrable
 def arithmetic(sign: str, left: Index | int, right: Index | int) -> Index:
     """``left sign right`` for a key of :data:`FOLD`."""
-    return within_depth(cast(Index, made(Arithmetic.make, sign, as_index(left), as_index(right))))
+    return within_depth(made(Arithmetic.make, sign, as_index(left), as_index(right)))
 
 
 @deferrable
 def absolute(operand: Index) -> Index:
     """``abs(operand)``."""
-    return within_depth(cast(Index, made(Absolute.make, operand)))
+    return within_depth(made(Absolute.make, operand))
 
 
 @deferrable
@@ -196,7 +196,7 @@ def compare(sign: str, left: object, right: object) -> Mask:
         )
     if isinstance(right, bool):
         raise OperandError(f"an index expression is compared with an integer: write {left!s} {sign} {int(right)}, not {right}")
-    return within_depth(cast(Mask, made(Compare.make, sign, as_index(left), as_index(right))))
+    return within_depth(made(Compare.make, sign, as_index(left), as_index(right)))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -240,19 +240,18 @@ class Arithmetic(Index):
         return Key("Arithmetic", self.sign, frozenset(pair) if self.sign in COMMUTATIVE else pair)
 
     @classmethod
-    def make(cls, *values: Any) -> Index:
-        sign, left, right = values
+    def make(cls, sign: str, left: Index, right: Index) -> Index:
         if sign in {"//", "%"} and isinstance(right, Constant) and right.value == 0:
             raise ExpressionError(f"{wrap(left, PRECEDENCE[sign], False)} {sign} 0 divides by zero")
         match sign, left, right:
             case _, Constant(x), Constant(y):
                 return Constant(FOLD[sign](x, y))
             case "+", Constant(0), x:  # 0 + x -> x
-                return cast(Index, x)
+                return x
             case ("+" | "-", x, Constant(0)) | ("*" | "//", x, Constant(1)):  # x + 0, x - 0, x * 1, x // 1 -> x
-                return cast(Index, x)
+                return x
             case "*", Constant(1), x:  # 1 * x -> x
-                return cast(Index, x)
+                return x
             case ("*", Constant(0), _) | ("*", _, Constant(0)):  # x * 0 -> 0
                 return Constant(0)
             case "+", x, Constant(value) if -(2**63) < value < 0:  # x + -n -> x - n
@@ -277,8 +276,7 @@ class Absolute(Index):
     operand: Index
 
     @classmethod
-    def make(cls, *values: Any) -> Index:
-        (operand,) = values
+    def make(cls, operand: Index) -> Index:
         return Constant(abs(operand.value)) if isinstance(operand, Constant) else cls(operand)
 
     def write(self, bare: bool) -> tuple[str, int]:
@@ -294,12 +292,11 @@ class Choice(Index):
     otherwise: Index
 
     @classmethod
-    def make(cls, *values: Any) -> Index:
+    def make(cls, condition: Mask, then: Index, otherwise: Index) -> Index:
         from flexmask.expr.mask import Truth  # as in _compare
 
-        condition, then, otherwise = values
         if isinstance(condition, Truth):
-            return cast(Index, then if condition.value else otherwise)
+            return then if condition.value else otherwise
         return cls(condition, then, otherwise)
 
     def write(self, bare: bool) -> tuple[str, int]:

@@ -104,8 +104,7 @@ class Sum(Index):
         return Key("Sum", frozenset([(index.key, factor) for index, factor in self.terms]), self.constant)
 
     @classmethod
-    def make(cls, *values: Any) -> Index:
-        terms, constant = values
+    def make(cls, terms: tuple[tuple[Index, int], ...], constant: int) -> Index:
         form = Linear({}, constant)
         for index, factor in terms:
             form = form + Linear.of(index) * factor
@@ -134,8 +133,7 @@ class Quotient(Index):
     divisor: int
 
     @classmethod
-    def make(cls, *values: Any) -> Index:
-        dividend, divisor = values
+    def make(cls, dividend: Index, divisor: int) -> Index:
         form = Linear.of(dividend)
         if divisor == 1:
             return form.index()

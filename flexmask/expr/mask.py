@@ -83,7 +83,7 @@ class Mask(MaskMethods):
 
     @deferrable
     def __invert__(self) -> Mask:
-        return within_depth(cast(Mask, made(Not.make, self)))
+        return within_depth(made(Not.make, self))
 
     def __bool__(self) -> NoReturn:
         raise OperandError(
@@ -155,9 +155,9 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         _refuse(sign, right)
     if sign == "-":
-        return within_depth(cast(Mask, made(And.make, (left, made(Not.make, right)))))
+        return within_depth(made(And.make, (left, made(Not.make, right))))
     kinds: dict[str, type[And | Or | Xor]] = {"&": And, "|": Or, "^": Xor}
-    return within_depth(cast(Mask, made(kinds[sign].make, (left, right))))
+    return within_depth(made(kinds[sign].make, (left, right)))
 
 
 def _refuse(sign: str, other: object) -> NoReturn:
@@ -250,8 +250,7 @@ class Compare(Mask):
         return Key("Compare", self.sign, *sides)
 
     @classmethod
-    def make(cls, *values: Any) -> Mask:
-        sign, left, right = values
+    def make(cls, sign: str, left: Index, right: Index) -> Mask:
         if isinstance(left, Constant) and isinstance(right, Constant):
             return Truth(FOLD_COMPARE[sign](left.value, right.value))
         return cls(sign, left, right)
@@ -323,8 +322,8 @@ class And(_Nary):
     symbol: ClassVar[str] = "&"
 
     @classmethod
-    def make(cls, *values: Any) -> Mask:
-        return _junction(And, Or, True, values[0])
+    def make(cls, operands: tuple[Mask, ...]) -> Mask:
+        return _junction(And, Or, True, operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -334,8 +333,8 @@ class Or(_Nary):
     symbol: ClassVar[str] = "|"
 
     @classmethod
-    def make(cls, *values: Any) -> Mask:
-        return _junction(Or, And, False, values[0])
+    def make(cls, operands: tuple[Mask, ...]) -> Mask:
+        return _junction(Or, And, False, operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -345,15 +344,15 @@ class Xor(_Nary):
     symbol: ClassVar[str] = "^"
 
     @classmethod
-    def make(cls, *values: Any) -> Mask:
+    def make(cls, operands: tuple[Mask, ...]) -> Mask:
         flipped = False
         odd: dict[Any, Mask] = {}
-        pending = list(reversed(values[0]))
+        pending = list(reversed(operands))
         while pending:
             part = pending.pop()
             match part:
-                case Xor(operands):
-                    pending.extend(reversed(operands))
+                case Xor(inner):
+                    pending.extend(reversed(inner))
                 case Truth(value):  # a ^ full -> ~a
                     flipped ^= value
                 case Not(operand):  # a ^ ~b -> ~(a ^ b)
@@ -378,8 +377,7 @@ class Not(Mask):
     operand: Mask
 
     @classmethod
-    def make(cls, *values: Any) -> Mask:
-        (operand,) = values
+    def make(cls, operand: Mask) -> Mask:
         match operand:
             case Not(inner):  # ~~a -> a
                 return inner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table, ranged
@@ -108,7 +108,7 @@ def document_ids(
         values = ranged(values, f"document: {name}", 0, None)
         if name == "cu_seqlens" and isinstance(values, Ranged) and isinstance(values.form.source, ListTable):
             _check_cumulative(values.form.source)
-    return cast(Table, made(DocumentTable, name, values, padding))
+    return made(DocumentTable, name, values, padding)
 
 
 def _check_cumulative(given: ListTable) -> None:
@@ -123,11 +123,11 @@ def _check_cumulative(given: ListTable) -> None:
 
 def document_starts(ids: Data) -> Table:
     """For each position the first position of its document; each document must be one run of equal ids."""
-    return cast(Table, made(DocumentTable, "starts", sequence_table(ids, "document_starts: ids")))
+    return made(DocumentTable, "starts", sequence_table(ids, "document_starts: ids"))
 
 
 def subtree_ends(position_ids: Data) -> Table:
     """For each token of a tree in depth-first order the first position behind its subtree: see :func:`~masks.prefix_tree`."""
     depths = sequence_table(position_ids, "prefix_tree: position_ids")
     depths = ranged(depths, "prefix_tree: position_ids", 0, None) if isinstance(depths, Table) else depths
-    return cast(Table, made(DocumentTable, "subtrees", depths))
+    return made(DocumentTable, "subtrees", depths)

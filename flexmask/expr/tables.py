@@ -147,7 +147,7 @@ class Slot(Table):
 
     def _with_numbers(self, numbers: dict[int, int]) -> Node:
         _, *others = self._values()
-        return cast(Node, made(Slot, numbers[self.number], *others))
+        return made(Slot, numbers[self.number], *others)
 
     def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
         return tuple(cast(Any, held[self.number].shape)) if held else Sizes((None,) * self.axes)
@@ -313,7 +313,7 @@ def looked_up(table: Table | Param, indices: Index | int | tuple[Index | int, ..
             f"the parameter {table.name} is looked up by tensors, as in a mask_mod, which has no parameters. Write an "
             f"expression, e.g. {table.name}[flexmask.b, flexmask.q] == {table.name}[flexmask.b, flexmask.kv]"
         )
-    return within_depth(cast(Lookup, made(Lookup, table, tuple(map(as_index, indices)))))
+    return within_depth(made(Lookup, table, tuple(map(as_index, indices))))
 
 
 def write_data(data: Table | Param, bare: bool) -> str:
@@ -331,4 +331,4 @@ def named_table(table: Table, name: str) -> Table:
 @deferrable
 def param(name: str) -> Param:
     """A value that is bound later: ``document(param("ids")).bind(ids=tensor)``. In text, any free name is one."""
-    return cast(Param, made(Param, name))
+    return made(Param, name)
