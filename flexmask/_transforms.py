@@ -151,9 +151,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if is_cast and _is_on(kind) else tensor.dtype
 
 
-def autocast(tensor: Tensor) -> Tensor:
-    """A tensor in its :func:`autocast_dtype`."""
-    return tensor.to(autocast_dtype(tensor))
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one device in their :func:`autocast_dtype`."""
+    if not _is_on(tensors[0].device.type):
+        return tensors
+    return tuple([tensor.to(autocast_dtype(tensor)) for tensor in tensors])
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

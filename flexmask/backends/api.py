@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from flexmask._checks import checked_number, kind_of, names_explained, nearest, not_plain_reason
-from flexmask._transforms import autocast, autocast_dtype, without_autocast
+from flexmask._transforms import autocast, without_autocast
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flash import FLASH
@@ -328,8 +328,7 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
 
     The parameters are those of the mask, of which ``caller`` takes the values.
     """
-    _check(call.query, call.key, call.value, call.enable_gqa)
-    query, key, value = (autocast(tensor) for tensor in (call.query, call.key, call.value))
+    query, key, value = _cast(call)
     if call.scale is not None and not torch.compiler.is_compiling():
         checked_number(call.scale, "scale")
     check_kernel_options(call.kernel_options)
@@ -389,23 +388,27 @@ def described(mask: object) -> str:
     return f"the mask {mask.brief()}" if isinstance(mask, Mask) else f"a {type(mask).__name__}"
 
 
-def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+def _cast(call: Call) -> tuple[Tensor, ...]:
+    """Query, key and value of a call as autocast casts them, where they fit each other."""
+    given = query, key, value = call.query, call.key, call.value
     _check_tensors(query=query, key=key, value=value)
     if not query.dim() == key.dim() == value.dim() == 4:
         hint = FEWER_AXES_HINTS.get(query.dim(), "")
-        raise LoweringError(f"attention takes [B, H, length, D]; got {_shapes(query, key, value)}{hint}")
-    if not autocast_dtype(query) == autocast_dtype(key) == autocast_dtype(value) or not query.is_floating_point():
+        raise LoweringError(f"attention takes [B, H, length, D]; got {_shapes(*given)}{hint}")
+    if not query.device == key.device == value.device:
+        raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")
+    cast = autocast(*given)
+    if not cast[0].dtype == cast[1].dtype == cast[2].dtype or not query.is_floating_point():
         raise OperandError(
             f"query, key and value must have one floating point dtype, got {query.dtype}, {key.dtype}, {value.dtype}; convert "
             "them with .to(), or use torch.autocast, which casts all but float64"
         )
-    if not query.device == key.device == value.device:
-        raise LoweringError(f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}")
-    reason = _misfit(query.shape, key.shape, value.shape, enable_gqa)
+    reason = _misfit(query.shape, key.shape, value.shape, call.enable_gqa)
     if reason:
         swapped = [(shape[0], shape[2], shape[1], shape[3]) for shape in (query.shape, key.shape, value.shape)]
-        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], enable_gqa) else f". They fit {SWAPPED_AXES_HINT}"
-        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {_shapes(query, key, value)}{hint}")
+        hint = "" if _misfit(swapped[0], swapped[1], swapped[2], call.enable_gqa) else f". They fit {SWAPPED_AXES_HINT}"
+        raise LoweringError(f"{reason}; attention takes [B, H, length, D], got {_shapes(*given)}{hint}")
+    return cast
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:

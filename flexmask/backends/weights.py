@@ -69,7 +69,7 @@ def attention_weights(
     if isinstance(change, PlacedScore):
         change = change.of_call(query, key).function()
     factor = d_head**-0.5 if scale is None else checked_number(scale, "scale")
-    query, key = (autocast(tensor).to(precise) for tensor in (query, key))
+    query, key = (tensor.to(precise) for tensor in autocast(query, key))
     with without_autocast(query):
         scores = query @ key.repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * factor
         if change is not None:

@@ -332,7 +332,7 @@ class MultiheadFlexAttention(nn.Module):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
             if reason := not_plain_reason(tensor):
                 raise OperandError(f"{name} must be a plain tensor, got {reason}")
-            if autocast_dtype(tensor) != autocast_dtype(weight):
+            if tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
                 hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""
@@ -386,18 +386,24 @@ class MultiheadFlexAttention(nn.Module):
 
     def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
         """Queries, and with ``keys`` also keys and values, as ``[B, heads, length, d_head]``."""
-        inner, others = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
+        own, others = [self.n_heads], [self.n_kv_heads] * 2
         if self.d_context != self.d_in:
-            parts = (self.q_proj(x), *self.kv_proj(cast(Tensor, context)).split(others, -1)) if keys else (self.q_proj(x),)
+            projected = [(self.q_proj(x), own)]
+            if keys:
+                projected.append((self.kv_proj(context), others))
         elif context is None and keys:
-            parts = self.in_proj(x).split((inner, others, others), -1)
+            projected = [(self.in_proj(x), own + others)]
         else:
-            weight, bias = self.in_proj.weight, self.in_proj.bias
-            parts = (F.linear(x, weight[:inner], None if bias is None else bias[:inner]),)
+            inner, weight, bias = self.n_heads * self.d_head, self.in_proj.weight, self.in_proj.bias
+            projected = [(F.linear(x, weight[:inner], None if bias is None else bias[:inner]), own)]
             if keys:
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
-                parts = (*parts, *both.split(others, -1))
-        return [part.view(*part.shape[:-1], part.shape[-1] // self.d_head, self.d_head).transpose(1, 2) for part in parts]
+                projected.append((both, others))
+        return [part.transpose(1, 2) for both, heads in projected for part in self._split(both, heads)]
+
+    def _split(self, projected: Tensor, heads: list[int]) -> tuple[Tensor, ...]:
+        """Projections ``[B, length, sum(heads) * d_head]`` as ``[B, length, heads, d_head]``."""
+        return projected.view(*projected.shape[:2], sum(heads), self.d_head).split_with_sizes(heads, 2)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         """Says what to do with the weights of torch's module."""

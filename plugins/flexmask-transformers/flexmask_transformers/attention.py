@@ -73,7 +73,7 @@ def attention_forward(
     for name, what in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise LoweringError(f"flexmask does not support {what} ({name}=); use another attn_implementation for this model")
-    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    query, key, value = autocast(query, key, value)
     query = query.expand(key.shape[0], -1, -1, -1)
     (batch, _, q_len, width), kv_len = query.shape, key.shape[2]
     scores = Scores(width**-0.5 if scaling is None else scaling, softcap, position_bias, s_aux)
