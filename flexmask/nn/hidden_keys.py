@@ -15,14 +15,16 @@ from flexmask.backends.cache import shared
 from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.index import b, kv
-from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead, Truth
+from flexmask.expr.index import b, kv, q
+from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, TensorTable
+from flexmask.intervals.bind import bind
+from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.solve import is_separable, separate
 from flexmask.nn.cache_masks import CallTokens, check_symbols, lookback_of, mask_over_cache, sizes_along
-from flexmask.report.compare import Cell, Difference, difference
+from flexmask.report.compare import Cell, first_visible
 
 #: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position. Where
 #: cells are computed one by one, keys up to the second distance are compared.
@@ -48,12 +50,15 @@ def first_shown(mask: Mask, tokens: CallTokens, keys: Mask, number: int, heads: 
         LoweringError: as :func:`flexmask.nn.mask_over_cache`.
     """
     q_offset, device = tokens.q_offset, tokens.device if mask.tensors else torch.device("cpu")
-    shown = mask_over_cache(mask, replace(tokens, kv_start=0, kv_end=max(number, tokens.kv_end), device=device)) & keys
+    whole = mask_over_cache(mask, replace(tokens, kv_start=0, kv_end=max(number, tokens.kv_end), device=device))
+    sizes = tokens.q_len, number, tokens.batch, heads
 
-    def compare() -> Difference:
-        return difference(shown, Truth(False), tokens.q_len, number, tokens.batch, heads, q_offset, device)
+    def compare() -> Cell | None:
+        of_both = [analyze(bind(part, *sizes, q_offset, device)) for part in (whole, keys)]
+        upper = (of_both[0] & of_both[1]).upper
+        return first_visible(bind(whole & keys, *sizes, q_offset, device)) if bool((upper.lo < upper.hi).any()) else None
 
-    cell = shared(shown, ("shown", tokens.q_len, number, tokens.batch, heads), q_offset, compare).first_self
+    cell = shared(whole, ("shown", keys, *sizes), q_offset, compare)
     return cell and cell._replace(q=cell.q + (int(q_offset[cell.b]) if isinstance(q_offset, Tensor) else q_offset))
 
 
@@ -95,7 +100,8 @@ def check_later_keys(mask: Mask, tokens: CallTokens, heads: int, capacity: int |
     number = min(*limits, tokens.kv_end + (FAR if is_exact else FAR_CELLS))
     if number <= (int(ends.min()) if isinstance(ends, Tensor) else ends):
         return False
-    later = kv >= (TensorTable(ends)[b] if isinstance(ends, Tensor) else ends)
+    # Of one query the condition is the same in each step, so that it is solved once.
+    later = kv > q if tokens.q_len == 1 else kv >= (TensorTable(ends)[b] if isinstance(ends, Tensor) else ends)
     cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), later, number, heads)
     if cell is not None:
         raise LoweringError(_shows_later(mask, cell.q, cell.kv))

@@ -114,11 +114,17 @@ def _size(keyword: str, sizes: list[int]) -> int:
     return max(sizes)
 
 
+def first_visible(context: Context) -> Cell | None:
+    """The first cell that the mask of a context shows, in the order of b, h, q and kv; None where there is none."""
+    return _visible_cells(context, (context.batch, context.heads, context.q_len))[1]
+
+
 def _visible_cells(context: Context, shape: Shape) -> tuple[int, Cell | None]:
     """How many cells the mask of a context shows, and the first."""
-    bounds, sets = analyze(context), BlockSets(context, SIZE, SIZE)
+    bounds = analyze(context)
     if bounds.exact:
         return _visible_keys(bounds.lower, shape)
+    sets = BlockSets(context, SIZE, SIZE)
     counts = row_counts(bounds, classify(bounds, sets), sets).expand(shape)
     row = _first_row(counts)
     return int(counts.sum()), row and Cell(*row, _first_key(context, *row))

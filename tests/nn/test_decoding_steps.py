@@ -46,6 +46,16 @@ def test_a_step_repeats_no_analysis(text: str, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(rows.lower.holds(torch.arange(position + 1)), row[..., : position + 1])
 
 
+@pytest.mark.parametrize("text", [*MASKS, "prefix_lm(16)", "causal | (kv < 7)"])
+def test_the_checks_of_a_step_repeat_no_analysis(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of masks whose rows are compared with the keys after the tokens, as the expression does not hide these."""
+    mask, cache, tokens = fm.parse(text).bind(**MASKS.get(text, {})), KVCache(100), torch.randn(2, 2, 24, 4)
+    for number, part in enumerate(tokens.split([20, 1, 1, 1, 1], 2)):
+        cache.step(part, part, part, mask).commit()
+        if number:
+            monkeypatch.setattr(solve, "_separated", lambda node: pytest.fail(f"{node} is solved again"))
+
+
 @pytest.mark.parametrize("text", MASKS)
 def test_a_step_makes_nothing_as_long_as_the_keys(text: str) -> None:
     mask = fm.parse(text).bind(**MASKS[text])

@@ -126,7 +126,7 @@ def test_later_keys_that_data_hides_are_no_error() -> None:
 
 
 def test_later_keys_are_compared_only_where_the_expression_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.nn.hidden_keys.difference", lambda *_: pytest.fail("rows are compared"))
+    monkeypatch.setattr("flexmask.nn.hidden_keys.analyze", lambda *_: pytest.fail("rows are compared"))
     module, x = CASES["causal"].module(), inputs(6)
     for mask in (fm.causal() & fm.document(DATA["kind"]), fm.sliding_window(size=3) & fm.key_padding(keep=DATA["system"])):
         decode(module, x, [3, 1, 2], KVCache(8), mask=mask)
