@@ -55,7 +55,7 @@ def band_of(mask: Mask, q_offset: int | Tensor) -> Band | None:
 
     It is asked for offset 0 alone: other numbers vary in a graph, of which the results have one layout.
     """
-    if mask == Truth(True):
+    if isinstance(mask, Truth) and mask.value:
         return None, None
     if not isinstance(q_offset, int) or q_offset:
         return None
