@@ -5,7 +5,7 @@ A ContextParallel has one for each mask that it was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,22 +77,12 @@ def _cells(context: Context, parts: list[Context], keys: Tensor) -> Tensor:
             f"a part of {context.mask.brief()} is not separable in q and kv, so {count} cells of {list(shape)} are evaluated on "
             f"this rank; at most {MAX_CELLS} are possible. Use more ranks"
         )
-    cells = torch.empty(shape, dtype=torch.bool, device=context.device)
-    row = 0
+    found, places = [], keys.view(1, 1, 1, -1)
     for part in parts:
-        for visible in _visible(part, keys, max(1, CHUNK * shape[2] // count)):
-            stop = row + visible.shape[2]
-            cells[:, :, row:stop] = visible
-            row = stop
-    return cells
-
-
-def _visible(part: Context, keys: Tensor, rows: int) -> Iterator[Tensor]:
-    """The cells of a part at some keys, some rows at a time."""
-    closure = mask_closure(part)
-    b, h, q, _ = part.grid()
-    for some in q.split(rows, 2):
-        yield closure(b, h, some, keys.view(1, 1, 1, -1)).expand(part.batch, part.heads, some.shape[2], len(keys))
+        closure, (b, h, q, _) = mask_closure(part), part.grid()
+        for rows in q.split(max(1, CHUNK * shape[2] // count), 2):
+            found.append(closure(b, h, rows, places).expand(*shape[:2], rows.shape[2], -1))
+    return torch.cat(found, 2)
 
 
 @dataclass(frozen=True, eq=False)
