@@ -89,6 +89,30 @@ def test_equal_masks_are_one_and_others_are_not(lowered: list[Any]) -> None:
         assert len(cache) == 4
 
 
+def test_heads_of_other_sizes_share_a_lowering(lowered: list[Any]) -> None:
+    with MaskCache():
+        for size in (4, 8):
+            query = torch.randn(2, 2, S, size)
+            functional.attention(query, query, query, fm.sliding_window(size=3))
+    assert len(lowered) == 1
+
+
+def test_block_masks_of_other_key_lengths_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[tuple[int, int]] = []
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **options: Any) -> Tensor:
+        lengths.append(block_mask.seq_lengths)
+        return query
+
+    monkeypatch.setattr("flexmask.backends.flex._call", call)
+    query = torch.randn(1, 1, S, 16)
+    with MaskCache():
+        for kv_len in (S, 2 * S):
+            key = torch.randn(1, 1, kv_len, 16)
+            functional.attention(query, key, key, fm.causal(), backend="flex")
+    assert lengths == [(S, S), (S, 2 * S)]
+
+
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda ids: ids.zero_(),
     "an entry": lambda ids: ids.__setitem__((0, 3), 7),

@@ -221,9 +221,9 @@ def test_one_interval_of_all_rows(ends: tuple[int, int], sizes: dict[str, int]) 
 
 
 def test_one_interval_outside_the_keys_is_an_error() -> None:
-    query, key, value = inputs(q_len=1)
-    for ends in ([-1, 4], [3, 51]):
-        with pytest.raises(LoweringError, match="50"):
+    for kv_len, ends in ((50, [-1, 4]), (50, [3, 51]), (4, [3, 5])):
+        query, key, value = inputs(q_len=1, kv_len=kv_len)
+        with pytest.raises(LoweringError, match=f"at most {kv_len}|<= {kv_len} keys"):
             block_sdpa(query, key, value, torch.tensor([[[[ends]]]]))
 
 

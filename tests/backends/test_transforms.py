@@ -541,6 +541,18 @@ IN_GRAPHS = [
 ]
 
 
+class Recorder(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class TestGraphs:
     @pytest.mark.parametrize("mask", each_run(IN_GRAPHS, *IN_GRAPHS[::2]), ids=str)
     def test_export(self, mask: Mask) -> None:
@@ -558,20 +570,13 @@ class TestGraphs:
 
     def test_modes_record_one_operator(self) -> None:
         """So that selective checkpoints can keep its output."""
-        seen: list[str] = []
-
-        class Recorder(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                seen.append(str(func))
-                return func(*args, **(kwargs or {}))
-
         case = Case("window")
         query, key, value = (tensor.requires_grad_() for tensor in case.inputs())
         wanted = torch.autograd.grad(case.actual(query, key, value).sum(), (query, key, value))
-        with Recorder():  # type: ignore[no-untyped-call]
+        with Recorder() as recorder:
             out = case.actual(query, key, value)
             out.sum().backward()
-        assert [seen.count(f"flexmask.block_sdpa{end}.default") for end in ("", "_backward")] == [1, 1]
+        assert [recorder.seen.count(f"flexmask.block_sdpa{end}.default") for end in ("", "_backward")] == [1, 1]
 
         def policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
             kept = operator == torch.ops.flexmask.block_sdpa.default
@@ -585,6 +590,15 @@ class TestGraphs:
         )
         for found, other in zip(torch.autograd.grad(out.sum(), (query, key, value)), wanted, strict=True):
             torch.testing.assert_close(found, other)
+
+    @pytest.mark.parametrize("learns", [False, True])
+    def test_modes_take_masks_that_are_not_separable(self, learns: bool) -> None:
+        """No operator takes their cells, which are a function."""
+        x = torch.randn(1, 2, 6, 8, requires_grad=learns)
+        mask = (q * kv) % 3 != 1
+        wanted = attention(x, x, x, mask)
+        with Recorder():
+            torch.testing.assert_close(attention(x, x, x, mask), wanted)
 
     def test_a_lowering_without_values_computes_nothing(self) -> None:
         """Were it captured in a graph, it would raise where the graph runs."""

@@ -380,6 +380,14 @@ def test_the_keys_of_documents_given_by_lengths(mask: fm.Mask, allowed: oracle.P
         assert fm.plan(one, 8, batch=3)().dense().tolist() == table
 
 
+@pytest.mark.parametrize("text", ["document(lengths=[3, 5])", "per_document(causal, lengths=[3, 5])"])
+def test_documents_given_by_lengths_are_not_numbered_position_by_position(text: str) -> None:
+    context = bind(fm.parse(text), 8)
+    assert analyze(context).exact
+    assert context.stops.keys() >= context.tables.derived.keys() > set()
+    assert not context.tables
+
+
 THREE_IDS = oracle.ids_of_lengths([3, 1, 4], 8)
 OF_THREE = document_ids(lengths=torch.tensor([3, 1, 4]))
 IDS_OF_HEADS = [oracle.ids_of_lengths(row, 8) for row in ([3, 5], [6, 2])]

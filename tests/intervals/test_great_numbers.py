@@ -358,6 +358,10 @@ WRITTEN: list[tuple[Mask, Any]] = [
         ((fm.table([GREATEST, 50])[h] - GREATEST) - kv * 3 >= GREATEST - fm.table([GREATEST, 0])[h]) & (q * kv % 3 == 0),
         lambda h, q, kv: h == 0 and kv == 0,
     ),
+    (
+        fm.table([GREATEST, GREATEST - 3])[h] - GREATEST >= GREATEST - fm.table([GREATEST, GREATEST])[h] - kv,
+        lambda h, q, kv: h == 0 or kv >= 3,
+    ),
     (fm.table([True] + [False] * 7)[kv] // 2**62 == 0, lambda h, q, kv: True),
     (kv <= q + fm.table([True] + [False] * 7)[q] * 2**32, lambda h, q, kv: q == 0 or kv <= q),
     ((fm.table([True] * 8)[q] == 2**32) & (kv >= 0), lambda h, q, kv: False),

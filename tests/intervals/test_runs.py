@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.intervals import Rows
-from flexmask.intervals.runs import ValueRuns, nondecreasing_runs, runs, threshold, within_true
+from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, within_true
 from tests.support import oracle
 from tests.support.lowerings import assert_canonical, own_cells_of
 from tests.support.paths import path
@@ -126,6 +126,15 @@ def test_rising_runs(length: int) -> None:
         rising = column.clamp(min=0).sort(-1).values
         rising[..., length - length // 3 :] = -1
         check(nondecreasing_runs(rising, value, length), rising.unsqueeze(2) == value.unsqueeze(3))
+
+
+@each_length
+def test_equal_hull(length: int) -> None:
+    """One interval from the first to the last key of a value; none where no key has it."""
+    for column, value in product(lines(length, 5), lines(7, 7)):
+        equal = column.unsqueeze(2) == value.unsqueeze(3)
+        before, after = equal.long().cummax(-1).values, equal.long().flip(-1).cummax(-1).values.flip(-1)
+        check(equal_hull(column, value, length), (before & after).bool())
 
 
 @each_length

@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"path \[0, 2\] after prefix=3.*5 tokens",
     ),
     "accept in another order": (lambda: filled(5, KVCache(8)).accept([1, 0], prefix=3), LoweringError, r"increasing.*\[1, 0\]"),
+    "accept a node twice": (lambda: filled(5, KVCache(8)).accept([0, 0], prefix=3), LoweringError, r"increasing.*\[0, 0\]"),
     "accept after a gap": (lambda: filled(5, KVCache(8)).accept([-1, 1], prefix=3), LoweringError, r"then -1.*\[-1, 1\]"),
     "accept before the start": (lambda: filled(5, KVCache(8)).accept([0], prefix=-1), LoweringError, "prefix=-1"),
     "accept in three": (lambda: filled(5, KVCache(8)).accept([[0], [0], [0]], prefix=3), LoweringError, r"int\[2, n\]"),

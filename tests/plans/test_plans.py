@@ -169,6 +169,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         LoweringError,
         r"so a plan evaluates all .* write document\(ids, contiguous=True\), or give its lengths= or cu_seqlens=",
     ),
+    "documents and cells": (
+        lambda: fm.plan("document(ids) & (kv % 2 == q % 3)", 2**14)(ids=torch.zeros(2**14, dtype=torch.long)),
+        LoweringError,
+        r"write document\(ids, contiguous=True\)",
+    ),
+    "other data": (
+        lambda: fm.plan("((q * kv) % 3 == 0) & (kinds[kv] == 1)", 2**14)(kinds=torch.zeros(2**14, dtype=torch.long)),
+        LoweringError,
+        r"so a plan evaluates all .* at most \d+ are possible. Call mask.block_mask\(\) at each step instead",
+    ),
     "no name": (
         lambda: fm.plan("document(ids)", 9)(documents(9)),
         OperandError,
