@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexmask import attention
 from flexmask.backends.tile import Tile
 from flexmask.backends.tiled_sdpa import fused_sdpa
 from flexmask.errors import LoweringError
@@ -225,6 +226,15 @@ def test_one_interval_outside_the_keys_is_an_error() -> None:
         query, key, value = inputs(q_len=1, kv_len=kv_len)
         with pytest.raises(LoweringError, match=f"at most {kv_len}|<= {kv_len} keys"):
             block_sdpa(query, key, value, torch.tensor([[[[ends]]]]))
+
+
+def test_causal_attention_takes_one_fused_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*problem: object) -> None:
+        raise AssertionError("in tiles")
+
+    monkeypatch.setattr("flexmask.backends.tiled_sdpa.attend", attend)
+    query, key, value = inputs(q_len=50, kv_len=50)
+    assert attention(query, key, value, "causal", enable_gqa=True).shape == (*query.shape[:3], value.shape[3])
 
 
 def test_second_derivative_of_one_interval() -> None:

@@ -144,6 +144,20 @@ def test_inseparable_mask(mask: Mask, allowed: oracle.Predicate, shape: Shape) -
     check_lowerings(case, shape, case.expected(shape), (2, 4))
 
 
+def test_equal_sides_at_an_offset_of_the_queries() -> None:
+    """As many queries as keys are the same positions only without an offset."""
+    shape = Shape(6, 6, q_offset=1)
+    case = Case(fm.q % 3 == fm.kv % 3, lambda b, h, q, kv, q_len, kv_len: q % 3 == kv % 3)
+    check_lowerings(case, shape, case.expected(shape), (2, 4))
+
+
+def test_a_dense_mask_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmask.lowering.dense.CHUNK", 16)
+    shape = Shape(6, 6)
+    case = Case(fm.causal(), oracle.causal())
+    assert torch.equal(case.mask.dense(6), case.expected(shape))
+
+
 def test_bounds_are_tight_outside_the_inseparable_part() -> None:
     """Outside of the causal part the mask is known to be hidden, whatever the inseparable part is."""
     found = (fm.causal() & ((fm.q - fm.kv) % 3 == 0)).rows(16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import flexmask as fm
 from flexmask import KVCache, MultiheadFlexAttention
 from flexmask.errors import LoweringError
 from flexmask.nn import CallTokens, mask_over_cache
+from flexmask.nn.hidden_keys import mask_over_places
+from tests.support import oracle
 
 S, CAPACITY = 6, 8
 NO_LIMIT = 2**40
@@ -141,3 +144,12 @@ def test_one_query_over_a_static_cache_attends_to_no_free_places(kv_end: int) ->
     for text in ("causal", "sliding_window(size=12)"):
         row = mask_over_cache(fm.parse(text), tokens).dense(1, kv_end, q_offset=10).flatten()
         assert row.tolist() == [k <= 10 for k in range(kv_end)]
+
+
+@pytest.mark.parametrize("end", [3, [2, 5]])
+def test_places_behind_the_tokens_are_hidden(end: Any) -> None:
+    found = mask_over_places(fm.causal(), torch.tensor(end)).dense(6, batch=2)
+    ends = torch.tensor(end).expand(2).tolist()
+    assert found.expand(2, -1, -1, -1).tolist() == oracle.table_of(
+        lambda b, h, q, kv, q_len, kv_len: kv <= q and kv < ends[b], 6, 6, batch=2
+    )

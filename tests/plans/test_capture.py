@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmask as fm
 from flexmask import Mask, attention, kv
+from flexmask._transforms import captured
 from flexmask.errors import LoweringError
 from flexmask.plans import capture, lowered
 from flexmask.plans.capture import GraphCache
@@ -106,3 +108,13 @@ def test_graphs_have_no_view_of_a_whole_tensor() -> None:
     views = [node for node in graph.module.graph.nodes if node.target in kinds]
     assert views
     assert all(node.meta["val"].shape != node.args[0].meta["val"].shape for node in views)
+
+
+def test_cells_of_a_block_mask_in_a_graph() -> None:
+    """Of batch and heads of their own, with full blocks."""
+    mask = fm.causal() & (fm.h <= kv) & (fm.b != kv)
+    with captured():
+        bounds, cells = lowered.from_block_mask(mask.block_mask(40, batch=2, heads=3, block_size=8))
+    assert bounds.flatten().tolist() == [0, 40]
+    assert isinstance(cells, Tensor)
+    assert torch.equal(cells, mask.dense(40, batch=2, heads=3))
