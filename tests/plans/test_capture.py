@@ -111,10 +111,12 @@ def test_graphs_have_no_view_of_a_whole_tensor() -> None:
 
 
 def test_cells_of_a_block_mask_in_a_graph() -> None:
-    """Of batch and heads of their own, with full blocks."""
+    """Of batch and heads of their own, with full blocks; tensors of a graph are not kept."""
     mask = fm.causal() & (fm.h <= kv) & (fm.b != kv)
+    block_mask = mask.block_mask(40, batch=2, heads=3, block_size=8)
     with captured():
-        bounds, cells = lowered.from_block_mask(mask.block_mask(40, batch=2, heads=3, block_size=8))
+        bounds, cells = lowered.from_block_mask(block_mask)
+    assert block_mask not in lowered._KNOWN
     assert bounds.flatten().tolist() == [0, 40]
     assert isinstance(cells, Tensor)
     assert torch.equal(cells, mask.dense(40, batch=2, heads=3))
