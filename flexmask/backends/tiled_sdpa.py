@@ -73,7 +73,7 @@ def _one_interval(problem: Problem) -> slice | None:
 
 
 def _whole_sdpa(problem: Problem) -> Tensor | None:
-    """Attention in one call of ``scaled_dot_product_attention``, of all rows; None where tiles are needed or cheaper."""
+    """Attention in one call of ``scaled_dot_product_attention`` with all cells; None where tiles are needed or cheaper."""
     query, key, value = problem.tensors
     is_fit = query.dtype == precise_dtype(query) and query.size(1) == key.size(1)
     if not is_fit or not may_be_dense(query, key, FUSED_SCORES):
@@ -81,8 +81,7 @@ def _whole_sdpa(problem: Problem) -> Tensor | None:
     tiling = problem.tiling(FUSED_SCORES, in_bands=True)
     if not tiling.is_dense:
         return None
-    keys, values = map(tiling.tiles[0].gather_keys, (key, value))
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=tiling.dense_bias(query.dtype), scale=problem.scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=tiling.dense_bias(query.dtype), scale=problem.scale)
     # A key of -inf that is masked out leaves the output as it is, but not the gradient.
     if has_nonfinite(out) or (out.requires_grad and has_nonfinite(key)):
         return None

@@ -49,7 +49,7 @@ class Tiling:
         bounds: int [B', H', Q', K, 2], from which they were made.
         kv_len: KV.
         all_rows_attend: whether no row is fully masked.
-        is_dense: whether there is one tile, of all rows and all keys that any row attends to, which are not folded.
+        is_dense: whether there is one tile, of all rows and all keys, which are not folded.
     """
 
     tiles: list[Tile]
@@ -107,7 +107,7 @@ class Tiling:
 
 
 def may_be_dense(query: Tensor, key: Tensor, most_scores: int | None) -> bool:
-    """Whether one tile of all rows, of at most so many scores, may be cheaper than several."""
+    """Whether one tile of all rows and all keys, of at most so many scores, may be cheaper than several."""
     scores = query.size(0) * query.size(1) * query.size(2) * key.size(2)
     return most_scores is not None and 0 < scores <= min(most_scores, MAX_DENSE_SCORES)
 
@@ -156,7 +156,7 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     scores = batch * heads * q_len * kv_len
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
-        return _dense(call, *_extremes(bounds, kv_len))
+        return _dense(call, _fewest(bounds, kv_len))
     call_scores = FUSED_CALL_SCORES if in_bands else CALL_SCORES
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
     choices = block_starts(bounds, q_len, batch * heads, call_scores, in_bands=in_bands)
@@ -164,8 +164,7 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     costs = [_cost(tiles, call_scores) for tiles, _ in found]
     tiles, fewest = found[costs.index(min(costs))]
     if try_dense and call_scores + scores <= min(costs):
-        ends = union([tile.runs for tile in tiles])
-        return _dense(call, fewest, ends[0][0], ends[-1][1])
+        return _dense(call, fewest)
     return Tiling(tiles, bounds, kv_len, fewest > 0)
 
 
@@ -208,30 +207,25 @@ def _cost(tiles: Sequence[Tile], call_scores: int) -> float:
     return sum(call_scores + tile.scores * score_cost(tile.folded_rows) for tile in tiles)
 
 
-def _dense(call: _Call, fewest: int, first: int, stop: int) -> Tiling:
-    """One tile of all rows and the keys ``first <= kv < stop``, outside of which no row attends to any.
-
-    Each row attends to at least ``fewest`` keys. Where no row attends to any, the tile has all keys.
-    """
-    if first >= stop:
-        first, stop = 0, call.kv_len
-    rows, runs = range(call.q_len), ((first, stop),)
-    tile = Tile(call.elements, call.key_heads, call.group, rows, runs, fewest == stop - first, 0)
+def _dense(call: _Call, fewest: int) -> Tiling:
+    """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
+    rows, runs = range(call.q_len), ((0, call.kv_len),)
+    tile = Tile(call.elements, call.key_heads, call.group, rows, runs, fewest == call.kv_len, 0)
     return Tiling([tile], call.bounds, call.kv_len, fewest > 0, is_dense=call.group == 1)
 
 
-def _extremes(bounds: Tensor, kv_len: int) -> tuple[int, int, int]:
-    """The least number of visible keys of a row, the first visible key of any row and one more than the last.
+def _fewest(bounds: Tensor, kv_len: int) -> int:
+    """The least number of visible keys of a row.
 
     Raises:
         LoweringError: an interval outside 0..KV.
     """
     lo, hi = bounds.unbind(-1)
     sizes = (hi - lo).clamp(min=0)
-    ends = lo.where(sizes > 0, kv_len).amin(), hi.where(sizes > 0, 0).amax()
-    fewest, first, stop = torch.stack((sizes.sum(-1).amin(), *ends)).tolist()
-    check_within(first < 0 or stop > kv_len, kv_len)
-    return fewest, first, stop
+    outside = ((lo < 0) | (hi > kv_len)) & (sizes > 0)
+    fewest, wrong = torch.stack((sizes.sum(-1).amin(), outside.any())).tolist()
+    check_within(wrong, kv_len)
+    return int(fewest)
 
 
 def _any_keys(bounds: Tensor, query: Tensor, key: Tensor) -> list[Tile]:

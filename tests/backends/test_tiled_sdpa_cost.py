@@ -1,7 +1,5 @@
 """The tiles of `block_sdpa`: how many calls they take, and of what sizes."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -138,20 +136,6 @@ class TestCost:
             tiles = plan_tiles(intervals(documents(length, 64)), query, query, most_scores=2**26).tiles
             assert len(tiles) == number
         assert {size_of(tile.rows) for tile in tiles} == {128}
-
-    @pytest.mark.parametrize("q_len", [1, 3])
-    def test_a_decoding_step_attends_to_the_keys_between_the_first_and_the_last(self, q_len: int) -> None:
-        """Sequences of different lengths under a window, and one without keys: one call, without the keys before and after."""
-        row = torch.tensor([5000, 4990, 5003])[:, None, None] + torch.arange(q_len)
-        bounds = torch.stack((row - 63, row + 1), -1).unsqueeze(3).to(torch.int32)
-        for fully_masked in (False, True):
-            if fully_masked:
-                bounds[0] = 0
-            query, key, value = inputs(torch.float32, batch=3, heads=2, q_len=q_len, kv_len=6000)
-            (tile,) = plan_tiles(bounds, query, key, most_scores=2**26).tiles
-            assert tile.runs == ((4990 - 63, 5003 + q_len),)
-            mask = ((bounds[..., :1] <= (at := torch.arange(6000))) & (at < bounds[..., 1:])).any(3)
-            check_attention(partial(block_sdpa, bounds=bounds), (query, key, value), mask)
 
     @pytest.mark.parametrize(
         ("mask", "calls", "waste"),
