@@ -338,9 +338,9 @@ class Node(Derived):
         raise NotImplementedError
 
     @classmethod
-    def make(cls, *values: Any, **named: Any) -> Any:  # each kind has its own fields
+    def make(cls, *values: Any) -> Any:
         """Builds a node of this kind in canonical form, which may be a node of another kind."""
-        return cls(*values, **named)
+        return cls(*values)
 
     def walk(self) -> list[Node]:
         """Every node below this one and itself, each object once, inner ones before those around them."""

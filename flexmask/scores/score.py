@@ -239,7 +239,8 @@ def relative_bias(table: Any, *, max_distance: int = 128, bidirectional: bool = 
     buckets, directions = len(found), 2 if bidirectional else 1
     if buckets % directions or buckets < 2 * directions:
         remedy = "an even number, at least 4; for a decoder give bidirectional=False" if bidirectional else "at least 2"
-        raise ExpressionError(f"relative_bias: table has {buckets} buckets {list(torch.as_tensor(found).shape)}; wanted {remedy}")
+        shape = list((found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")).shape)
+        raise ExpressionError(f"relative_bias: table has {buckets} buckets {shape}; wanted {remedy}")
     checked_int(max_distance, "relative_bias: max_distance", buckets // directions, MAX_SIZE)
     return Score((Relative(found, int(max_distance), bidirectional),))
 
