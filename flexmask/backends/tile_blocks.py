@@ -94,7 +94,7 @@ def _cut(starts: Sequence[int], keys: Sequence[int], q_len: int, call: int) -> l
 def _block_rows(bounds: Tensor) -> int:
     """The rows of a block: `BLOCK_ROWS`, or fewer where rows attend to few keys around them."""
     count = bounds.size(2) // BLOCK_ROWS
-    if count < 2 or not bounds.size(3) or BLOCK_ROWS <= MIN_BLOCK_ROWS:
+    if count < 2 or BLOCK_ROWS <= MIN_BLOCK_ROWS:
         return BLOCK_ROWS
     lo, hi = bounds[:, :, : count * BLOCK_ROWS].unbind(-1)
     hi = hi.where(lo < hi, 0).amax(-1)

@@ -102,9 +102,12 @@ def _is_known(index: Index, context: Context) -> bool:
 
 
 def _overflows(node: Arithmetic | Absolute, context: Context) -> bool:
-    """Whether an operation overflows by the values of its operands, which together may be less than what their extents allow."""
+    """Whether an operation overflows by the values of its operands, which together may be less than what their extents allow.
+
+    In a graph, which has no values, the extents decide.
+    """
     operands = [node.operand] if isinstance(node, Absolute) else [node.left, node.right]
-    if any({"q", "kv"} <= operand.symbols for operand in operands):
+    if is_captured() or any({"q", "kv"} <= operand.symbols for operand in operands):
         return True
     of_operands = {operand.key: _evaluated(operand, context) for operand in operands}
     ends = {key: (int(values.min()), int(values.max())) for key, values in of_operands.items()}

@@ -179,6 +179,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         LoweringError,
         r"so a plan evaluates all .* at most \d+ are possible. Call mask.block_mask\(\) at each step instead",
     ),
+    "overflow": (lambda: fm.plan("kv * 4611686018427387904 <= n[b]", 9)(n=[1, 2]), LoweringError, "beyond 64-bit integers"),
     "no name": (
         lambda: fm.plan("document(ids)", 9)(documents(9)),
         OperandError,
