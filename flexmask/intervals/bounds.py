@@ -446,10 +446,12 @@ def _clamped(end: Any, kv_len: int) -> Any:
 
 def _has_same_sides(mask: Compare) -> bool:
     """Whether both sides are the same expression, of ``q`` and of ``kv``."""
-    if "same_sides" not in mask.memo:
+
+    def compare() -> bool:
         mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
-        mask.memo["same_sides"] = mirrored.key == mask.left.key
-    return cast(bool, mask.memo["same_sides"])
+        return bool(mirrored.key == mask.left.key)
+
+    return mask.kept("same_sides", compare)
 
 
 def _table_of(column: Index) -> Table | Param | None:

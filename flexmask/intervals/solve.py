@@ -53,9 +53,7 @@ Finish: TypeAlias = Callable[[Linear, str], Mask]
 
 def separate(mask: Mask) -> Mask:
     """The same mask over separable leaves, as far as it has them."""
-    if "separated" not in mask.memo:
-        mask.memo["separated"] = mask.replace(_leaf)
-    return cast(Mask, mask.memo["separated"])
+    return cast(Mask, mask.kept("separated", lambda: mask.replace(_leaf)))
 
 
 def _leaf(node: Any) -> Mask | None:

@@ -47,22 +47,24 @@ UNKNOWN = Lookback(-1, MAX_LENGTH, MAX_LENGTH)
 
 def lookback_of(mask: Mask) -> Lookback:
     """The lookback of a mask; `whole` is -1 where any part of it has data, which is to be checked."""
-    memo = mask.form.memo
-    if "lookback" not in memo:
-        form, found = separate(mask.form), dict[int, Lookback]()
-        for node in (node for node in form.walk() if isinstance(node, Mask)):
-            match node:
-                case Truth(value):
-                    found[id(node)] = Lookback(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH) if value else Lookback(-1, 0, 0)
-                case And(parts) | Or(parts) | PerHead(parts):
-                    whole, most, ahead = zip(*(found[id(part)] for part in parts), strict=True)
-                    of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
-                    found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
-                case _:
-                    found[id(node)] = _of_band(band_of(node, 0)) if isinstance(node, Span) else UNKNOWN
-        has_data = any(isinstance(node, Lookup) for node in form.walk())
-        memo["lookback"] = found[id(form)]._replace(whole=-1) if has_data else found[id(form)]
-    return cast(Lookback, memo["lookback"])
+    return mask.form.kept("lookback", lambda: _lookback_of(separate(mask.form)))
+
+
+def _lookback_of(form: Mask) -> Lookback:
+    """The lookback of a form over separable leaves."""
+    found: dict[int, Lookback] = {}
+    for node in (node for node in form.walk() if isinstance(node, Mask)):
+        match node:
+            case Truth(value):
+                found[id(node)] = Lookback(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH) if value else Lookback(-1, 0, 0)
+            case And(parts) | Or(parts) | PerHead(parts):
+                whole, most, ahead = zip(*(found[id(part)] for part in parts), strict=True)
+                of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
+                found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
+            case _:
+                found[id(node)] = _of_band(band_of(node, 0)) if isinstance(node, Span) else UNKNOWN
+    has_data = any(isinstance(node, Lookup) for node in form.walk())
+    return found[id(form)]._replace(whole=-1) if has_data else found[id(form)]
 
 
 def _of_band(band: Band | None) -> Lookback:
@@ -259,9 +261,7 @@ def _growing(mask: Mask, tokens: CallTokens) -> Mask:
             None if table is node.table else Lookup(table, tuple([cast(Index, index.replace(longer)) for index in node.indices]))
         )
 
-    if place not in mask.memo:
-        mask.memo[place] = mask.expand().replace(longer)
-    return cast(Mask, mask.memo[place])
+    return cast(Mask, mask.kept(place, lambda: mask.expand().replace(longer)))
 
 
 def _longer(table: Any, device: torch.device, *, is_along: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -280,9 +280,7 @@ def padded_keys(mask: Mask, tokens: CallTokens, before: Tensor | None, heads: in
 
 def _says_padding(mask: Mask) -> bool:
     """Whether any part of a mask says what padding is."""
-    if "says padding" not in mask.memo:
-        mask.memo["says padding"] = any(isinstance(node, Named) and node.name in RULES for node in mask.walk())
-    return cast(bool, mask.memo["says padding"])
+    return mask.kept("says padding", lambda: any(isinstance(node, Named) and node.name in RULES for node in mask.walk()))
 
 
 def trimmed(padded: Tensor) -> Tensor:
