@@ -99,12 +99,11 @@ class BlockGrid(BlockLayout):
 
     def _count(self, start: Tensor, stop: Tensor) -> Tensor:
         """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block."""
-        q_len = start.shape[2]
-        height, width = self.height, self.kv_blocks
-        ends = torch.stack((start, stop))  # together, as each operation takes a kernel launch
-        if not are_ints(q_len) or q_len % height:
-            ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
-        index = ends.long().unflatten(3, (self.q_blocks, height)).flatten(4)
-        edges = torch.zeros((*index.shape[:-1], width + 1), dtype=torch.int32, device=start.device)
-        begin, end = edges.scatter_add_(-1, index, edges.new_ones(()).expand_as(index))[..., :width]
-        return torch.cumsum(begin - end, -1)
+        q_len, height, width = start.shape[2], self.height, self.kv_blocks
+        edges = torch.zeros((*start.shape[:2], self.q_blocks, width + 1), dtype=torch.int32, device=start.device)
+        for ends, step in ((start, 1), (stop, -1)):
+            if not are_ints(q_len) or q_len % height:
+                ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
+            index = ends.long().unflatten(2, (self.q_blocks, height)).flatten(3)
+            edges.scatter_add_(-1, index, edges.new_full((), step).expand_as(index))
+        return edges[..., :width].cumsum(-1)
