@@ -153,3 +153,14 @@ def test_places_behind_the_tokens_are_hidden(end: Any) -> None:
     assert found.expand(2, -1, -1, -1).tolist() == oracle.table_of(
         lambda b, h, q, kv, q_len, kv_len: kv <= q and kv < ends[b], 6, 6, batch=2
     )
+
+
+@pytest.mark.parametrize(("condition", "is_compared"), [("kv == q + 5000", True), ("kv % (q + 5000) == 4999", False)])
+def test_distant_keys_are_compared_where_the_mask_is_separable(condition: str, is_compared: bool) -> None:
+    module, x, cache = layer(), inputs(), KVCache(2**13)
+    mask = fm.parse(f"causal | ({condition})")
+    if is_compared:
+        with pytest.raises(LoweringError, match="attend to the key at position 5000, which comes"):
+            module(x, mask, cache=cache)
+    else:
+        assert torch.equal(module(x, mask, cache=cache), module(x, "causal"))
