@@ -223,7 +223,7 @@ class MaskMethods(MaskPictures):
     @names_explained(EQUIVALENTS_OF_PLAN)
     def plan(
         self,
-        q_len: int,
+        q_len: int | None = None,
         kv_len: int | None = None,
         *,
         batch: int | None = None,

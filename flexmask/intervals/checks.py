@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -133,6 +134,10 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
                 continue  # a traced function may ask first whether it is inside; torch says so where it is not
         else:
             values = _evaluated(index, context)
+            if is_captured():
+                message = f"{lookup.brief()}: the index {index.brief()} leaves the table"
+                _sync.require(partial(_is_inside, values, size), values.device, message, everywhere=True)
+                continue
             found = int(values.min()), int(values.max())
         if found[0] < 0 or found[1] >= size:
             raise LoweringError(
@@ -140,6 +145,10 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
                 f"{found[1]}, but the table has {size} values along that axis; keep it inside with flexmask.minimum and "
                 "flexmask.maximum"
             )
+
+
+def _is_inside(values: Tensor, size: int) -> Tensor:
+    return (values >= 0) & (values < size)
 
 
 def end_of_index(index: Index, context: Context) -> int | Tensor | None:

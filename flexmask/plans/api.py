@@ -1,4 +1,4 @@
-"""A mask at some lengths as a function of its data, from which a captured graph lowers it."""
+"""A mask as a function of its data, at some lengths or at all, from which a captured graph lowers it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 
 class Plan:
-    """A mask at some lengths as a function of its data: ``plan(lengths=lengths)`` gives a LoweredMask. :func:`plan` makes it.
+    """A mask as a function of its data: ``plan(lengths=lengths)`` gives a LoweredMask. :func:`plan` makes it.
 
-    The first call with data of some shapes captures the lowering as a graph, in about a second. Later calls run the graph, with
-    no analysis and no host sync. With a tensor ``q_offset``, what the data alone decides is computed again only where its values
-    change; the plan keeps a copy of the data to notice that. In code that ``torch.compile`` traces, the graph becomes a part of
-    the model's graph.
+    The first call captures the lowering as a graph, in about a second. Later calls run the graph, with no analysis and no host
+    sync. Data of other shapes has another graph, unless the plan was made without lengths: see :func:`plan`. With a tensor
+    ``q_offset``, what the data alone decides is computed again only where its values change; the plan keeps a copy of the data
+    to notice that. In code that ``torch.compile`` traces, the graph becomes a part of the model's graph.
 
     Attributes:
         mask: the mask, with its parameters; of a ``mask_mod`` as it was traced last.
-        setting: the lengths and sizes.
+        setting: the lengths and sizes; lengths are 0 where each call gives them.
         compile: whether Inductor compiles the graph.
     """
 
@@ -44,14 +44,14 @@ class Plan:
         self.mask, self.setting, self.compile = mask, setting, compile
         self._names, self._mask_mod = mask.params, mask_mod
 
-    def __call__(self, /, *unnamed: Any, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
+    def __call__(self, /, *lengths: int, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
         """Lowers the mask with some data.
 
         On the CPU, data that contradicts itself or the lengths is an error. Elsewhere values are not read, apart from what the
         mask promises of them, such as ``document(contiguous=True)``.
 
         Args:
-            unnamed: nothing; data is given by name.
+            lengths: ``q_len``, and ``kv_len`` where it differs, of a plan that was made without them.
             q_offset: position of the first query, an int or an integer tensor ``[B]``.
             data: the value of each parameter of the mask: a tensor on the plan's device; numbers and lists are copied to it.
 
@@ -62,14 +62,12 @@ class Plan:
             ExpressionError: a parameter that the mask does not have, or one that is not given.
             LoweringError: data that contradicts the lengths, data on another device, or a mask that is not separable in q and kv
                 and has too many cells.
-            OperandError: data of a wrong type, or without its name.
+            OperandError: data of a wrong type, or without its name; lengths of a plan that has them, or none.
         """
-        if unnamed:
-            raise OperandError(f"a plan takes its data by name; {self._call_text(self._names)}")
+        setting = self._at(*lengths)
         if data.keys() != set(self._names):
             raise ExpressionError(self._wrong_names(set(data)))
-        values = [_tensor(data[name], name, self.setting.device) for name in self._names]
-        setting = self.setting
+        values = [_tensor(data[name], name, setting.device) for name in self._names]
         if not isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
             checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
         if isinstance(q_offset, Tensor) or q_offset:
@@ -83,7 +81,7 @@ class Plan:
             self.mask = as_mask(self._mask_mod, device=setting.device)
         tensors = [*self.mask.tensors, *values]
         try:
-            return run_graph(self.mask, self._names, setting, tensors, compiled=self.compile)
+            return run_graph(self.mask, self._names, setting, tensors, varies=not self.setting.q_len, compiled=self.compile)
         except LoweringError as error:
             raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
 
@@ -91,6 +89,19 @@ class Plan:
         given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value)
         return f"plan({str(self.mask)!r}, {options}, device={str(self.setting.device)!r}, compile={self.compile})"
+
+    def _at(self, *lengths: int) -> Setting:
+        """The setting with the lengths of a call."""
+        if self.setting.q_len:
+            if lengths:
+                message = f"a plan takes its data by name; {self._call_text(self._names)}"
+                raise OperandError(f"{message}. Its lengths are q_len={self.setting.q_len}, kv_len={self.setting.kv_len}")
+            return self.setting
+        if not 1 <= len(lengths) <= 2:
+            call = ", ".join(["plan(q_len", *(f"{name}=..." for name in self._names)])
+            raise OperandError(f"the plan was made without lengths, so each call begins with q_len, or q_len, kv_len: {call})")
+        q_len, kv_len = _lengths(lengths[0], lengths[-1])
+        return self.setting._replace(q_len=q_len, kv_len=kv_len)
 
     def _wrong_names(self, given: set[str]) -> str:
         unknown, missing = sorted(given - set(self._names)), sorted(set(self._names) - given)
@@ -119,7 +130,7 @@ class Plan:
 @names_explained(EQUIVALENTS_OF_PLAN)
 def plan(
     mask: MaskLike,
-    q_len: int,
+    q_len: int | None = None,
     kv_len: int | None = None,
     *,
     batch: int | None = None,
@@ -128,7 +139,7 @@ def plan(
     block_size: int | tuple[int, int] = 128,
     compile: bool = False,
 ) -> Plan:
-    """A mask analyzed once for some lengths, to be lowered at each step from its data alone::
+    """A mask analyzed once, to be lowered at each step from its data alone::
 
         plan = flexmask.plan("causal & document(cu_seqlens=cu)", q_len=8192, batch=4)
         for tokens, cu in batches:
@@ -137,6 +148,12 @@ def plan(
             out = flexmask.attention(query, key, value, lowered)  # in each layer
 
     For other functions ``lowered.block_mask`` is the BlockMask of torch's ``flex_attention``, ``lowered.dense()`` a tensor.
+
+    Where lengths change from step to step, leave them out here, and begin each call with them: ``plan(q_len, cu=cu)``, or
+    ``plan(q_len, kv_len, cu=cu)``. One graph serves all lengths, batch sizes and numbers of documents. There is another, as torch
+    has, where a size is 1, for lengths of one block, for more blocks than a graph lists, and for a ``q_offset``. A mask whose
+    longer rows have more key intervals, such as ``kv % 3 == 0``, has one for each length. A call takes about 1.2 times the time
+    of a plan with lengths, and the first capture four times.
 
     A plan for decoding is for one query and all places of the cache. Each call says where the query is; without ``q_offset`` it
     is at position 0, also where the plan is used with a :class:`flexmask.KVCache`::
@@ -150,7 +167,7 @@ def plan(
             numbers are a part of the graph. A ``mask_mod`` has no parameters. It is traced at each call of the plan, as it may
             capture other tensors by then; for one that does not, :func:`flexmask.from_mask_mod` saves that time. In code that
             ``torch.compile`` traces it is the mask of the last call outside, or of this one.
-        q_len: number of queries.
+        q_len: number of queries; None where each call gives the lengths.
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.
         heads: heads; by default those of the mask.
@@ -171,16 +188,26 @@ def plan(
         raise ExpressionError(f"{mask.brief()} has the parameter q_offset, which a plan takes itself; rename it")
     if not isinstance(compile, bool):
         raise OperandError(f"compile must be True or False, got {compile!r}")
-    sizes = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
-    lengths = [checked_int(length, name, most=MAX_LENGTH, kind=LoweringError) for name, length in sizes.items()]
+    if q_len is None and kv_len is not None:
+        raise OperandError(f"kv_len={kv_len} without q_len: give both, or give both to each call of the plan")
+    lengths = (0, 0) if q_len is None else _lengths(q_len, q_len if kv_len is None else kv_len)
     rest = [
         0 if size is None else checked_int(size, name, most=MAX_LENGTH, kind=LoweringError)
         for name, size in (("batch", batch), ("heads", heads))
     ]
     default = mask.tensors[0].device if mask.tensors else torch.device("cpu")
     where = default if device is None else _sync.resolve_device(device)
-    setting = Setting(lengths[0], lengths[1], rest[0], rest[1], 0, where, block_sizes(block_size))
+    setting = Setting(*lengths, rest[0], rest[1], 0, where, block_sizes(block_size))
     return Plan(mask, setting, compile=compile, mask_mod=mask_mod)
+
+
+def _lengths(q_len: int, kv_len: int) -> tuple[int, int]:
+    """The checked lengths, in compiled code as they are."""
+    if torch.compiler.is_compiling():
+        return q_len, kv_len
+    sizes = {"q_len": q_len, "kv_len": kv_len}
+    found = [checked_int(length, name, most=MAX_LENGTH, kind=LoweringError) for name, length in sizes.items()]
+    return found[0], found[1]
 
 
 def _tensor(value: Any, name: str, device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 How a mask is lowered depends on its structure and on shapes alone where no value is read. So one graph serves all values. It runs
 as it is, compiled by Inductor, or as a part of a graph that ``torch.compile`` makes of a model.
+
+Sizes are numbers in a graph, or symbols, which its inputs give values: then it serves all sizes on which torch's guards hold.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Lock, RLock
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexmask._transforms import are_ints, is_observed
-from flexmask.errors import LoweringError
+from flexmask._transforms import are_ints
+from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask
 from flexmask.expr.tables import Lookup
@@ -31,6 +34,9 @@ from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.plans.lowered import MAX_CELLS, LoweredMask, band_of, flat_lists, lists_of
 from flexmask.plans.replay import Replay
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class Setting(NamedTuple):
@@ -55,41 +61,33 @@ class Setting(NamedTuple):
     block_size: tuple[int, int]
 
 
+#: The shapes of the inputs of a graph.
+Sizes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
 @dataclass(eq=False)
 class Graph:
     """A captured lowering.
 
     Attributes:
-        module: from the tensors of the mask, those of its parameters in the order of their names, and ``q_offset`` where it is a
-            tensor, to the tensors of a LoweredMask.
-        layout: of the LoweredMask what is not tensors: its sizes, and what :meth:`LoweredMask.unflatten` takes with them.
-        setting: what it was captured for.
+        module: from an empty tensor ``[0, q_len, kv_len]``, the tensors of the mask, those of its parameters in the order of
+            their names, and ``q_offset`` where it is a tensor, to the four sizes and the tensors of a LoweredMask.
+        layout: what :meth:`LoweredMask.unflatten` takes with its results.
+        compute: the module as it runs.
+        serves: whether it is a graph for some sizes.
     """
 
     module: torch.fx.GraphModule
     layout: Any
-    setting: Setting
-    _compiled: Callable[..., Any] | None = field(default=None)
-    _replay: Replay | None = field(default=None)
+    compute: Callable[..., Any]
+    serves: Callable[[Sizes], bool]
 
-    def run(self, tensors: Sequence[Tensor], *, compiled: bool = False) -> LoweredMask:
-        """The LoweredMask of some tensors, which have the shapes, dtypes and device that the graph was captured for."""
-        tensors = [tensor.contiguous() for tensor in tensors]
-        run: Callable[..., Any]
-        if compiled:
-            if self._compiled is None:  # without the guards of torch.compile, which take as long as a short mask does
-                options = {"cpp_wrapper": self.setting.device.type == "cpu"}  # calls kernels from C++: half of the time
-                self._compiled = torch._inductor.compile(self.module, list(tensors), options=options)
-            run = self._compiled
-        elif is_observed(torch.empty(0, device="cpu")):
-            run = self.module.forward
-        else:
-            if self._replay is None:
-                self._replay = Replay(self.module, steps=self.setting.q_offset < 0)
-            run = self._replay
+    def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
+        """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
         try:
-            sizes, context = self.layout
-            return LoweredMask.unflatten([*sizes, run(*tensors)], context)
+            lengths = torch.empty(0, setting.q_len, setting.kv_len, device="cpu")
+            found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
+            return LoweredMask.unflatten([*found[:4], found[4:]], self.layout)
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
@@ -98,17 +96,22 @@ class Graph:
             raise LoweringError(f"{error}{hint}") from error  # values that contradict each other or the lengths
 
 
+#: The most graphs for sizes that vary. Where a mask needs more, as one whose longer rows have more key intervals, each further
+#: length has a graph of its own.
+MOST_VARYING = 4
+
+
 class GraphCache:
     """Graphs by the form of the mask, the setting, and the shapes and dtypes of the tensors; the last used ones are kept.
 
     Attributes:
-        size: how many graphs are kept.
+        size: how many graphs are kept; those for sizes that vary count as one.
         captures: how many were captured.
     """
 
     def __init__(self, size: int = 256) -> None:
         self.size, self.captures = size, 0
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
+        self._graphs: OrderedDict[Any, list[Graph]] = OrderedDict()
         self._lock = RLock()
 
     def __len__(self) -> int:
@@ -119,7 +122,16 @@ class GraphCache:
         with self._lock:
             self._graphs.clear()
 
-    def get(self, mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
+    def get(
+        self,
+        mask: Mask,
+        names: tuple[str, ...],
+        setting: Setting,
+        tensors: Sequence[Tensor],
+        *,
+        varies: bool = False,
+        compiled: bool = False,
+    ) -> Graph:
         """The graph for the form of a mask and the shapes of tensors, captured where there is none yet.
 
         Args:
@@ -127,37 +139,49 @@ class GraphCache:
             names: the parameters of the mask.
             setting: the lengths and sizes.
             tensors: the tensors of the mask, the value of each parameter, and ``q_offset`` where it is a tensor.
+            varies: whether the graph serves other lengths and shapes too, where it can.
+            compiled: whether Inductor compiles it.
         """
-        key = mask.form.digest, names, setting, tuple((_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors)
-        with self._lock:
-            graph = self._graphs.get(key)
-            if graph is not None:
-                self._graphs.move_to_end(key)
-                return graph
-        graph = _capture(mask, names, setting, tensors)  # without the lock, so that threads whose graphs exist go on
+        sizes = _sizes(setting, tensors)
+        kind = tuple(tuple(min(size, 2) for size in shape) for shape in sizes) if varies else sizes
+        inputs = tuple((tensor.dtype, tensor.device) for tensor in tensors)
+        key = mask.form.digest, names, setting._replace(q_len=0, kv_len=0), inputs, kind, varies, compiled
+        graphs, graph = self._kept(key, sizes)
+        if graph is not None:
+            return graph
+        if len(graphs) == MOST_VARYING:
+            return self.get(mask, names, setting, tensors, compiled=compiled)
+        made = _capture(mask, names, setting, tensors, varies=varies, compiled=compiled)  # without the lock: other threads go on
         with self._lock:
             self.captures += 1
-            graph = self._graphs.setdefault(key, graph)  # that of another thread, if it was faster
+            graphs, graph = self._kept(key, sizes)
+            if graph is None:  # else that of another thread, which was faster
+                graphs.append(graph := made)
             while len(self._graphs) > self.size:
                 self._graphs.popitem(last=False)
             return graph
+
+    def _kept(self, key: Any, sizes: Sizes) -> tuple[list[Graph], Graph | None]:
+        """The graphs of a key, and the one that serves some sizes."""
+        with self._lock:
+            graphs = self._graphs.setdefault(key, [])
+            self._graphs.move_to_end(key)
+            return graphs, next((graph for graph in graphs if graph.serves(sizes)), None)
 
 
 #: The graphs of this process.
 GRAPHS = GraphCache()
 
 
-def run_graph(
-    mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor], *, compiled: bool = False
-) -> LoweredMask:
+def run_graph(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor], **options: bool) -> LoweredMask:
     """A mask lowered by its graph, which is captured where there is none yet; see :meth:`GraphCache.get`.
 
     Raises:
         LoweringError: the mask has no graph, or values that contradict each other or the lengths.
     """
-    graph = GRAPHS.get(mask, names, setting, tensors)
+    graph = GRAPHS.get(mask, names, setting, tensors, **options)
     try:
-        return graph.run(tensors, compiled=compiled)
+        return graph.run(setting, tensors)
     except LoweringError:
         bound(mask, names, setting, tensors)  # whose error has the values, which a graph does not
         raise
@@ -241,37 +265,97 @@ def _remedy(mask: Mask) -> str:
     return f"C{each_step}"
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """The sizes as numbers."""
-    return tuple(map(int, tensor.shape))
+def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
+    """The shapes of the inputs of a graph, as numbers."""
+    return (0, setting.q_len, setting.kv_len), *(tuple(map(int, tensor.shape)) for tensor in tensors)
 
 
 #: Held by the thread that captures: torch.fx has state of the whole process, so that two captures at a time fail.
 _CAPTURING = Lock()
 
 
-def _capture(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Graph:
-    layout: Any = None
+def _capture(
+    mask: Mask,
+    names: tuple[str, ...],
+    setting: Setting,
+    tensors: Sequence[Tensor],
+    *,
+    varies: bool = False,
+    compiled: bool = False,
+) -> Graph:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # of the compiler, as what it imports
 
-    def lowered(*inputs: Tensor) -> list[Tensor]:
-        nonlocal layout
-        (*sizes, flat), context = lower(bound(mask, names, setting, inputs), setting.block_size).flatten()
-        layout = sizes, context
-        return cast("list[Tensor]", flat)
-
-    def capture() -> torch.fx.GraphModule:
-        examples = [torch.empty(_shape(tensor), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
-        with _CAPTURING:
-            graph = make_fx(lowered, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-        _drop_identities(graph.graph)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        return graph
-
+    given = mask, names, setting, tensors
+    env = ShapeEnv(duck_shape=False)  # sizes that are equal may differ in the next call
+    sizes = _sizes(setting, tensors)
+    shapes = _symbols(sizes, env) if varies else sizes
     if torch.__version__ < "2.12":  # where a CUDA build without a GPU keeps a pointer into the first thread that does this
         torch._C._ensureCUDADeviceGuardSet()
-    with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
-        return Graph(thread.submit(capture).result(), layout, setting)
+    try:
+        with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
+            module, layout, inputs = thread.submit(_traced, *given, shapes, env).result()
+    except FlexmaskError:
+        if not varies:
+            raise
+        return _capture(*given, varies=False, compiled=compiled)  # whose errors have the sizes
+    compute: Callable[..., Any]
+    if compiled:  # without the guards of torch.compile, which take as long as a short mask does
+        options = {"cpp_wrapper": setting.device.type == "cpu"}  # calls kernels from C++: half of the time
+        compute = torch._inductor.compile(module, inputs, options=options)
+    else:
+        compute = Replay(module, steps=setting.q_offset < 0)
+    return Graph(module, layout, compute, _guard(env, shapes) if varies else sizes.__eq__)
+
+
+def _symbols(sizes: Sizes, env: ShapeEnv) -> Sequence[tuple[Any, ...]]:
+    """A symbol for each size, which is taken for examples. 0 and 1 stay numbers, as torch has other graphs for these."""
+    from torch._dynamo.source import ConstantSource
+
+    def symbol(size: int, name: str) -> Any:
+        if size < 2:
+            return size
+        source = ConstantSource(name)
+        return env.create_symintnode(env.create_symbol(size, source), hint=size, source=source)
+
+    return [tuple(symbol(size, f"size{place}_{axis}") for axis, size in enumerate(shape)) for place, shape in enumerate(sizes)]
+
+
+def _guard(env: ShapeEnv, shapes: Sequence[tuple[Any, ...]]) -> Callable[[Sizes], bool]:
+    """Whether what followed from the examples holds for other sizes, of which the same ones are less than 2."""
+    symbols = [size for shape in shapes for size in shape if not are_ints(size)]
+    code = cast(str, compile(env.produce_guards_expression(symbols) or "True", "<guards>", "eval"))
+    return lambda sizes: env.evaluate_guards_expression(code, [size for shape in sizes for size in shape if size > 1])
+
+
+def _traced(
+    mask: Mask,
+    names: tuple[str, ...],
+    setting: Setting,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[Any, ...]],
+    env: ShapeEnv,
+) -> tuple[torch.fx.GraphModule, Any, list[Any]]:
+    """The module and the layout of a :class:`Graph` for shapes that may be symbols, and its example inputs."""
+    layout = None
+
+    def lowered(lengths: Tensor, *inputs: Tensor) -> list[Any]:
+        nonlocal layout
+        _, q_len, kv_len = lengths.shape
+        context = bound(mask, names, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
+        (*sizes, found), layout = lower(context, setting.block_size).flatten()
+        return [*sizes, *found]
+
+    are_numbers = all(are_ints(*shape) for shape in shapes)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    with _CAPTURING, mode, disable_fake_tensor_cache(mode):  # which takes half of the time with symbols
+        inputs = [torch.empty(shapes[0], device="cpu")]
+        inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
+        graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
+        module = graph_of(*inputs)
+    _drop_identities(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module, layout, inputs
 
 
 def _drop_identities(graph: torch.fx.Graph) -> None:
@@ -288,9 +372,10 @@ def _drop_identities(graph: torch.fx.Graph) -> None:
 
 
 def _place(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The part of its memory that a tensor is."""
+    """The part of its memory that a tensor is. Symbols are compared as expressions, since a comparison of theirs is a guard."""
     seen = node.meta["val"]
-    return seen.shape, seen.stride(), seen.storage_offset()
+    numbers = *seen.shape, *seen.stride(), seen.storage_offset()
+    return tuple(number if are_ints(number) else number.node.expr for number in numbers)
 
 
 def lower_in_graph(

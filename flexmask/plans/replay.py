@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from flexmask import _sync
+from flexmask._transforms import is_observed
 
 
 class Replay:
@@ -28,7 +29,7 @@ class Replay:
     """
 
     def __init__(self, module: GraphModule, *, steps: bool) -> None:
-        self._whole = _with_torch_functions(module)
+        self._module, self._whole = module, _with_torch_functions(module)
         parts = _split(module) if steps else None
         self._parts = parts and [_with_torch_functions(part) for part in parts]
         # What is computed from the data alone. Results may be views of the tensors that the stamp keeps.
@@ -36,6 +37,8 @@ class Replay:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
+        if is_observed(torch.empty(0, device="cpu")):
+            return self._module.forward(*tensors)
         if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(*tensors)
         before_steps, step = self._parts
@@ -55,7 +58,8 @@ def _is_recorded(tensor: Tensor) -> bool:
 def _split(module: GraphModule) -> tuple[GraphModule, GraphModule] | None:
     """A graph in two parts: what does not depend on its last tensor, and the rest, from that tensor and the results of the part.
 
-    Results and what is written in place belong to the rest, so that calls share no memory. None where some are views of inputs.
+    Tensors of the results and what is written in place belong to the rest, so that calls share no memory. None where some are
+    views of inputs.
     """
     *data, last = module.graph.find_nodes(op="placeholder")
     nodes, rest = list(module.graph.nodes), {last}
@@ -69,6 +73,8 @@ def _split(module: GraphModule) -> tuple[GraphModule, GraphModule] | None:
                     fresh += [node, node.kwargs[argument.name] if argument.name in node.kwargs else node.args[place]]
     while fresh:
         node = fresh.pop()
+        if isinstance(node.meta.get("val"), int | torch.SymInt):  # a size
+            continue
         if node.op != "call_function":
             return None
         rest.add(node)
@@ -106,7 +112,7 @@ def _with_torch_functions(module: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace == "aten":
-            name = node.target.overloadpacket.__name__
+            name = node.target.overloadpacket.__name__.removeprefix("sym_")  # such as sym_size
             function = getattr(torch._C._VariableFunctions, name, None)
             if function is not None and getattr(torch, name, None) == function:
                 node.target = getattr(torch, name)

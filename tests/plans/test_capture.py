@@ -32,11 +32,11 @@ def test_masks_that_check_other_values_share_no_graph() -> None:
 def test_a_capture_keeps_no_other_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, other_is_done, real = Event(), Event(), capture._capture
 
-    def slow(mask: Mask, *rest: Any) -> Any:
+    def slow(mask: Mask, *rest: Any, **options: Any) -> Any:
         if mask == first:
             begun.set()
             assert other_is_done.wait(60)
-        return real(mask, *rest)
+        return real(mask, *rest, **options)
 
     monkeypatch.setattr(capture, "_capture", slow)
     cache, first, second = GraphCache(), fm.sliding_window(left=3, right=0), fm.sliding_window(left=4, right=0)
@@ -57,8 +57,9 @@ def test_threads_capture_at_the_same_time() -> None:
     def captured(length: int) -> list[list[bool]]:
         mask, ids = fm.document(fm.param("ids")), torch.arange(length) // 3
         start.wait(60)
-        graph = cache.get(mask, ("ids",), fm.plan(mask, length).setting, (ids,))
-        found: list[list[bool]] = graph.run([ids]).dense()[0, 0].tolist()
+        setting = fm.plan(mask, length).setting
+        graph = cache.get(mask, ("ids",), setting, (ids,))
+        found: list[list[bool]] = graph.run(setting, [ids]).dense()[0, 0].tolist()
         return found
 
     with ThreadPoolExecutor(len(lengths)) as threads:

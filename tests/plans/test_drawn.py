@@ -61,6 +61,15 @@ def test_drawn_masks(drawn: tuple[Case, Shape]) -> None:
     check(lowered, case.mask, case.expected(shape), shape)
 
 
+@pytest.mark.exhaustive
+@quarter
+@given(shaped_masks(longest=24, depth=2).filter(lambda drawn: positions_exist(drawn[1])))
+def test_drawn_masks_without_lengths(drawn: tuple[Case, Shape]) -> None:
+    case, shape = drawn
+    plan = fm.plan(case.mask, batch=shape.batch, heads=shape.heads, block_size=BLOCK_SIZE)
+    check(plan(shape.q_len, shape.kv_len, q_offset=shape.lowering["q_offset"]), case.mask, case.expected(shape), shape)
+
+
 # ---------------------------------------------------------------- masks with parameters
 
 

@@ -181,7 +181,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "overflow": (lambda: fm.plan("kv * 4611686018427387904 <= n[b]", 9)(n=[1, 2]), LoweringError, "beyond 64-bit integers"),
     "no name": (
-        lambda: fm.plan("document(ids)", 9)(documents(9)),
+        lambda: fm.plan("document(ids)", 9)(documents(9)),  # type: ignore[arg-type]
         OperandError,
         "a plan takes its data by name; call the plan with ids=",
     ),
