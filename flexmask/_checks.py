@@ -103,6 +103,12 @@ def checked_number(value: object, what: str) -> float:
     return found
 
 
+def check_flag(value: object, what: str) -> None:
+    """Raises an OperandError unless ``value`` is True or False: what else is true or not is a mistake, as in ``flag="false"``."""
+    if not isinstance(value, bool):
+        raise OperandError(f"{what} must be True or False, got {kind_of(value)}")
+
+
 def check_function(value: Any, what: str, form: str) -> None:
     """Raises an OperandError unless ``value`` can be called with as many arguments as ``form`` has, e.g. ``(x, y) -> z``."""
     wanted = f"{what} must be a function {form}, got {kind_of(value)}"

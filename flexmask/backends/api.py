@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
-from flexmask._checks import checked_number, kind_of, names_explained, nearest, not_plain_reason
+from flexmask._checks import check_flag, checked_number, kind_of, names_explained, nearest, not_plain_reason
 from flexmask._transforms import autocast, without_autocast
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
@@ -24,7 +24,7 @@ from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.backends.varlen import VARLEN
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
-from flexmask.intervals.bind import bind
+from flexmask.intervals.bind import bind, check_bound
 from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore, placed_score
@@ -183,7 +183,7 @@ def attention(
     """
     check_backend(backend)
     change = placed_score(score_mod, q_offset)
-    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
+    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, return_lse
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "attention")
     out, lse = attend(call, backend, names_axes=True)
     return out if lse is None else (out, lse)
@@ -280,7 +280,7 @@ def choose_backend(
     """
     refuse_in_parallel("choose_backend")
     change = placed_score(score_mod, q_offset)
-    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, bool(return_lse)
+    options = change, scale, enable_gqa, q_offset, dropout_p, dropout_seed, None, kernel_options, return_lse
     call = checked_call(Call(query, key, value, None, *options), mask, parameters, "choose_backend")
     chosen = select(call)
     name = ChosenBackend(chosen.name)
@@ -331,6 +331,8 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     query, key, value = _cast(call)
     if call.scale is not None and not torch.compiler.is_compiling():
         checked_number(call.scale, "scale")
+    check_flag(call.enable_gqa, "enable_gqa")
+    check_flag(call.return_lse, "return_lse")
     check_kernel_options(call.kernel_options)
     score_mod = call.score_mod
     if isinstance(score_mod, PlacedScore):
@@ -344,6 +346,8 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
         mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
     if parameters:
         mask = _bound(mask, parameters, caller)
+    if caller and isinstance(mask, Mask):
+        check_bound(mask, caller)
     check_dropout(call.dropout_p)
     return call._replace(query=query, key=key, value=value, mask=mask, score_mod=score_mod)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Literal, cast
 
+from flexmask._checks import check_flag
 from flexmask.catalogue.arguments import check_mask, with_local_positions
-from flexmask.errors import ExpressionError, OperandError
+from flexmask.errors import ExpressionError
 from flexmask.expr import tables
 from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.index import Index, kv, maximum, q
@@ -74,8 +75,7 @@ def document(
     Source: packing as in ``torch.nn.attention.varlen`` and the segment ids of JAX.
     """
     queries = document_ids(ids, lengths=lengths, cu_seqlens=cu_seqlens, position_ids=position_ids, padding=padding)
-    if not isinstance(contiguous, bool):
-        raise OperandError(f"document: contiguous must be True or False, got {contiguous!r}")
+    check_flag(contiguous, "document: contiguous")
     keys = queries if kv_ids is None else document_ids(kv_ids)
     own = along(queries, q)
     if not contiguous:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from flexmask._checks import check_flag
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import as_table, ranged
 from flexmask.expr.form import made
@@ -91,8 +92,7 @@ def document_ids(
         ExpressionError: no source or several, a wrong shape, values that contradict themselves, or ``padding`` with ids.
         OperandError: ``padding`` that is no truth value.
     """
-    if not isinstance(padding, bool):
-        raise OperandError(f"document: padding must be True or False, got {padding!r}")
+    check_flag(padding, "document: padding")
     given = {"ids": ids, "lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
     sources = {name: data for name, data in given.items() if data is not None}
     if len(sources) != 1:

@@ -80,11 +80,12 @@ def bind(
     return context
 
 
-def check_bound(mask: Mask) -> None:
-    """Raises a LoweringError if a mask has unbound parameters."""
+def check_bound(mask: Mask, caller: str = "") -> None:
+    """Raises a LoweringError if a mask has unbound parameters, of which ``caller`` takes the values, if it has a name."""
     if mask.params:
         given = ", ".join(f"{name}=..." for name in mask.params)
-        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given})")
+        call = f", or in the call: {caller}(..., {given})" if caller else ""
+        raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given}){call}")
 
 
 def _device(

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import checked_int
+from flexmask._checks import check_flag, checked_int
 from flexmask.blocks.classify import S, Strategy, classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
@@ -51,8 +51,7 @@ def block_mask(
         LoweringError: ``block_size`` is less than 1 or too large, or the mask does not have the ``form``.
     """
     sizes = block_sizes(block_size)
-    if not isinstance(separate_full_blocks, bool):
-        raise OperandError(f"separate_full_blocks must be True or False, got {separate_full_blocks!r}")
+    check_flag(separate_full_blocks, "separate_full_blocks")
     bounds = analyze(context)
     lists = block_lists(bounds, context, sizes, heads, separate=separate_full_blocks)
     if heads is not None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask._checks import check_flag
 from flexmask.blocks.layout import rank_in_row
-from flexmask.errors import LoweringError, OperandError
+from flexmask.errors import LoweringError
 from flexmask.lowering.block_lists import BlockList, pack
 
 
@@ -22,8 +23,7 @@ def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
         OperandError: ``dq_kv_order`` is no truth value.
         LoweringError: an order is asked for, and the BlockMask of this torch does not hold one.
     """
-    if not isinstance(dq_kv_order, bool):
-        raise OperandError(f"dq_kv_order must be True or False, got {dq_kv_order!r}")
+    check_flag(dq_kv_order, "dq_kv_order")
     if is_asked and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
         raise LoweringError(
             f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, names_explained, not_plain_reason
+from flexmask._checks import check_flag, checked_int, names_explained, not_plain_reason
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import refuse_traced
@@ -186,8 +186,7 @@ def plan(
     mask = as_mask(mask, device=device)
     if "q_offset" in mask.params:
         raise ExpressionError(f"{mask.brief()} has the parameter q_offset, which a plan takes itself; rename it")
-    if not isinstance(compile, bool):
-        raise OperandError(f"compile must be True or False, got {compile!r}")
+    check_flag(compile, "compile")
     if q_len is None and kv_len is not None:
         raise OperandError(f"kv_len={kv_len} without q_len: give both, or give both to each call of the plan")
     lengths = (0, 0) if q_len is None else _lengths(q_len, q_len if kv_len is None else kv_len)

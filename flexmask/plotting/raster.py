@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexmask._checks import kind_of
+from flexmask._checks import check_flag, kind_of
 from flexmask.errors import OperandError, RenderError
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.plotting.annotations import Band, Tokens, bands_of, key_labels, picture_lengths, query_labels
@@ -157,6 +157,9 @@ def rasterize(
             these, tokens that are no texts, or ``shards`` that are no plan.
     """
     mask = as_mask(mask)
+    check_flag(bands, "bands")
+    if why is not None:
+        check_flag(why, "why")
     if against is not None:
         against = as_mask(against, "against")
         if why or block_size is not None:

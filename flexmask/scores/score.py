@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask._checks import (
+    check_flag,
     check_function,
     checked_int,
     checked_number,
@@ -234,8 +235,7 @@ def relative_bias(table: Any, *, max_distance: int = 128, bidirectional: bool = 
     Source: Raffel et al., https://arxiv.org/abs/1910.10683
     """
     found = checked_table(table, "relative_bias: table", ("[buckets, H]",))
-    if not isinstance(bidirectional, bool):
-        raise OperandError(f"relative_bias: bidirectional must be True or False, got {kind_of(bidirectional)}")
+    check_flag(bidirectional, "relative_bias: bidirectional")
     buckets, directions = len(found), 2 if bidirectional else 1
     if buckets % directions or buckets < 2 * directions:
         remedy = "an even number, at least 4; for a decoder give bidirectional=False" if bidirectional else "at least 2"

@@ -466,7 +466,13 @@ REFUSED: dict[str, Row] = {
     "tensor as mask": (attend(torch.ones(5, 5).bool()), OperandError, r"got Tensor.*flexmask.from_dense\(tensor\)"),
     "function as mask": (attend(fm.causal), OperandError, r"mask.*got the function causal: call it, causal\(\)"),
     "text that is no mask": (attend("casual"), FlexmaskError, "causal"),
-    "text with a free name": (attend("key_padding(lengths)"), LoweringError, r"bind\(lengths="),
+    "text with a free name": (
+        attend("key_padding(lengths)"),
+        LoweringError,
+        r"bind\(lengths=...\), or in the call: attention\(\.\.\., lengths=\.\.\.\)",
+    ),
+    "flag of grouped queries": (attend(enable_gqa="false"), OperandError, "enable_gqa must be True or False, got str false"),
+    "flag of the logsumexp": (attend(return_lse=ONE), OperandError, "return_lse must be True or False, got Tensor"),
     "attn_mask": (attend(attn_mask=fm.causal()), OperandError, "attention has no argument attn_mask: give it as mask="),
     "key_padding_mask": (
         attend(key_padding_mask=torch.zeros(2, 5).bool()),

@@ -172,6 +172,8 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
     ("too long", lambda: rasterize(fm.causal(), 2**40), RenderError, r"q_len 1,099,511,627,776 .*at most"),
     ("length", lambda: rasterize(PADDED, 4), LoweringError, r"lengths .*4"),
     ("parameter", lambda: rasterize(fm.parse("document(ids)"), 4), LoweringError, r"ids"),
+    ("why as a text", lambda: rasterize(PADDED, 5, why="no"), OperandError, r"why must be True or False, got str no"),  # type: ignore[arg-type]
+    ("bands as a tensor", lambda: rasterize(PADDED, 5, bands=torch.ones(2)), OperandError, r"bands must be True or False"),  # type: ignore[arg-type]
     ("pixels", lambda: rasterize(PADDED, 5, max_pixels=(0, 4)), OperandError, r"max_pixels .*\(0, 4\)"),
     ("ending", lambda: save(rasterize(PADDED, 5), "mask.gif"), RenderError, r"\.png, \.svg or \.pdf, got .*mask\.gif"),
 ]
