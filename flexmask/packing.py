@@ -146,12 +146,13 @@ def pack_prefixes(
     Args:
         samples: the tokens of each sample, from the prompt to the end of the answer, ``[n]``. Samples share a prefix where their
             tokens are equal; what else a model is given for them must be equal there too.
-        capacity: tokens in a row. Samples that begin with the same token are in one row. By default there is one row for all.
+        capacity: tokens in a row. A tree that is longer is cut between samples, and each part has the prefix that they share, so
+            that a token with which all samples begin does not keep them in one row. By default there is one row for all.
         device: where the tensors are made; by default on the CPU.
 
     Raises:
         ExpressionError: a capacity below 1.
-        OperandError: no samples, a sample without tokens, or samples with a shared prefix that are longer than a row.
+        OperandError: no samples, a sample without tokens, or one that is longer than a row.
 
     Source: https://arxiv.org/abs/2511.00413
     """
@@ -159,13 +160,13 @@ def pack_prefixes(
     samples = listed(samples, "pack_prefixes: samples")
     if not isinstance(samples, Sequence) or not samples:
         raise OperandError(f"pack_prefixes: samples must be a list of the tokens of each, at least one; got {kind_of(samples)}")
-    trees = _trees([_numbers(sample, f"pack_prefixes: samples[{at}]") for at, sample in enumerate(samples)])
+    tokens = [_numbers(sample, f"pack_prefixes: samples[{at}]") for at, sample in enumerate(samples)]
+    most = MAX_CAPACITY if capacity is None else checked_int(capacity, "pack_prefixes: capacity", 1, MAX_CAPACITY)
+    trees = _trees(tokens, most)
     if capacity is None:
         rows, capacity = [trees], sum(len(tree.tokens) for tree in trees)
     else:
-        rows = _best_fit(
-            trees, checked_int(capacity, "pack_prefixes: capacity", 1, MAX_CAPACITY), "pack_prefixes: a tree of samples"
-        )
+        rows = _best_fit(trees, capacity, "pack_prefixes: a sample")
     made = _laid_out(rows, capacity, len(samples), device, ["position_ids", "previous", "tokens", "end"])
     return PackedPrefixes(prefix_tree(made.pop("end")), **made)
 
@@ -207,14 +208,14 @@ class _Tree:
         self.samples[sample] = path
 
 
-def _trees(samples: list[list[int]]) -> list[_Tree]:
-    """The trees of samples, in the order of the first sample of each."""
+def _trees(samples: list[list[int]], most: int) -> list[_Tree]:
+    """The trees of samples, of at most so many tokens if no sample has more, in the order of the first sample of each."""
     trees: list[_Tree] = []
     last: list[int] = []
     for at in sorted(range(len(samples)), key=samples.__getitem__):  # neighbors share the longest prefixes
         tokens = samples[at]
         shared = next((i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens)))
-        if not shared:
+        if not shared or len(trees[-1].tokens) + len(tokens) - shared > most:
             trees.append(_Tree.of_one(at, tokens))
         else:
             trees[-1].add(at, tokens, shared)

@@ -59,7 +59,7 @@ def log_probs(packed: Packed, logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(packed.previous < 0, 0, found)
 
 
-@pytest.mark.parametrize("capacity", [None, 16])
+@pytest.mark.parametrize("capacity", [None, 16, 12])
 @pytest.mark.parametrize("samples", [SAMPLES, *map(drawn, range(4))])
 def test_samples_that_share_prefixes(samples: list[list[int]], capacity: int | None) -> None:
     """Log-probabilities, a loss with a weight for each token of each sample, and its gradients."""
@@ -78,6 +78,15 @@ def test_samples_that_share_prefixes(samples: list[list[int]], capacity: int | N
     assert torch.allclose(loss, wanted)
     for found, expected in zip(gradients, torch.autograd.grad(wanted, parameters), strict=True):
         assert torch.allclose(found, expected)
+
+
+def test_a_tree_longer_than_a_row_is_cut() -> None:
+    """A tokenizer begins all samples with one token; the prompts 1 to 4, each with two answers."""
+    samples = [[0, prompt, prompt, answer] for prompt in range(1, 5) for answer in (7, 8)]
+    packed = pack_prefixes(samples, 8)
+    assert packed.rows == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [found.tolist() for found in packed.gather(packed.tokens)] == samples
+    assert packed.tokens.tolist() == [[0, 1, 1, 7, 8, 2, 2, 7], [0, 2, 2, 8, 3, 3, 7, 8], [0, 4, 4, 7, 8, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, *map(drawn, range(4))])
@@ -153,7 +162,7 @@ def test_one_graph_for_other_samples() -> None:
         (lambda: pack_prefixes([]), "at least one; got "),
         (lambda: pack_prefixes([[1], []]), r"samples\[1\] must be integers along one axis, at least one"),
         (lambda: pack_prefixes([torch.tensor([1, 2.5])]), r"samples\[0\] must be an integer, got 1.0"),
-        (lambda: pack_prefixes([[1, 2, 3], [1, 2, 4]], 3), "a tree of samples has 4 tokens, more than a row of 3"),
+        (lambda: pack_prefixes([[1, 2], [1, 2, 3, 4]], 3), "a sample has 4 tokens, more than a row of 3"),
         (lambda: pack_prefixes([[1]], 0), "capacity must be at least 1, got 0"),
         (lambda: pack_documents([], 4), "pack_documents: lengths must be integers"),
         (lambda: pack_documents([3, 0], 4), "pack_documents: lengths must be at least 1, got 0"),
