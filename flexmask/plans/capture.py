@@ -143,9 +143,9 @@ class GraphCache:
             compiled: whether Inductor compiles it.
         """
         sizes = _sizes(setting, tensors)
-        kind = tuple(tuple(min(size, 2) for size in shape) for shape in sizes) if varies else sizes
+        kind = tuple([tuple([min(size, 2) for size in shape]) for shape in sizes]) if varies else sizes
         inputs = tuple((tensor.dtype, tensor.device) for tensor in tensors)
-        key = mask.form.digest, names, setting._replace(q_len=0, kv_len=0), inputs, kind, varies, compiled
+        key = mask.form.digest, names, setting[2:], inputs, kind, varies, compiled
         graphs, graph = self._kept(key, sizes)
         if graph is not None:
             return graph
@@ -267,7 +267,7 @@ def _remedy(mask: Mask) -> str:
 
 def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
     """The shapes of the inputs of a graph, as numbers."""
-    return (0, setting.q_len, setting.kv_len), *(tuple(map(int, tensor.shape)) for tensor in tensors)
+    return (0, setting.q_len, setting.kv_len), *[tuple(map(int, tensor.shape)) for tensor in tensors]
 
 
 #: Held by the thread that captures: torch.fx has state of the whole process, so that two captures at a time fail.
