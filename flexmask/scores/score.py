@@ -305,6 +305,9 @@ def parse(text: str) -> Score:
     return _parse(text)
 
 
+parse._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler.assume_constant_result, without its imports
+
+
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Score:
     line = " ".join(text.split())

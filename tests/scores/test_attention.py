@@ -214,6 +214,15 @@ def test_one_graph_without_dense_scores() -> None:
     assert not any(40 in shape and list(shape).count(40) > 1 for shape in sizes[0])
 
 
+@pytest.mark.slow
+def test_compiled_code_takes_the_text_of_a_score() -> None:
+    def attend(*tensors: Tensor) -> Tensor:
+        return fm.attention(*tensors, "causal", score_mod="alibi() >> softcap(3.0)", enable_gqa=True)
+
+    tensors = inputs(40)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors), attend(*tensors))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_keeps_biases_in_float32(dtype: torch.dtype) -> None:
     """Biases of far keys are many times the scores: they must not be rounded to 8 bits."""
