@@ -216,8 +216,8 @@ def test_one_graph_without_dense_scores() -> None:
 
 @pytest.mark.slow
 def test_compiled_code_takes_the_text_of_a_score() -> None:
-    def attend(*tensors: Tensor) -> Tensor:
-        return fm.attention(*tensors, "causal", score_mod="alibi() >> softcap(3.0)", enable_gqa=True)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return fm.attention(query, key, value, "causal", score_mod="alibi() >> softcap(3.0)", enable_gqa=True)
 
     tensors = inputs(40)
     torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors), attend(*tensors))
