@@ -37,7 +37,7 @@ class Replay:
 
     def __call__(self, lengths: Tensor, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
-        if is_observed(torch.empty(0, device="cpu")):
+        if is_observed(lengths):
             return self._module.forward(lengths, *tensors)
         if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(lengths, *tensors)
