@@ -195,13 +195,15 @@ class _Analysis:
     def subtrees(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[RowBounds]]:
         """The rows of ``(kv <= q) & (q < end[kv])``, also with ``depth[kv] >= depth[q] - n``, and the remaining operands."""
         context = self.context
-        causal = next((part for part in operands if isinstance(part, Span) and _behind_query(part.stop) in {0, 1}), None)
-        if causal is None or context.q_end is None:
+        if context.q_end is None:
             return operands, []
         n = greater(context.kv_len, context.q_end)
         at_least = [part for part in operands if isinstance(part, Compare) and part.sign in {">", ">="}]
         at_least = [part for part in at_least if self.has_int64_sides(part)]
         if all(self.monotone_rows(part) is not None for part in at_least):
+            return operands, []
+        causal = next((part for part in operands if self.last_of_queries(part) in {0, 1}), None)
+        if causal is None:
             return operands, []
         until, end = next(((part, end) for part in at_least if (end := self.end_of_keys(part, n)) is not None), (None, None))
         if until is None or end is None:
@@ -213,10 +215,19 @@ class _Analysis:
             return operands, []
         lower, upper, are_depths = found
         done: list[Mask | None] = [until, *(part for part, is_depth in zip(others, are_depths, strict=True) if is_depth)]
-        if not is_captured() and causal.start is None and _behind_query(causal.stop) == 1:
+        if not is_captured() and self.last_of_queries(causal) == 1 and getattr(causal, "start", None) is None:
             done.append(causal)
         left = tuple(part for part in operands if not any(part is other for other in done))
         return left, [RowBounds(lower, upper) if lower is not upper else RowBounds.of(lower)]
+
+    def last_of_queries(self, mask: Mask) -> int | None:
+        """``n`` of a mask that hides the keys from ``q + n`` on; None for others. So does ``x[kv] <= x[q]`` where x rises."""
+        if isinstance(mask, Span):
+            return _behind_query(mask.stop)
+        if is_captured() or not isinstance(mask, Compare) or mask.sign != "<=" or not self.has_int64_sides(mask):
+            return None
+        rows, stop = self.threshold(mask), (self.queries.tensor(q) + 1).unsqueeze(-1)
+        return 1 if rows is not None and bool(((rows.lo == 0) & (rows.hi == stop)).all()) else None
 
     def end_of_keys(self, mask: Compare, n: int) -> Tensor | None:
         """For each key the first position, up to n, from which on a condition does not hold; None where it may hold again."""

@@ -148,3 +148,28 @@ def test_a_plan_takes_the_depths_of_trees_alone() -> None:
     for wrong in ([1, 2, 2, 1, 0], [0, 2, 2, 1, 0], [0, 1, -1, 0, 0]):
         with pytest.raises(LoweringError, match="prefix_tree"):
             plan(depth=torch.tensor([rows[0], wrong]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_by_the_times_at_which_a_walk_enters_and_leaves(seed: int) -> None:
+    """``enter[kv] <= enter[q] < leave[kv]``, whose times rise but are no positions."""
+    draw = random.Random(seed)
+    n, batch = draw.randint(1, 40), draw.choice([1, 3])
+    end = [ends(depths(draw, n)) for _ in range(batch)]
+    times = [sorted(draw.sample(range(-50, 200), n + 1)) for _ in range(batch)]
+    if seed % 4 == 3:  # two tokens at one time see each other
+        times[0][n // 2] = times[0][max(n // 2 - 1, 0)]
+    enter = [row[:n] for row in times]
+    leave = [[at[stop] for stop in row] for row, at in zip(end, times, strict=True)]
+    enters, leaves = (table(torch.tensor(rows)) for rows in (enter, leave))
+    mask = (enters[b, kv] <= enters[b, q]) & (enters[b, q] < leaves[b, kv])
+    wanted = np.array([[[x[j] <= x[i] < y[j] for j in range(n)] for i in range(n)] for x, y in zip(enter, leave, strict=True)])
+    check_bounds(bounds(mask, n, n), wanted, exact=seed % 4 < 3)
+
+
+def test_a_row_without_keys_is_not_causal() -> None:
+    """The last query sees no key, where the end of its keys is that of a causal mask."""
+    first, last, until = [0, 1, 2, 3], [0, 1, 2, -1], [4, 2, 4, 4]
+    mask = (table(torch.tensor(first))[kv] <= table(torch.tensor(last))[q]) & (q < table(torch.tensor(until))[kv])
+    wanted = np.array([[[first[j] <= last[i] and i < until[j] for j in range(4)] for i in range(4)]])
+    check_bounds(bounds(mask, 4, 4), wanted, exact=False)
