@@ -264,7 +264,9 @@ class Node(Derived):
                     "torch.vmap or by another function of pytrees. A mask has its batch as the first axis of its data, "
                     "[batch, ...]: call it without vmap, or make it inside from the data"
                 )
-            if tensor.shape != held.shape or tensor.dtype != held.dtype:
+            # In compiled code a size is no number: a graph serves all that the axes have.
+            has_shape = tensor.dim() == len(held.shape) if is_traced() else tensor.shape == held.shape
+            if not has_shape or tensor.dtype != held.dtype:
                 what = "the mask" if is_traced() else self.brief()
                 raise LoweringError(
                     f"a tensor of {what} was {held.dtype}{list(held.shape)} when that was made, and is {tensor.dtype}"

@@ -150,7 +150,7 @@ class Slot(Table):
         return made(Slot, numbers[self.number], *others)
 
     def shape_of(self, held: tuple[Held, ...]) -> tuple[int | None, ...]:
-        return tuple(cast(Any, held[self.number].shape)) if held else Sizes((None,) * self.axes)
+        return tuple(held[self.number].tensor.shape) if held else Sizes((None,) * self.axes)
 
     def to_tensor(self) -> Tensor:
         raise NeedsDataError("the values of data")

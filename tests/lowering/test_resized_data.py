@@ -88,12 +88,17 @@ def test_a_plan_that_has_a_graph() -> None:
 
 
 def test_compiled_code() -> None:
-    """Masks of other lengths are other graphs, and a mask that changes is an error."""
+    """One graph serves all lengths, with the sizes that the data has: those that do not fit are an error."""
     compiled = torch.compile(lambda x, mask: fm.attention(x, x, x, mask), backend="eager", fullgraph=True)
     for length in (6, 8):
         ids, x = torch.zeros(length, dtype=torch.int64), torch.randn(1, 1, length, 2)
         mask = fm.document(ids)
         torch.testing.assert_close(compiled(x, mask), scaled_dot_product_attention(x, x, x))
     ids.data = torch.arange(9)
+    with pytest.raises(Exception, match="has 9 values along q, but q_len is 8"):
+        compiled(x, mask)
+    x = torch.randn(1, 1, 9, 2)
+    torch.testing.assert_close(compiled(x, mask), x)  # each token is a document
+    ids.data = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(Exception, match="its shape and dtype may not: make the mask again"):
         compiled(x, mask)

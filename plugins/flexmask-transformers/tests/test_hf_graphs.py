@@ -96,6 +96,17 @@ def test_use_mask_with_other_data() -> None:
     assert not torch.allclose(plain, found)
 
 
+def test_use_mask_at_lengths_that_change_has_one_more_graph() -> None:
+    _, ours = one_layer("llama")
+    model, _ = compiled(ours)
+    for length in (12, 10, 9, 7):
+        ids = torch.arange(length)[None] // 5
+        with use_mask(ours, causal() & document(ids)):
+            found, wanted = (own(tokens(1, length), use_cache=False).logits for own in (model, ours))
+        assert_close(found, wanted, **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_use_mask_in_place_of_the_models_own(name: str) -> None:
     _, ours = one_layer(name) if name == "gpt_oss" else pair(name)
