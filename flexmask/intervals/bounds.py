@@ -226,7 +226,7 @@ class _Analysis:
             return _behind_query(mask.stop)
         if is_captured() or not isinstance(mask, Compare) or mask.sign != "<=" or not self.has_int64_sides(mask):
             return None
-        rows, stop = self.threshold(mask), (self.queries.tensor(q) + 1).unsqueeze(-1)
+        rows, stop = self.monotone_rows(mask), (self.queries.tensor(q) + 1).unsqueeze(-1)
         return 1 if rows is not None and bool(((rows.lo == 0) & (rows.hi == stop)).all()) else None
 
     def end_of_keys(self, mask: Compare, n: int) -> Tensor | None:
