@@ -97,7 +97,7 @@ class Segments:
             edges = number = torch.arange(n + 1, device=end.device)
         else:
             begins = torch.zeros(n + 1, dtype=torch.bool, device=end.device)
-            begins[1:-1] = (end[..., 1:] != end[..., :-1]).flatten(0, -2).any(0)
+            begins[_changes(end)] = True
             begins[end.flatten()] = True
             begins[0] = begins[-1] = True
             edges, number = begins.nonzero().flatten(), begins.cumsum(0) - 1
@@ -164,7 +164,11 @@ class Segments:
         for column, value in least:
             first = column.unsqueeze(2).expand(*hi.shape[:3], -1).gather(-1, lo.clamp(max=kv_len - 1).long())
             lo = (lo + (value.unsqueeze(-1) - first).clamp(0, kv_len)).to(torch.int32)
-        return Rows(lo, hi, kv_len).compact() if least else Rows(lo, hi, kv_len)
+        if least:
+            return Rows(lo, hi, kv_len).compact()
+        if is_captured() or _sync.needs_sync(own):
+            return Rows(lo, hi, kv_len)
+        return Rows(lo, hi, kv_len, runs=_changes(own))
 
 
 def subtree_ends(depth: Tensor) -> Tensor:
@@ -197,6 +201,11 @@ def subtree_ends(depth: Tensor) -> Tensor:
     for _ in range(n.bit_length() if are_ints(n) else 32):  # the least of those of a token and the 2 ** i nearest above it
         end, parent = end.minimum(end.gather(-1, parent)), parent.gather(-1, parent)
     return end
+
+
+def _changes(values: Tensor) -> Tensor:
+    """The places whose value is another than that before it in some line, ``int64[m]``; forces a host sync."""
+    return (values[..., 1:] != values[..., :-1]).nonzero()[:, -1] + 1
 
 
 def _lines(values: Tensor, at: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexmask as fm
-from flexmask import b, kv, q, table
+from flexmask import b, kv, masks, q, table
 from flexmask.errors import LoweringError
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
@@ -173,3 +173,43 @@ def test_a_row_without_keys_is_not_causal() -> None:
     mask = (table(torch.tensor(first))[kv] <= table(torch.tensor(last))[q]) & (q < table(torch.tensor(until))[kv])
     wanted = np.array([[[first[j] <= last[i] and i < until[j] for j in range(4)] for i in range(4)]])
     check_bounds(bounds(mask, 4, 4), wanted, exact=False)
+
+
+def block_counts(cells: np.ndarray, q_size: int, kv_size: int) -> np.ndarray:
+    """The visible cells of each block of ``bool[q_len, kv_len]``."""
+    q_len, kv_len = cells.shape
+    whole = np.zeros((-(-q_len // q_size) * q_size, -(-kv_len // kv_size) * kv_size), dtype=np.int64)
+    whole[:q_len, :kv_len] = cells
+    counts: np.ndarray = whole.reshape(-1, q_size, whole.shape[1] // kv_size, kv_size).sum((1, 3))
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_of_trees(seed: int) -> None:
+    """Rows of one segment are counted at once: with blocks that are not square the last of them touches more than the first."""
+    draw = random.Random(seed)
+    n, batch, branches = draw.randint(1, 200), draw.choice([1, 2]), draw.choice([0.01, 0.05, 0.3])
+    depth: list[list[int]] = []
+    for _ in range(batch):
+        row = [0]
+        while len(row) < n:
+            row.append(draw.randint(0, row[-1]) if draw.random() < branches else row[-1] + 1)
+        depth.append(row)
+    offset = draw.choice([0, draw.randint(0, n - 1)])
+    q_len = draw.randint(1, n - offset)
+    q_size, kv_size = draw.choice([2, 4, 16, 64]), draw.choice([2, 4, 16, 64])
+    at, key = np.arange(offset, offset + q_len)[:, None], np.arange(n)
+    cells = (key <= at) & (at < np.array([ends(row) for row in depth])[:, None])
+    mask = masks.prefix_tree(position_ids=torch.tensor(depth))
+    blocks = mask.block_mask(q_len, n, q_offset=offset, block_size=(q_size, kv_size))
+    for i in range(batch):
+        count = block_counts(cells[i], q_size, kv_size)
+        full = count == q_size * kv_size
+        for number, index, wanted in (
+            (blocks.kv_num_blocks, blocks.kv_indices, (count > 0) & ~full),
+            (blocks.full_kv_num_blocks, blocks.full_kv_indices, full),
+        ):
+            assert number is not None
+            assert index is not None
+            found = [row[:k].tolist() for row, k in zip(index[i, 0], number[i, 0].tolist(), strict=True)]
+            assert found == [row.nonzero()[0].tolist() for row in wanted]
