@@ -6,6 +6,7 @@ Time is linear in the visible cells and memory in the lengths, forward and backw
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -24,12 +25,13 @@ from flexmask.backends.tile_passes import FUSED_SCORES
 from flexmask.backends.tile_weights import differentiable_attention, has_nonfinite
 from flexmask.backends.tiling import may_be_dense
 from flexmask.expr.mask import ALL_CELLS, Mask
+from flexmask.intervals.bands import Fused, fused_kind
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.plans.capture import lower, lower_in_graph
-from flexmask.plans.lowered import Fused, from_block_mask, fused_kind
+from flexmask.plans.lowered import from_block_mask
 from flexmask.scores.placed import PlacedScore
 from flexmask.scores.score import ScoreMod
 
@@ -166,7 +168,7 @@ def _bound(mask: Mask, call: Call) -> Context:
 def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) -> tuple[Fused, Visible | None]:
     """As :func:`_visible`. With ``shapes_only`` the mask is only checked, and the bounds are placeholders."""
     context = _bound(mask, call)
-    if plain and (fused := fused_kind(context.with_lengths(context.mask), context.q_offset)):
+    if plain and (fused := fused_kind(replace(context, mask=context.with_lengths(context.mask)))):
         return fused, None
     if shapes_only:
         return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32, device="cpu").to(context.device), None)

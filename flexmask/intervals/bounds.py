@@ -18,12 +18,13 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
-from flexmask.expr.index import Constant, Index, Symbol, kv, q
+from flexmask.expr.index import Constant, Index, Symbol, q
 from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Slot, Table
+from flexmask.intervals.bands import do_meet
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
@@ -33,7 +34,7 @@ from flexmask.intervals.operations import clamped, greater, lesser
 from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, search, threshold, true_hull
-from flexmask.intervals.solve import Span, is_separable, separate
+from flexmask.intervals.solve import Span, has_same_sides, is_separable, separate
 from flexmask.intervals.subtrees import subtree_rows
 
 #: More intervals in a row than this are not listed but bounded, which keeps the memory of rows linear.
@@ -153,7 +154,11 @@ class _Analysis:
             case And(operands):
                 return self.conjunction(operands)
             case Or(operands):
-                return self.disjunction([self.rows(operand) for operand in operands])
+                parts = [self.rows(operand) for operand in operands]
+                found = self.disjunction(parts)
+                if all(part.exact and part.lower.slots == 1 for part in parts) and do_meet(operands, self.context):
+                    return RowBounds.of(found.lower.hull())  # also where the host cannot read how many intervals are used
+                return found
             case Xor(operands):
                 return reduce(lambda a, b: a ^ b, map(self.rows, operands))
             case Not(operand):
@@ -185,7 +190,7 @@ class _Analysis:
         for condition in operands:
             match condition:
                 case Compare(">=", Lookup(DocumentTable(rule)) as own, Constant(0)) if rule in COVERING:
-                    same = [part for part in equal if part.right.key == own.key and _has_same_sides(part)]
+                    same = [part for part in equal if part.right.key == own.key and has_same_sides(part)]
                     table = self.documents_of(own)
                     if same and table is not None:
                         operands = tuple(part for part in operands if part is not condition and part is not same[0])
@@ -372,7 +377,7 @@ class _Analysis:
     def matches(self, mask: Compare) -> Rows | None:
         context, column = self.context, mask.left
         table = self.documents_of(column)
-        if table is not None and _has_same_sides(mask):
+        if table is not None and has_same_sides(mask):
             return self.document_rows(table, of_padding=True)  # no document is empty where a query is
         if _is_nondecreasing(column) and _sync.needs_sync(context.tables[column.table.key]):
             great = extent(mask.right, context)[1] == INT64[1]  # which no document has
@@ -385,7 +390,7 @@ class _Analysis:
             context.q_len == context.kv_len
             and isinstance(context.q_offset, int)
             and context.q_offset == 0
-            and _has_same_sides(mask)
+            and has_same_sides(mask)
         ):
             return found.own(MAX_SLOTS)
         return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
@@ -453,16 +458,6 @@ def _clamped(end: Any, kv_len: int) -> Any:
     """An end of spans as a 32-bit position, or as a number where all have the same."""
     kept = clamped(end, 0, kv_len)
     return kept.to(torch.int32) if isinstance(kept, Tensor) else kept
-
-
-def _has_same_sides(mask: Compare) -> bool:
-    """Whether both sides are the same expression, of ``q`` and of ``kv``."""
-
-    def compare() -> bool:
-        mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
-        return bool(mirrored.key == mask.left.key)
-
-    return mask.kept("same_sides", compare)
 
 
 def _table_of(column: Index) -> Table | Param | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
 
-from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, kv, q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import SWAPPED, Compare, Mask, Named, Truth
 from flexmask.intervals import laws
@@ -41,6 +41,16 @@ def is_separable(mask: Mask) -> TypeGuard[Compare]:
         return False
     left, right = mask.left.symbols, mask.right.symbols
     return "kv" in left and "q" not in left and "q" in right and "kv" not in right
+
+
+def has_same_sides(mask: Compare) -> bool:
+    """Whether both sides are the same expression, of ``q`` and of ``kv``."""
+
+    def compare() -> bool:
+        mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
+        return bool(mirrored.key == mask.left.key)
+
+    return mask.kept("same_sides", compare)
 
 
 #: Of more piecewise values than these a comparison is not solved: each may double the number of conditions.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
+from flexmask.intervals.bands import READ, Band, band_of
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
@@ -23,9 +26,6 @@ Form: TypeAlias = Literal["auto", "interval", "expression"]
 
 #: The most intervals of a row that the interval form tests.
 MOST = 8
-#: The fewest. On the CPU a second one that is unused costs about 3 % of a window of 256, and one kernel serves most masks.
-#: Elsewhere it costs 3 to 19 % of the instructions of a kernel's masked loop.
-FEWEST = _sync.PerDevice(cpu=2, elsewhere=1)
 
 
 def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = None) -> MaskMod:
@@ -45,23 +45,18 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
     if form == "expression":
         return _expression_mod(context)
     bounds = bounds or analyze(context)
-    count = interval_count(bounds)
-    if count is not None:
-        return interval_mod(bounds.lower.expand(context.full_batch, context.heads, context.q_len), count, context.q_len)
+    if has_interval_form(bounds):
+        sizes = context.full_batch, context.heads, context.q_len
+        return interval_mod(bounds.lower, sizes, band_of(context))
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
         raise LoweringError(f"the mask has no interval form, which tests at most {MOST} intervals: {reason}")
     return _expression_mod(context)
 
 
-def interval_count(bounds: RowBounds) -> int | None:
-    """How many intervals the interval form of a mask tests, or None where it has no such form."""
-    return tested_count(bounds.lower) if bounds.exact and bounds.lower.slots <= MOST else None
-
-
-def tested_count(rows: Rows) -> int:
-    """How many intervals are tested for some rows: a power of 2, so that a kernel serves most masks of a device."""
-    return 1 << (max(rows.slots, FEWEST.on(rows.lo)) - 1).bit_length()
+def has_interval_form(bounds: RowBounds) -> bool:
+    """Whether the key intervals of a mask are few enough to be tested one by one."""
+    return bounds.exact and bounds.lower.slots <= MOST
 
 
 def _expression_mod(context: Context) -> MaskMod:
@@ -69,23 +64,34 @@ def _expression_mod(context: Context) -> MaskMod:
     return mask_closure(replace(context, tables=context.tables.cloned()))
 
 
-def interval_mod(rows: Rows, count: int, q_len: int) -> MaskMod:
+def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> MaskMod:
     """``OR over i of lo[i][row] <= kv < hi[i][row]``.
 
     Args:
-        rows: the intervals.
-        count: how many intervals of a row are tested, at least as many as there are.
-        q_len: number of rows.
+        rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
+        sizes: sequences, heads and queries.
+        band: the ends that are computed where a row has one interval.
 
     The tensors have the axes of the intervals whose size is not 1, or that of the queries. So torch recognizes the function as
     intervals and applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an
-    index is multiplied by 0. Intervals at their full size have one code whatever the mask depends on. Each slot has two tensors,
-    not a place on another axis: torch would take the size of that axis for dynamic once it changes, which its CPU kernels do not
-    support.
+    index is multiplied by 0. Each slot has two tensors, not a place on another axis: torch would take the size of that axis for
+    dynamic once it changes, which its CPU kernels do not support.
+
+    Outside of compiled code, where a mask is a part of its graph, a kernel serves several numbers of intervals. On the CPU one
+    serves most masks: all ends of two intervals are read at their full size, which costs 3 % of a window of 256. Elsewhere all
+    that is read costs registers and instructions of the innermost loop.
     """
-    (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (rows.lo, rows.hi))
+    count = rows.slots
+    if not torch.compiler.is_compiling():
+        count = 1 << (count - 1).bit_length()
+    if not _sync.needs_sync(rows.lo):
+        rows, count, band = rows.expand(*sizes), max(count, 2), READ
+    (low, high), (lo, hi) = band if rows.slots == 1 else READ, (rows.lo, rows.hi)
+    if low != "read":  # in a row without keys lo is kv_len, which is not there to say so
+        hi = torch.where(lo < hi, hi, 0)
+    (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (lo, hi))
     if not axes:  # a kernel indexes by something
-        axes, lows, highs = (2,), lows.expand(q_len, -1), highs.expand(q_len, -1)
+        axes, lows, highs = (2,), lows.expand(sizes[2], -1), highs.expand(sizes[2], -1)
     slots = lows.unbind(-1), highs.unbind(-1)
     pairs: list[tuple[Tensor, Tensor]] = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(*slots, strict=True)]
     while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
@@ -94,7 +100,10 @@ def interval_mod(rows: Rows, count: int, q_len: int) -> MaskMod:
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = tuple([(b, h, q_idx)[axis] for axis in axes])
-        visible = (kv_idx >= lo[row]) & (kv_idx < hi[row])
+        tests = [] if low is None else [kv_idx >= (lo[row] if low == "read" else q_idx + low)]
+        if high is not None:
+            tests.append(kv_idx < (hi[row] if high == "read" else q_idx + high))
+        visible = reduce(operator.and_, tests) if tests else kv_idx >= 0
         for next_lo, next_hi in more:
             visible = visible | ((kv_idx >= next_lo[row]) & (kv_idx < next_hi[row]))
         return visible

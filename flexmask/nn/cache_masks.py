@@ -19,12 +19,12 @@ from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
+from flexmask.intervals.bands import Band, band
 from flexmask.intervals.bind import check_bound
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import document_table
 from flexmask.intervals.sizes import check_batch, data_owner
 from flexmask.intervals.solve import Span, separate
-from flexmask.plans.lowered import Band, band_of
 
 
 class Lookback(NamedTuple):
@@ -62,15 +62,15 @@ def _lookback_of(form: Mask) -> Lookback:
                 of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
                 found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
             case _:
-                found[id(node)] = _of_band(band_of(node, 0)) if isinstance(node, Span) else UNKNOWN
+                found[id(node)] = _of_band(band(node, own_keys=False)) if isinstance(node, Span) else UNKNOWN
     has_data = any(isinstance(node, Lookup) for node in form.walk())
     return found[id(form)]._replace(whole=-1) if has_data else found[id(form)]
 
 
-def _of_band(band: Band | None) -> Lookback:
-    if band is None:
+def _of_band(ends: Band) -> Lookback:
+    low, high = ends
+    if low == "read" or high == "read":
         return UNKNOWN
-    low, high = band
     back, ahead = MAX_LENGTH if low is None else -low, MAX_LENGTH if high is None else high - 1
     return Lookback(-1 if ahead < 0 else max(-1, back), max(0, back), max(0, ahead))
 

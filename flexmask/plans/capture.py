@@ -25,6 +25,7 @@ from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask
 from flexmask.expr.tables import Lookup
+from flexmask.intervals.bands import band_of
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
@@ -32,7 +33,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.plans.lowered import MAX_CELLS, LoweredMask, band_of, flat_lists, lists_of
+from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
-    return LoweredMask(shape, ends, cells, block_size, lists, band_of(context.mask, context.q_offset))
+    return LoweredMask(shape, ends, cells, block_size, lists, band_of(context))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ and saved in files.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeAlias, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,58 +20,19 @@ from flexmask._checks import kind_of
 from flexmask._transforms import is_captured, vectorized
 from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.index import q
-from flexmask.expr.linear import Linear
-from flexmask.expr.mask import And, Mask, Truth
+from flexmask.expr.mask import Truth
+from flexmask.intervals.bands import KINDS, READ, Band, Fused
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
-from flexmask.intervals.solve import Span, separate
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.mask_mod import MaskMod, interval_mod, tested_count
+from flexmask.lowering.mask_mod import MaskMod, interval_mod
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
-
-#: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
-Fused: TypeAlias = Literal["whole", "causal"] | None
-
-#: The first key that a query attends to, and the end of its keys, both from the query on; None for all keys on a side.
-Band: TypeAlias = tuple[int | None, int | None]
-#: The kinds by their bands.
-KINDS: dict[Band | None, Fused] = {(None, None): "whole", (None, 1): "causal"}
-
-
-def fused_kind(mask: Mask, q_offset: int | Tensor) -> Fused:
-    """The kind of a mask whose queries begin at an offset."""
-    return KINDS.get(band_of(mask, q_offset))
-
-
-def band_of(mask: Mask, q_offset: int | Tensor) -> Band | None:
-    """The band of a mask whose queries begin at an offset; None for a mask that is no band.
-
-    It is asked for offset 0 alone: other numbers vary in a graph, of which the results have one layout.
-    """
-    if isinstance(mask, Truth) and mask.value:
-        return None, None
-    if not isinstance(q_offset, int) or q_offset:
-        return None
-    found = separate(mask)
-    lows, highs = list[int](), list[int]()
-    for span in found.operands if isinstance(found, And) else (found,):
-        if not isinstance(span, Span):
-            return None
-        for end, offsets in ((span.start, lows), (span.stop, highs)):
-            if end is not None:
-                line = Linear.of(end)
-                if {key: factor for key, (_, factor) in line.terms.items()} != {q.key: 1}:
-                    return None
-                offsets.append(line.constant)
-    return max(lows, default=None), min(highs, default=None)
-
 
 #: What to write where a LoweredMask is given to what takes something else.
 HINT = (
@@ -91,8 +52,8 @@ class LoweredMask:
             all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1
             where it is broadcast over the queries.
         block_size: queries and keys in a block of :attr:`block_mask`.
-        band: ``(low, high)`` where a query attends to the keys from ``q + low`` to before ``q + high``, and None for no such end;
-            None for another mask.
+        band: which ends of the one interval of a row follow from the query's position alone: see
+            :func:`flexmask.intervals.bands.band_of`.
     """
 
     def __init__(
@@ -102,7 +63,7 @@ class LoweredMask:
         cells: Tensor | None = None,
         block_size: tuple[int, int] = (128, 128),
         lists: tuple[Tensor, ...] = (),
-        band: Band | None = None,
+        band: Band = READ,
     ) -> None:
         self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
         self._lists = lists
@@ -123,14 +84,9 @@ class LoweredMask:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
         if self.cells is not None and self.cells.shape[2] > 1:
             return _cells_mod(self.cells)
-        if self.band is not None and torch.compiler.is_compiling():  # which reads nothing
-            return _band_mod(*self.band)
-        rows = self._rows()
-        tested = rows.slots
-        if not torch.compiler.is_compiling():  # in a graph they are a part of it; elsewhere one kernel serves many masks
-            rows, tested = rows.expand(*self.shape[:3]), tested_count(rows)
-        inside = interval_mod(rows, tested, self.shape[2])
-        return inside if self.cells is None else _both(inside, _cells_mod(self.cells))
+        if self.cells is None:
+            return interval_mod(self._rows(), self.shape[:3], self.band)
+        return _both(interval_mod(self._rows(), self.shape[:3]), _cells_mod(self.cells))
 
     @property
     def block_mask(self) -> BlockMask:
@@ -231,14 +187,6 @@ def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[in
         return block_lists(RowBounds(rows, rows), context, sizes)
     partial, full = BlockGrid(context, *sizes).from_cells(rows, cells)
     return grid_lists([partial, full], context.full_batch, None)
-
-
-def _band_mod(low: int | None, high: int | None) -> MaskMod:
-    def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = kv_idx >= (0 if low is None else q_idx + low)
-        return visible if high is None else visible & (kv_idx < q_idx + high) if low is not None else kv_idx < q_idx + high
-
-    return visible_key
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:

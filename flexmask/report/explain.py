@@ -22,7 +22,7 @@ from flexmask.intervals.sizes import lengths_hint
 from flexmask.intervals.solve import Span, is_separable, separate
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.lowering.mask_mod import interval_count
+from flexmask.lowering.mask_mod import has_interval_form
 from flexmask.report.compare import Cell
 from flexmask.report.kernels import kernel_lines
 from flexmask.report.stats import Stats, stats
@@ -278,8 +278,7 @@ def _listed_leaf(mask: Mask) -> Leaf:
 
 
 def _form_text(bounds: RowBounds) -> str:
-    count = interval_count(bounds)
-    return "the expression" if count is None else f"tests {count} key intervals, one kernel for all such masks"
+    return f"tests {_count_text(bounds.lower.slots, 'key interval')} in a row" if has_interval_form(bounds) else "the expression"
 
 
 def _cost_text(stats: Stats) -> str:

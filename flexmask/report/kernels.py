@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
+from flexmask.intervals.bands import KINDS, band_of
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
-from flexmask.lowering.mask_mod import interval_count
+from flexmask.lowering.mask_mod import has_interval_form
 from flexmask.lowering.varlen import varlen_arguments
-from flexmask.plans.lowered import KINDS, band_of
 from flexmask.report.stats import stats
 
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
@@ -28,17 +28,18 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         unread: the same on ``meta``, where no value can be read.
     """
     bounds = analyze(context)
-    band = band_of(context.mask, context.q_offset)
+    band = band_of(context)
     fused = KINDS.get(band)
-    count = interval_count(bounds)
-    if count is None:
+    if not has_interval_form(bounds):
         reason = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
         cells = f"the expression, cell by cell, since {reason}"
         bits = "evaluates each cell"
     else:
-        cells = f"kv in one of {count} key intervals, from {2 * count} int32 tensors, read once a row"
-        cells += "" if band is None else "; in compiled code arithmetic"
-        bits = f"applies {count} intervals to 32 keys at a time, as bits (torch 2.15)"
+        count = bounds.lower.slots
+        read = sum(end == "read" for end in band) if count == 1 else 2 * count
+        cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
+        cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read" if read else "which is arithmetic"
+        bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
     if refusal := flash_refusal(context.named):
         bits, chosen = f"no: {refusal}", "flex"
     else:

@@ -20,7 +20,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.lowering.mask_mod import interval_count
+from flexmask.lowering.mask_mod import has_interval_form
 from flexmask.testing.settings import Finding, Reference, Setting, compare_cells, make_setting, picture_around, reference_cells
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -177,7 +177,7 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
     lower, upper = (rows.holds(keys).expand(setting.shape) for rows in (bounds.lower, bounds.upper))
     yield compare_cells("rows" if bounds.exact else "rows (bounds)", lower | (wanted & upper), wanted)
     forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
-    if interval_count(bounds) is None:
+    if not has_interval_form(bounds):
         del forms["mask_mod (interval)"]
     for name, form in forms.items():
         mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]

@@ -86,7 +86,8 @@ def test_the_library_takes_one_kernel_for_twenty_compositions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "tensors"), [(fm.causal(), 2), (fm.causal() & fm.document(lengths=[3, 5]), 2), (fm.prefix_lm(3), 4)]
+    ("mask", "tensors"),
+    [(fm.causal() & fm.document(lengths=[3, 5]), 2), (fm.prefix_lm(3), 2), (fm.masks.sink_window(1, size=2), 4)],
 )
 def test_a_gpu_reads_no_more_tensors_than_there_are_ends_of_intervals(mask: fm.Mask, tensors: int) -> None:
     def held(device: str) -> list[Tensor]:

@@ -165,15 +165,29 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def test_one_kernel_for_masks_of_a_length() -> None:
-    """For those of one interval, and one for those of two."""
-    before = graphs()
-    for number, names in enumerate(
-        (("causal", "documents", "full", "empty", "a sequence that is empty", "rows that are empty"), ("prefix",)), 1
-    ):
-        for name in names:
-            check(CASES[name])
+def test_masks_of_a_kind_share_a_kernel() -> None:
+    """Those of which the same ends are read along the same axes. Distances vary from the second one on."""
+    before, window = graphs(), CASES["packed lists"]
+    kinds = (
+        (CASES["causal"],),
+        (CASES["documents"], Case(window.mask, window.shown)),
+        (CASES["a sequence that is empty"],),
+        (CASES["prefix"],),
+    )
+    for number, cases in enumerate(kinds, 1):
+        for case in cases:
+            check(case)
         assert graphs() - before == number
+
+
+@pytest.mark.parametrize(
+    "sizes", [((40, 3), (20, 20), (60, 5))] if IS_NEWER else exhaustive([(((40, 3), (20, 20), (60, 5)),)]), ids=str
+)
+def test_two_kernels_for_windows_of_all_sizes(sizes: tuple[tuple[int, int], ...]) -> None:
+    before = graphs()
+    for left, right in sizes:
+        check(Case(fm.sliding_window(left=left, right=right), lambda b, h, q, kv: (kv >= q - left) & (kv <= q + right)))  # noqa: B023
+    assert graphs() - before == 2
 
 
 @pytest.mark.parametrize("lengths", [(256, 330, 440)] if IS_NEWER else exhaustive([((256, 330, 440),)]), ids=str)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexmask as fm
-from flexmask import q
+from flexmask import _sync, q
 from flexmask.backends import flex
 from tests.support.examples import EXAMPLES, OWN_MASKS
 
@@ -76,10 +76,17 @@ def intervals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int | N
 
 
 def kind(mask_mod: Callable[..., Tensor]) -> Any:
-    """The axes of the tensors of an interval form and how many intervals it tests, which its code depends on alone."""
+    """What the code of an interval form depends on: the ends that it computes, its axes and how many intervals it tests."""
     names, cells = mask_mod.__code__.co_freevars, mask_mod.__closure__ or ()
     held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    return (held["axes"], 1 + len(held["more"])) if "axes" in held else None
+    return (held["low"], held["high"], held["axes"], 1 + len(held["more"])) if "axes" in held else None
+
+
+@pytest.fixture(params=["cpu", "elsewhere"])
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one kernel serves most masks, and where ends are computed, as on a GPU."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
 
 
 def attended(mask: BlockMask) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -88,6 +95,7 @@ def attended(mask: BlockMask) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return lambda x: flex_attention(x, x, x, block_mask=mask), torch.zeros(batch, heads, q_len, 16)
 
 
+@pytest.mark.usefixtures("_device")
 def test_named_masks(intervals: Callable[..., int | None]) -> None:
     kinds: dict[Any, BlockMask] = {}
     for name in OWN_MASKS:
@@ -96,13 +104,14 @@ def test_named_masks(intervals: Callable[..., int | None]) -> None:
         assert bool(own) == (name not in CELL_BY_CELL), name
         kinds |= own
     for mask_kind, mask in kinds.items():
-        assert intervals(*attended(mask)) == mask_kind[1], mask_kind
+        assert intervals(*attended(mask)) == mask_kind[-1], mask_kind
 
 
+@pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_axes(name: str, intervals: Callable[..., int | None]) -> None:
     mask = OTHERS[name].block_mask(8)
-    assert intervals(*attended(mask)) == kind(mask.mask_mod)[1]
+    assert intervals(*attended(mask)) == kind(mask.mask_mod)[-1]
 
 
 @pytest.mark.parametrize("name", ["sequences", "all axes", "4 intervals"])

@@ -1,11 +1,9 @@
 """The sequences of a lowered mask."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import flexmask as fm
 from flexmask.errors import OperandError
@@ -43,30 +41,3 @@ def test_a_block_that_one_query_skips_is_in_no_list() -> None:
     mask = ((fm.q + 7) * fm.kv) % 40 < 4
     found = fm.plan(mask, 1, 24, block_size=(1, 4))().block_mask
     check_lists(found, Shape(1, 24), oracle.classify_blocks(mask.dense(1, 24), 1, 4))
-
-
-BANDS: dict[str, tuple[str, tuple[int | None, int | None] | None, Callable[[Tensor, Tensor], Tensor]]] = {
-    "causal": ("causal", (None, 1), lambda q, kv: kv <= q),
-    "full": ("full", (None, None), lambda q, kv: kv >= 0),
-    "window": ("sliding_window(size=3)", (-2, 1), lambda q, kv: (kv <= q) & (q - kv < 3)),
-    "both sides": ("sliding_window(left=2, right=1)", (-2, 2), lambda q, kv: (q - kv).abs() <= 1 + (kv < q).long()),
-    "both in one": ("causal & sliding_window(left=2, right=1)", (-2, 1), lambda q, kv: (kv <= q) & (q - kv <= 2)),
-    "after": ("kv > q", (1, None), lambda q, kv: kv > q),
-    "lower right, by the lengths": ("causal(align='lower_right')", None, lambda q, kv: kv <= q + 3),
-    "rows that attend to nothing": ("(kv > q) & causal", None, lambda q, kv: kv < 0),
-    "with data": ("causal & key_padding(4)", None, lambda q, kv: (kv <= q) & (kv < 4)),
-    "of every second key": ("kv <= 2 * q", None, lambda q, kv: kv <= 2 * q),
-    "of the key alone": ("kv < 3", None, lambda q, kv: kv < 3),
-}
-
-
-@pytest.mark.parametrize("name", BANDS)
-def test_bands_are_arithmetic_in_compiled_code(name: str) -> None:
-    text, band, meaning = BANDS[name]
-    plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    zero = torch.zeros((), dtype=torch.long)
-    assert plan().band == band
-    assert torch.equal(plan().dense()[0, 0], meaning(q, kv))
-    torch.compiler.reset()
-    found = torch.compile(lambda q, kv: plan().mask_mod(zero, zero, q, kv), backend="eager", fullgraph=True)(q, kv)
-    assert torch.equal(found, meaning(q, kv))

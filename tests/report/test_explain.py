@@ -341,10 +341,10 @@ def test_kernels() -> None:
     assert fm.explain(mask, 20).kernel == ()
     found = fm.explain(mask, 20, kernel=True)
     assert found.kernel[:2] == (
-        ("cells", "kv in one of 2 key intervals, from 4 int32 tensors, read once a row"),
+        ("cells", "kv in the key interval of the row, of which 1 end is read"),
         (
             "FLASH",
-            "applies 2 intervals to 32 keys at a time, as bits (torch 2.15); blocks of 128 x 128 on Hopper, 128 x 128 on "
+            "applies 1 interval to 32 keys at a time, as bits (torch 2.15); blocks of 128 x 128 on Hopper, 128 x 128 on "
             "Blackwell, for heads of up to 128 channels",
         ),
     )
@@ -352,7 +352,7 @@ def test_kernels() -> None:
     assert lines["varlen"] == "3 segments of at most 10 queries and 10 keys, window_size=(-1, 0)"
     assert lines["fused"] == "no"
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("one run each")
-    assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith("; in compiled code arithmetic")
+    assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith(", which is arithmetic")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "read block by block"
     long = dict(fm.explain(fm.causal(), 257, kernel=True).kernel)
     assert "256 x 128 on Blackwell" in long["FLASH"]

@@ -1,0 +1,118 @@
+"""Ends of key intervals that follow from the query's position alone: kernels compute them, and read the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from flexmask._transforms import are_ints
+from flexmask.expr.index import Index, q
+from flexmask.expr.linear import Linear
+from flexmask.expr.mask import And, Compare, Mask, Or, Truth
+from flexmask.intervals.context import MAX_LENGTH, Context
+from flexmask.intervals.solve import Span, has_same_sides, separate
+
+#: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
+Fused: TypeAlias = Literal["whole", "causal"] | None
+
+#: One end of the keys of a row: at a distance from the query, None where no key is left out on that side, else ``"read"``.
+End: TypeAlias = int | Literal["read"] | None
+#: Where the keys of a row begin, and where they end.
+Band: TypeAlias = tuple[End, End]
+#: The band of a mask of which nothing is known.
+READ: Band = ("read", "read")
+#: The comparisons that hold for equal values.
+SAME = {"==", "<=", ">="}
+#: The kinds by their bands.
+KINDS: dict[Band, Fused] = {(None, None): "whole", (None, 1): "causal"}
+
+
+def fused_kind(context: Context) -> Fused:
+    """The kind of the mask of a lowering context."""
+    return KINDS.get(band_of(context))
+
+
+def band_of(context: Context) -> Band:
+    """The band of a mask whose rows are key intervals, one each.
+
+    Of a row without keys at least one end is read, unless its ends contradict each other. Distances are those of offset 0 alone:
+    others vary in a graph, of which the results have one layout.
+
+    In ``causal() & document(ids)`` the end is that of ``causal()``: a row of documents holds the key at the query, or none.
+    """
+    form, own = separate(context.mask), own_keys(context)
+    low, high = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
+    if not isinstance(context.q_offset, int) or context.q_offset:
+        return "read" if isinstance(low, int) else low, "read" if isinstance(high, int) else high
+    return low, high
+
+
+def own_keys(context: Context) -> bool:
+    """Whether each query is at the position of a key."""
+    end, kv_len = context.q_end, context.kv_len
+    if end is None:
+        return False
+    if are_ints(end, kv_len):
+        return end <= kv_len
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # a comparison would make a graph one for some
+
+    return statically_known_true(end <= kv_len)
+
+
+def band(mask: Mask, *, own_keys: bool) -> Band:
+    """As :func:`band_of`, for offset 0 and a mask over separable leaves."""
+    match mask:
+        case Truth(True):
+            return None, None
+        case Span(start, stop):
+            return _end(start, -MAX_LENGTH), _end(stop, MAX_LENGTH)
+        case Or(parts):
+            lows, highs = zip(*(band(part, own_keys=own_keys) for part in parts), strict=True)
+            return (None if set(lows) == {None} else "read"), (None if set(highs) == {None} else "read")
+        case And(parts):
+            bands = [band(part, own_keys=own_keys) for part in parts if not (own_keys and _is_around_query(part))]
+            lows, highs = zip((None, None), *bands, strict=True)
+            low, high = _innermost(lows, max), _innermost(highs, min)
+            if len(bands) == len(parts):
+                return low, high
+            if isinstance(high, int) and high <= 1:
+                return "read", high
+            return (low if isinstance(low, int) and low >= 0 else "read"), "read"
+    return READ
+
+
+def do_meet(masks: Sequence[Mask], context: Context) -> bool:
+    """Whether the intervals of several masks over separable leaves have a key in common, of those that have any."""
+    lows, highs = zip(*(band(mask, own_keys=False) for mask in masks), strict=True)
+    return set(lows) == {None} or set(highs) == {None} or (all(map(_holds_query, masks)) and own_keys(context))
+
+
+def _end(end: Index | None, outside: int) -> End:
+    """The end of a span. At distances of ``outside`` or beyond no key is left out, and where all are, it is read."""
+    if end is None:
+        return None
+    line = Linear.of(end)
+    if {key: factor for key, (_, factor) in line.terms.items()} != {q.key: 1} or line.constant * outside <= -(MAX_LENGTH**2):
+        return "read"
+    return None if line.constant * outside >= MAX_LENGTH**2 else line.constant
+
+
+def _innermost(ends: tuple[End, ...], of_two: Callable[..., int]) -> End:
+    """The end of an intersection of intervals."""
+    return "read" if "read" in ends else of_two((end for end in ends if end is not None), default=None)
+
+
+def _is_around_query(mask: Mask) -> bool:
+    """Whether each row of a leaf holds the key at the query, or no key at all."""
+    return isinstance(mask, Compare) and ("kv" not in mask.symbols or (mask.sign in SAME and has_same_sides(mask)))
+
+
+def _holds_query(mask: Mask) -> bool:
+    """As :func:`_is_around_query`, for a mask."""
+    match mask:
+        case And(parts) | Or(parts):
+            return all(map(_holds_query, parts))
+        case Span():
+            low, high = band(mask, own_keys=False)
+            return low != "read" != high and (low is None or low <= 0) and (high is None or high >= 1)
+    return mask == Truth(True) or _is_around_query(mask)

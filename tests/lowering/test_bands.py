@@ -1,0 +1,205 @@
+"""Ends of key intervals that kernels compute from the query's position instead of reading them, as elsewhere than on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexmask as fm
+from flexmask import _sync
+from flexmask.expr.names import NAMES
+from flexmask.intervals.bands import Band
+from tests.support.examples import EXAMPLES
+from tests.support.strategies import Case, Shape
+
+READ: Literal["read"] = "read"
+BANDS: dict[str, tuple[str, Band, Callable[[Tensor, Tensor], Tensor]]] = {
+    "causal": ("causal", (None, 1), lambda q, kv: kv <= q),
+    "full": ("full", (None, None), lambda q, kv: kv >= 0),
+    "window": ("sliding_window(size=3)", (-2, 1), lambda q, kv: (kv <= q) & (q - kv < 3)),
+    "both sides": ("sliding_window(left=2, right=1)", (-2, 2), lambda q, kv: (q - kv).abs() <= 1 + (kv < q).long()),
+    "both in one": ("causal & sliding_window(left=2, right=1)", (-2, 1), lambda q, kv: (kv <= q) & (q - kv <= 2)),
+    "after": ("kv > q", (1, None), lambda q, kv: kv > q),
+    "beyond all lengths": ("causal & sliding_window(size=1000000000000)", (None, 1), lambda q, kv: kv <= q),
+    "outside of all lengths": ("kv > q + 1000000000000", (READ, None), lambda q, kv: kv < 0),
+    "lower right, by the lengths": ("causal(align='lower_right')", (None, READ), lambda q, kv: kv <= q + 3),
+    "rows that attend to nothing": ("(kv > q) & causal", (READ, READ), lambda q, kv: kv < 0),
+    "of every second key": ("kv <= 2 * q", (None, READ), lambda q, kv: kv <= 2 * q),
+    "of the key alone": ("kv < 3", (None, READ), lambda q, kv: kv < 3),
+    "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
+    "padding on the left": ("causal & key_padding(start=2)", (READ, 1), lambda q, kv: (kv <= q) & (kv >= 2)),
+    "prefix": ("prefix_lm(3)", (None, READ), lambda q, kv: (kv <= q) | (kv < 3)),
+    "padded queries": ("causal & query_padding(3)", (READ, 1), lambda q, kv: (kv <= q) & (q < 3)),
+    "documents": ("document(lengths=[2, 6])", (READ, READ), lambda q, kv: (q < 2) == (kv < 2)),
+    "causal documents": ("causal & document(lengths=[2, 6])", (READ, 1), lambda q, kv: (kv <= q) & ((q < 2) == (kv < 2))),
+    "later keys of documents": (
+        "(kv >= q) & document(lengths=[2, 6])",
+        (0, READ),
+        lambda q, kv: (kv >= q) & ((q < 2) == (kv < 2)),
+    ),
+    "documents up to the next key": (  # which is not in each document
+        "sliding_window(left=9, right=1) & document(lengths=[2, 6])",
+        (READ, READ),
+        lambda q, kv: (kv <= q + 1) & ((q < 2) == (kv < 2)),
+    ),
+    "documents from the key before": (
+        "(kv >= q - 1) & document(lengths=[2, 6])",
+        (READ, READ),
+        lambda q, kv: (kv >= q - 1) & ((q < 2) == (kv < 2)),
+    ),
+    "each token of its document": (  # and padding none
+        "causal & (kv >= q) & document(lengths=[2, 1], padding=True)",
+        (READ, 1),
+        lambda q, kv: (kv == q) & (q < 3),
+    ),
+}
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done on a GPU, where no value is read on the host."""
+    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
+
+
+def tensors_of(mask_mod: Any) -> dict[str, Any]:
+    """What a mask_mod holds."""
+    return {name: cell.cell_contents for name, cell in zip(mask_mod.__code__.co_freevars, mask_mod.__closure__, strict=True)}
+
+
+def cells(mask_mod: Any, *sizes: int) -> Tensor:
+    """The cells of a mask_mod, bool[B, H, q_len, kv_len]."""
+    indices = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    found: Tensor = mask_mod(*indices)
+    return found.expand(sizes)
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name: str) -> None:
+    text, band, meaning = BANDS[name]
+    plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    zero = torch.zeros((), dtype=torch.long)
+    assert plan().band == band
+    assert torch.equal(plan().dense()[0, 0], meaning(q, kv))
+    torch.compiler.reset()
+    found = torch.compile(lambda q, kv: plan().mask_mod(zero, zero, q, kv), backend="eager", fullgraph=True)(q, kv)
+    assert torch.equal(found, meaning(q, kv))
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.usefixtures("elsewhere")
+def test_bands_are_arithmetic_elsewhere_than_on_the_cpu(name: str) -> None:
+    text, band, meaning = BANDS[name]
+    q, kv = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    found = fm.parse(text).mask_mod(5, 8)
+    held = tensors_of(found)
+    assert (held["low"], held["high"]) == band
+    assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
+
+
+def test_one_kernel_serves_most_masks_on_the_cpu() -> None:
+    for text, _, _ in BANDS.values():
+        held = tensors_of(fm.parse(text).mask_mod(5, 8, batch=2))
+        assert (held["low"], held["high"], held["axes"], len(held["more"])) == (READ, READ, (0, 2), 1)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.usefixtures("elsewhere")
+def test_named_masks(name: str) -> None:
+    for arguments, allowed in EXAMPLES[name]:
+        mask, shape = NAMES[name](**arguments), Shape(4, 4, batch=2)
+        wanted = Case(mask, allowed).expected(shape)
+        assert torch.equal(cells(mask.mask_mod(4, batch=2), 2, 1, 4, 4), wanted.expand(2, 1, 4, 4))
+
+
+#: Parts of conjunctions, and what they mean.
+Part = tuple[str, Callable[..., Tensor]]
+
+
+def part(draw: random.Random, n: int) -> Part:
+    """A part of a conjunction, of two sequences of n tokens."""
+    distance, ends = draw.randint(-3, n), torch.tensor([draw.randint(0, n), draw.randint(0, n)])
+    ids = torch.tensor([sorted(draw.choices(range(-1, 4), k=n)) for _ in range(2)])
+    number, lengths = ids.tolist(), ends.tolist()
+    return draw.choice(
+        [
+            (f"(kv <= q + {distance})", lambda b, q, kv: kv <= q + distance),
+            ("causal", lambda b, q, kv: kv <= q),
+            (f"(kv >= q - {distance})", lambda b, q, kv: kv >= q - distance),
+            (f"document({number}, contiguous=True)", lambda b, q, kv: (ids[b, q] == ids[b, kv]) & (ids[b, q] >= 0)),
+            (f"(table({number})[b, kv] <= table({number})[b, q])", lambda b, q, kv: ids[b, kv] <= ids[b, q]),
+            (f"(table({number})[b, kv] < table({number})[b, q])", lambda b, q, kv: ids[b, kv] < ids[b, q]),
+            (f"key_padding({lengths})", lambda b, q, kv: kv < ends[b]),
+            (f"key_padding(start={lengths})", lambda b, q, kv: kv >= ends[b]),
+            (f"query_padding({lengths})", lambda b, q, kv: q < ends[b]),
+            (f"(table({number})[b, q] != 1)", lambda b, q, kv: ids[b, q] != 1),
+            (f"prefix_lm({lengths})", lambda b, q, kv: (kv <= q) | (kv < ends[b])),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.usefixtures("elsewhere")
+def test_conjunctions(seed: int) -> None:
+    draw = random.Random(seed)
+    n = draw.randint(1, 9)
+    parts = [part(draw, n) for _ in range(draw.randint(1, 4))]
+    offset = draw.choice([0, 0, draw.randint(0, n - 1)])
+    q_len = n - offset
+    mask = fm.parse(" & ".join(text for text, _ in parts))
+    found = cells(mask.mask_mod(q_len, n, batch=2, q_offset=offset), 2, 1, q_len, n)
+    b, _, q, kv = torch.meshgrid(*map(torch.arange, (2, 1, q_len, n)), indexing="ij")
+    wanted = torch.stack([meaning(b, q + offset, kv) for _, meaning in parts]).all(0)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_queries_behind_the_keys() -> None:
+    """Whose own document may have keys that are not next to them."""
+    ids = torch.tensor([5, 5, 7, 7, 5, 5])
+    q, kv = fm.minimum(fm.q, 5), fm.minimum(fm.kv, 5)
+    same, lower = fm.table(ids)[kv] == fm.table(ids)[q], torch.ones(6, 4, dtype=torch.bool).tril()
+    own = ids[:4] == ids[:, None]
+    for mask, wanted in (
+        (fm.causal() & same, own & lower),
+        (fm.sliding_window(size=2) | same, own | (lower & ~lower.tril(-2))),
+    ):
+        assert torch.equal(cells(mask.mask_mod(6, 4), 1, 1, 6, 4)[0, 0], wanted)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_documents_in_several_pieces() -> None:
+    ids = torch.tensor([0, 1, 1, 0])
+    found = (fm.causal() & (fm.table(ids)[fm.kv] == fm.table(ids)[fm.q])).mask_mod(4)
+    assert len(tensors_of(found)["more"]) == 1
+    assert torch.equal(cells(found, 1, 1, 4, 4)[0, 0], (ids == ids[:, None]) & torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+#: Masks whose parts share a key in each row, so that their union is one interval.
+UNIONS = {
+    "prefixes": "prefix_lm([3, 5]) & key_padding([7, 6])",
+    "suffixes": "(kv >= q) | key_padding(start=[5, 6])",
+    "around the query": "causal & sliding_window(size=3) | (document(lengths=[[2, 6], [5, 3]]) & query_padding([8, 4]))",
+}
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_unions_are_one_interval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host cannot read how many are used."""
+    mask = fm.parse(UNIONS[name])
+    wanted = mask.dense(8, batch=2)
+    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
+    rows = mask.rows(8, batch=2)
+    assert rows.exact
+    assert rows.lower.slots == 1
+    assert torch.equal(cells(mask.mask_mod(8, batch=2), 2, 1, 8, 8), wanted)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_unions_of_what_shares_no_key() -> None:
+    for text in ("(kv < 2) | (kv >= q)", "(kv > q) | document(lengths=[2, 6])", "(kv < 2) | document(lengths=[2, 6])"):
+        assert fm.parse(text).rows(8).lower.slots == 2
