@@ -34,11 +34,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-#: The pages that compile code, but for one whose code ends in errors before it is compiled.
+#: Pages that compile no FlexAttention: the code of one ends in errors before, and that of the other takes varlen's kernels.
+OTHER_PAGES = {"errors.md", "varlen.md"}
+#: The pages that compile code with it.
 PAGES = [
     str(page.relative_to(ROOT))
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if page.name != "errors.md" and any("torch.compile(" in block.code for block in blocks_of(page) if block.language == "python")
+    if page.name not in {"errors.md", "varlen.md"}
+    and any("torch.compile(" in block.code for block in blocks_of(page) if block.language == "python")
 ]
 #: The arguments of a layer up to its heads, and its channels.
 LAYER = re.compile(r"(MultiheadFlexAttention\(\d+, (\d+), )\d+")
