@@ -22,6 +22,8 @@ from flexmask.expr.names import NAMES
 ROLE = re.compile(r":\w+:`~?(?:flexmask\.)?([^`]*)`")
 #: What is found that is printed.
 MOST = 12
+#: How close a misspelled word is to the one that is meant: of both words three of four letters match.
+CLOSE = 0.75
 
 
 @click.command("list")
@@ -217,5 +219,12 @@ def _found(words: str) -> list[Found]:
     ]
     masks += entries
     known = sorted(set[str]().union(*(mask.words() for mask in masks)))
-    wanted = [word if any(mask.has(word) for mask in masks) else closest(word, known) or word for word in words.lower().split()]
+    wanted = [
+        word if any(mask.has(word) for mask in masks) else closest(word, known, CLOSE) or word for word in words.lower().split()
+    ]
     return sorted((mask for mask in masks if all(map(mask.has, wanted))), key=lambda mask: -mask.fit(wanted))
+
+
+def _respelled(word: str, known: list[str]) -> str:
+    """The known word that a word is a misspelling of, else the word."""
+    return closest(word, known, CLOSE) or word

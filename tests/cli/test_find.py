@@ -46,10 +46,11 @@ def test_a_long_list_is_cut_and_says_so() -> None:
     assert (len(lines), lines[-1]) == (25, f"{count - 12} more; another word leaves fewer")
 
 
-def test_nothing_is_found() -> None:
-    result = run("find", "zzzzz", "window")
+@pytest.mark.parametrize("word", ["zzzzz", "nothingxx"])  # the second is close to "routing"
+def test_nothing_is_found(word: str) -> None:
+    result = run("find", word, "window")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "Error: no mask is found by zzzzz window; `flexmask list` shows all named masks\n"
+    assert result.stderr == f"Error: no mask is found by {word} window; `flexmask list` shows all named masks\n"
 
 
 def test_list_finds_what_has_another_name() -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["MaskMod", "each_axis", "generated", "inner", "offsets", "positive", "tensor", "truths"]
 
 P = ParamSpec("P")
+#: The greatest position that kernels count to.
+MOST = 2**31 - 1
 #: What attention-gym's generators return: ``(b, h, q_idx, kv_idx) -> bool``.
 MaskMod: TypeAlias = "Callable[..., Tensor]"
 
@@ -59,11 +61,13 @@ def _parameter(value: Any, name: str) -> Mask:
 
 
 def positive(value: object, what: str, least: int = 1) -> int:
-    """An integer of at least ``least``."""
+    """An integer from ``least`` to :data:`MOST`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise OperandError(f"{what} must be an integer, got {value!r}")
     if value < least:
         raise ExpressionError(f"{what} must be at least {least}, got {value}")
+    if value > MOST:
+        raise ExpressionError(f"{what} must be at most {MOST}, got {value}")
     return value
 
 

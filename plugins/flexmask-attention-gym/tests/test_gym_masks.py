@@ -209,6 +209,10 @@ REFUSED = [
     ("gym_sliding_window(left=[1])", "gym_sliding_window: left must be an integer"),
     ("gym_sliding_window", "give either left or size, got left=None and size=None"),
     ("gym_sliding_window(left=2, size=3)", "give either left or size"),
+    (
+        "gym_prefix_lm(1000000000000000000000000000000)",
+        "gym_prefix_lm: prefix_length must be at most 2147483647, got 1000000000000000000000000000000",
+    ),
     ("gym_sliding_window(size=0)", "gym_sliding_window: size must be at least 1, got 0"),
     ("gym_dilated_window(left=2, right=3, dilation=1)", "got left=2 and right=3; flexmask's dilated_window takes any"),
     ("gym_sliding_window(3)", "gym_sliding_window: .*left"),
