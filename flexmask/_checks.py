@@ -229,9 +229,9 @@ def not_plain_reason(tensor: Tensor) -> str:
     return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
 
 
-def closest(word: str, known: Iterable[str], least: float = 0.6) -> str | None:
-    """The known word closest to ``word``, or None where none is as close as ``least``, of at most 1."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=least)), None)
+def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word closest to ``word``, or None where none has at least this similarity, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

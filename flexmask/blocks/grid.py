@@ -25,9 +25,9 @@ class BlockGrid(BlockLayout):
     """The strategy that holds one truth value for each block: see :class:`flexmask.blocks.classify.Strategy`."""
 
     def touched(self, rows: Rows) -> Tensor:
-        if rows.runs is not None:
+        if rows.resets is not None:
             _, last, of_runs = self._runs(rows)
-            return self._count(*self.touched_ends(last), of_runs) > 0
+            return self._count_runs(*self.touched_ends(last), *of_runs) > 0
         start, stop = self.touched_ends(rows)
         return self._between(start, stop) if rows.lo.shape[2] == 1 else self._count(start, stop) > 0
 
@@ -43,13 +43,14 @@ class BlockGrid(BlockLayout):
         complete = self.complete_rows
         if not self.may_have_full_blocks:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=rows.lo.device)
-        of_runs = None
-        if rows.runs is not None:
-            rows, _, of_runs = self._runs(rows)
+        if rows.resets is not None:
+            first, _, of_runs = self._runs(rows)
+            start, stop = ceil_div(first.lo, self.kv_size), floor_div(first.hi, self.kv_size)
+            return self._count_runs(start, torch.maximum(start, stop), *of_runs) == self.q_size
         if rows.lo.shape[2] == 1:
             block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
             return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
-        if rows.slots == 1 and of_runs is None:  # the intersection of intervals is an interval
+        if rows.slots == 1:  # the intersection of intervals is an interval
             if are_ints(complete):
                 lo, hi = (end[:, :, : complete * self.q_size] for end in (rows.lo, rows.hi))
             else:  # all block rows, in which rows behind the last query hold no key
@@ -62,7 +63,7 @@ class BlockGrid(BlockLayout):
                 start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
             return self._between(start, stop)
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
-        return self._count(start, torch.maximum(start, stop), of_runs) == self.q_size
+        return self._count(start, torch.maximum(start, stop)) == self.q_size
 
     def decide(self, open_blocks: Tensor) -> tuple[Tensor, Tensor]:
         context, size = self.context, self.q_size * self.kv_size
@@ -112,27 +113,26 @@ class BlockGrid(BlockLayout):
         holds are those of its last one.
         """
         q_len, device = rows.lo.shape[2], rows.lo.device
-        begins = torch.cat((cast(Tensor, rows.runs), torch.arange(0, q_len, self.q_size, device=device))).unique()
+        begins = torch.cat((cast(Tensor, rows.resets), torch.arange(0, q_len, self.q_size, device=device))).unique()
         ends = F.pad(begins[1:], (0, 1), value=q_len)
         first, last = (Rows(rows.lo[:, :, at], rows.hi[:, :, at], rows.kv_len) for at in (begins, ends - 1))
         return first, last, (floor_div(begins, self.q_size), (ends - begins).to(torch.int32))
 
-    def _count(self, start: Tensor, stop: Tensor, of_runs: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block.
+    def _count_runs(self, start: Tensor, stop: Tensor, block_row: Tensor, number: Tensor) -> Tensor:
+        """As :meth:`_count`, for one row of each run, with the block rows of the runs and their numbers of rows."""
+        width = self.kv_blocks
+        edges = torch.zeros((*start.shape[:2], self.q_blocks * (width + 1)), dtype=torch.int32, device=start.device)
+        for ends, step in ((start, 1), (stop, -1)):
+            index = (ends + (block_row * (width + 1)).unsqueeze(-1)).flatten(2)
+            edges.scatter_add_(-1, index, (number * step).repeat_interleave(ends.shape[3]).expand_as(index))
+        counts: Tensor = edges.view(*start.shape[:2], self.q_blocks, width + 1)[..., :width].cumsum(-1)
+        return counts
 
-        Args:
-            start: the first block of each interval, ``int32[B, H, q_len, K]``, or of runs of equal rows.
-            stop: one more than the last block of each.
-            of_runs: the block rows and the numbers of rows of runs.
-        """
+    def _count(self, start: Tensor, stop: Tensor) -> Tensor:
+        """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block."""
         q_len, height, width = start.shape[2], self.height, self.kv_blocks
         edges = torch.zeros((*start.shape[:2], self.q_blocks, width + 1), dtype=torch.int32, device=start.device)
         for ends, step in ((start, 1), (stop, -1)):
-            if of_runs is not None:
-                block_row, number = of_runs
-                index = (ends + (block_row * (width + 1)).unsqueeze(-1)).flatten(2)
-                edges.flatten(2).scatter_add_(-1, index, (number * step).repeat_interleave(ends.shape[3]).expand_as(index))
-                continue
             if not are_ints(q_len) or q_len % height:
                 ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
             index = ends.long().unflatten(2, (self.q_blocks, height)).flatten(3)

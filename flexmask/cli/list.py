@@ -219,12 +219,10 @@ def _found(words: str) -> list[Found]:
     ]
     masks += entries
     known = sorted(set[str]().union(*(mask.words() for mask in masks)))
-    wanted = [
-        word if any(mask.has(word) for mask in masks) else closest(word, known, CLOSE) or word for word in words.lower().split()
-    ]
+    wanted = [word if any(mask.has(word) for mask in masks) else _respelled(word, known) for word in words.lower().split()]
     return sorted((mask for mask in masks if all(map(mask.has, wanted))), key=lambda mask: -mask.fit(wanted))
 
 
 def _respelled(word: str, known: list[str]) -> str:
     """The known word that a word is a misspelling of, else the word."""
-    return closest(word, known, CLOSE) or word
+    return closest(word, known, cutoff=CLOSE) or word

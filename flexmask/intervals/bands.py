@@ -22,7 +22,7 @@ Band: TypeAlias = tuple[End, End]
 #: The band of a mask of which nothing is known.
 READ: Band = ("read", "read")
 #: The comparisons that hold for equal values.
-SAME = {"==", "<=", ">="}
+REFLEXIVE = {"==", "<=", ">="}
 #: The kinds by their bands.
 KINDS: dict[Band, Fused] = {(None, None): "whole", (None, 1): "causal"}
 
@@ -40,27 +40,32 @@ def band_of(context: Context) -> Band:
 
     In ``causal() & document(ids)`` the end is that of ``causal()``: a row of documents holds the key at the query, or none.
     """
-    form, own = separate(context.mask), own_keys(context)
+    form, own = separate(context.mask), queries_have_keys(context)
     low, high = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
     if not isinstance(context.q_offset, int) or context.q_offset:
         return "read" if isinstance(low, int) else low, "read" if isinstance(high, int) else high
     return low, high
 
 
-def own_keys(context: Context) -> bool:
+def queries_have_keys(context: Context) -> bool:
     """Whether each query is at the position of a key."""
     end, kv_len = context.q_end, context.kv_len
     if end is None:
         return False
     if are_ints(end, kv_len):
         return end <= kv_len
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # a comparison would make a graph one for some
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # <= would be a guard of the graph
 
     return statically_known_true(end <= kv_len)
 
 
 def band(mask: Mask, *, own_keys: bool) -> Band:
-    """As :func:`band_of`, for offset 0 and a mask over separable leaves."""
+    """As :func:`band_of`, for offset 0 and a mask over separable leaves.
+
+    A part of which each row holds the key at the query, or no key, does not change an end that is right behind the query, nor a
+    beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
+    may have gaps.
+    """
     match mask:
         case Truth(True):
             return None, None
@@ -72,39 +77,46 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
         case And(parts):
             bands = [band(part, own_keys=own_keys) for part in parts if not (own_keys and _is_around_query(part))]
             lows, highs = zip((None, None), *bands, strict=True)
-            low, high = _innermost(lows, max), _innermost(highs, min)
+            low, high = _inner_end(lows, max), _inner_end(highs, min)
             if len(bands) == len(parts):
                 return low, high
-            if isinstance(high, int) and high <= 1:
-                return "read", high
-            return (low if isinstance(low, int) and low >= 0 else "read"), "read"
+            if high == 1:
+                return "read", 1
+            return (0 if low == 0 else "read"), "read"
     return READ
 
 
-def do_meet(masks: Sequence[Mask], context: Context) -> bool:
+def share_a_key(masks: Sequence[Mask], context: Context) -> bool:
     """Whether the intervals of several masks over separable leaves have a key in common, of those that have any."""
     lows, highs = zip(*(band(mask, own_keys=False) for mask in masks), strict=True)
-    return set(lows) == {None} or set(highs) == {None} or (all(map(_holds_query, masks)) and own_keys(context))
+    return set(lows) == {None} or set(highs) == {None} or (all(map(_holds_query, masks)) and queries_have_keys(context))
 
 
 def _end(end: Index | None, outside: int) -> End:
     """The end of a span. At distances of ``outside`` or beyond no key is left out, and where all are, it is read."""
     if end is None:
         return None
-    line = Linear.of(end)
-    if {key: factor for key, (_, factor) in line.terms.items()} != {q.key: 1} or line.constant * outside <= -(MAX_LENGTH**2):
+    distance = distance_from_query(end)
+    if distance is None or distance * outside <= -(MAX_LENGTH**2):
         return "read"
-    return None if line.constant * outside >= MAX_LENGTH**2 else line.constant
+    return None if distance * outside >= MAX_LENGTH**2 else distance
 
 
-def _innermost(ends: tuple[End, ...], of_two: Callable[..., int]) -> End:
+def distance_from_query(index: Index | None) -> int | None:
+    """``n`` of ``q + n``; None for any other expression."""
+    form = None if index is None else Linear.of(index)
+    is_query = form is not None and [(key, factor) for key, (_, factor) in form.terms.items()] == [(q.key, 1)]
+    return form.constant if form is not None and is_query else None
+
+
+def _inner_end(ends: tuple[End, ...], of_two: Callable[..., int]) -> End:
     """The end of an intersection of intervals."""
     return "read" if "read" in ends else of_two((end for end in ends if end is not None), default=None)
 
 
 def _is_around_query(mask: Mask) -> bool:
     """Whether each row of a leaf holds the key at the query, or no key at all."""
-    return isinstance(mask, Compare) and ("kv" not in mask.symbols or (mask.sign in SAME and has_same_sides(mask)))
+    return isinstance(mask, Compare) and ("kv" not in mask.symbols or (mask.sign in REFLEXIVE and has_same_sides(mask)))
 
 
 def _holds_query(mask: Mask) -> bool:

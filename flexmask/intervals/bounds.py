@@ -19,12 +19,12 @@ from flexmask import _sync
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Constant, Index, Symbol, q
-from flexmask.expr.linear import Linear, Quotient, Sum
+from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Slot, Table
-from flexmask.intervals.bands import do_meet
+from flexmask.intervals.bands import distance_from_query, share_a_key
 from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
@@ -156,7 +156,8 @@ class _Analysis:
             case Or(operands):
                 parts = [self.rows(operand) for operand in operands]
                 found = self.disjunction(parts)
-                if all(part.exact and part.lower.slots == 1 for part in parts) and do_meet(operands, self.context):
+                are_single = found.exact and all(part.exact and part.lower.slots == 1 for part in parts)
+                if are_single and share_a_key(operands, self.context):
                     return RowBounds.of(found.lower.hull())  # also where the host cannot read how many intervals are used
                 return found
             case Xor(operands):
@@ -228,7 +229,7 @@ class _Analysis:
     def last_of_queries(self, mask: Mask) -> int | None:
         """``n`` of a mask that hides the keys from ``q + n`` on; None for others. So does ``x[kv] <= x[q]`` where x rises."""
         if isinstance(mask, Span):
-            return _behind_query(mask.stop)
+            return _near(distance_from_query(mask.stop))
         if is_captured() or not isinstance(mask, Compare) or mask.sign != "<=" or not self.has_int64_sides(mask):
             return None
         rows, stop = self.monotone_rows(mask), (self.queries.tensor(q) + 1).unsqueeze(-1)
@@ -237,7 +238,7 @@ class _Analysis:
     def end_of_keys(self, mask: Compare, n: int) -> Tensor | None:
         """For each key the first position, up to n, from which on a condition does not hold; None where it may hold again."""
         column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-        behind = _behind_query(mask.right)
+        behind = _near(distance_from_query(mask.right))
         if behind is not None:
             past = behind - (mask.sign == ">=")
             return column.clamp(past, n + past) - past
@@ -435,11 +436,9 @@ class _Analysis:
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
 
 
-def _behind_query(index: Index | None) -> int | None:
-    """``n`` of ``q + n``, up to the greatest length; None for any other expression."""
-    form = None if index is None else Linear.of(index)
-    is_query = form is not None and [(key, factor) for key, (_, factor) in form.terms.items()] == [(q.key, 1)]
-    return form.constant if form is not None and is_query and abs(form.constant) <= MAX_LENGTH else None
+def _near(distance: int | None) -> int | None:
+    """A distance up to the greatest length; None for another."""
+    return None if distance is None or abs(distance) > MAX_LENGTH else distance
 
 
 def _varying(values: Any) -> list[bool]:

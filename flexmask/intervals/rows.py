@@ -30,14 +30,14 @@ class Rows:
             depend on it. Unused slots come last.
         hi: one more than the last key of each interval, shaped like ``lo``.
         kv_len: number of keys.
-        runs: rows that may not hold all keys of the row before them, ``int64[m]`` in any order; all others do. None where nothing
-            is known; operations do not keep it.
+        resets: rows that may lack keys of the row before them, ``int64[m]`` in any order; each other row holds all of them. None
+            where nothing is known; operations do not keep it. Known on the CPU alone.
     """
 
     lo: Tensor
     hi: Tensor
     kv_len: int
-    runs: Tensor | None = None
+    resets: Tensor | None = None
 
     @property
     def bounds(self) -> Tensor:

@@ -168,7 +168,7 @@ class Segments:
             return Rows(lo, hi, kv_len).compact()
         if is_captured() or _sync.needs_sync(own):
             return Rows(lo, hi, kv_len)
-        return Rows(lo, hi, kv_len, runs=_changes(own))
+        return Rows(lo, hi, kv_len, resets=_changes(own))
 
 
 def subtree_ends(depth: Tensor) -> Tensor:

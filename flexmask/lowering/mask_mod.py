@@ -59,6 +59,11 @@ def has_interval_form(bounds: RowBounds) -> bool:
     return bounds.exact and bounds.lower.slots <= MOST
 
 
+def tested_count(slots: int) -> int:
+    """How many intervals a kernel tests for rows of at most so many: a power of 2, so that it serves several numbers of them."""
+    return 1 << (slots - 1).bit_length()
+
+
 def _expression_mod(context: Context) -> MaskMod:
     """The expression on copies of the data, so that later changes of the data do not change the ``mask_mod``."""
     return mask_closure(replace(context, tables=context.tables.cloned()))
@@ -83,11 +88,11 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
     """
     count = rows.slots
     if not torch.compiler.is_compiling():
-        count = 1 << (count - 1).bit_length()
+        count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
     (low, high), (lo, hi) = band if rows.slots == 1 else READ, (rows.lo, rows.hi)
-    if low != "read":  # in a row without keys lo is kv_len, which is not there to say so
+    if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
         hi = torch.where(lo < hi, hi, 0)
     (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (lo, hi))
     if not axes:  # a kernel indexes by something

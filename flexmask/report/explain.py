@@ -278,7 +278,11 @@ def _listed_leaf(mask: Mask) -> Leaf:
 
 
 def _form_text(bounds: RowBounds) -> str:
-    return f"tests {_count_text(bounds.lower.slots, 'key interval')} in a row" if has_interval_form(bounds) else "the expression"
+    return (
+        f"tests {_count_text(bounds.lower.slots, 'key interval')} for each query"
+        if has_interval_form(bounds)
+        else "the expression"
+    )
 
 
 def _cost_text(stats: Stats) -> str:

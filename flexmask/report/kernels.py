@@ -10,7 +10,7 @@ from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
-from flexmask.lowering.mask_mod import has_interval_form
+from flexmask.lowering.mask_mod import has_interval_form, tested_count
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.report.stats import stats
 
@@ -35,7 +35,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         cells = f"the expression, cell by cell, since {reason}"
         bits = "evaluates each cell"
     else:
-        count = bounds.lower.slots
+        count = tested_count(bounds.lower.slots)
         read = sum(end == "read" for end in band) if count == 1 else 2 * count
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read" if read else "which is arithmetic"

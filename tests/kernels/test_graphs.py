@@ -40,7 +40,7 @@ OTHER_PAGES = {"errors.md", "varlen.md"}
 PAGES = [
     str(page.relative_to(ROOT))
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if page.name not in {"errors.md", "varlen.md"}
+    if page.name not in OTHER_PAGES
     and any("torch.compile(" in block.code for block in blocks_of(page) if block.language == "python")
 ]
 #: The arguments of a layer up to its heads, and its channels.
