@@ -49,8 +49,8 @@ class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torc
             config is its own.
         mask: a Mask, its text, or a ``mask_mod``, of positions in the whole sequence; or a dict of them for each layer type,
             ``"full_attention"``, ``"sliding_attention"`` and ``"chunked_attention"``.
-        combine: ``"and"`` for the model's own mask and this one; ``"replace"`` for this one alone, without the model's padding
-            and documents, also those of ``cu_seq_lens`` and ``seq_idx``.
+        combine: ``"and"`` for the model's own mask and this one; ``"replace"`` for this one alone, without the model's padding,
+            windows and documents, also those of ``cu_seq_lens`` and ``seq_idx``.
         data: the data of the parameters in the mask, such as ``ids=tensor``. In ``generate`` it has values for the prompt and for
             the new tokens.
 
