@@ -70,7 +70,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
         case Truth(True):
             return None, None
         case Span(start, stop):
-            return _end(start, -MAX_LENGTH), _end(stop, MAX_LENGTH)
+            return _end(start, -1), _end(stop, 1)
         case Or(parts):
             lows, highs = zip(*(band(part, own_keys=own_keys) for part in parts), strict=True)
             return (None if set(lows) == {None} else "read"), (None if set(highs) == {None} else "read")
@@ -92,14 +92,14 @@ def share_a_key(masks: Sequence[Mask], context: Context) -> bool:
     return set(lows) == {None} or set(highs) == {None} or (all(map(_holds_query, masks)) and queries_have_keys(context))
 
 
-def _end(end: Index | None, outside: int) -> End:
-    """The end of a span. At distances of ``outside`` or beyond no key is left out, and where all are, it is read."""
+def _end(end: Index | None, side: Literal[-1, 1]) -> End:
+    """The beginning of a span, at side -1, or its end: None where it is so far on that side that no key is left out."""
     if end is None:
         return None
     distance = distance_from_query(end)
-    if distance is None or distance * outside <= -(MAX_LENGTH**2):
+    if distance is None or side * distance <= -MAX_LENGTH:  # so far on the other side that all keys are left out
         return "read"
-    return None if distance * outside >= MAX_LENGTH**2 else distance
+    return None if side * distance >= MAX_LENGTH else distance
 
 
 def distance_from_query(index: Index | None) -> int | None:

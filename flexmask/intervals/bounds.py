@@ -229,7 +229,7 @@ class _Analysis:
     def last_of_queries(self, mask: Mask) -> int | None:
         """``n`` of a mask that hides the keys from ``q + n`` on; None for others. So does ``x[kv] <= x[q]`` where x rises."""
         if isinstance(mask, Span):
-            return _near(distance_from_query(mask.stop))
+            return distance_from_query(mask.stop)
         if is_captured() or not isinstance(mask, Compare) or mask.sign != "<=" or not self.has_int64_sides(mask):
             return None
         rows, stop = self.monotone_rows(mask), (self.queries.tensor(q) + 1).unsqueeze(-1)
@@ -238,8 +238,8 @@ class _Analysis:
     def end_of_keys(self, mask: Compare, n: int) -> Tensor | None:
         """For each key the first position, up to n, from which on a condition does not hold; None where it may hold again."""
         column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
-        behind = _near(distance_from_query(mask.right))
-        if behind is not None:
+        behind = distance_from_query(mask.right)
+        if behind is not None and abs(behind) <= MAX_LENGTH:
             past = behind - (mask.sign == ">=")
             return column.clamp(past, n + past) - past
         is_whole = not is_captured() and value.shape[-1] == self.context.kv_len == n
@@ -434,11 +434,6 @@ class _Analysis:
     def unknown(self) -> RowBounds:
         kv_len, device = self.context.kv_len, self.context.device
         return RowBounds(Rows.nothing(kv_len, device), Rows.everything(kv_len, device))
-
-
-def _near(distance: int | None) -> int | None:
-    """A distance up to the greatest length; None for another."""
-    return None if distance is None or abs(distance) > MAX_LENGTH else distance
 
 
 def _varying(values: Any) -> list[bool]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._pytree import tree_leaves
 
 import flexmask as fm
 from flexmask import b, kv, q
@@ -82,6 +83,18 @@ def test_the_library_takes_one_kernel_for_twenty_compositions() -> None:
         for mask in COMPOSITIONS:
             found = fm.attention(query, query, query, mask, backend="flex")
             torch.testing.assert_close(found, fm.attention(query, query, query, mask, backend="sdpa"))
+
+
+@pytest.mark.parametrize(
+    ("mask", "tensors"), [(fm.causal(), 2), (fm.causal() & fm.document(lengths=[3, 5]), 2), (fm.prefix_lm(3), 2)]
+)
+def test_a_gpu_reads_no_more_tensors_than_there_are_ends_of_intervals(mask: fm.Mask, tensors: int) -> None:
+    def held(device: str) -> list[Tensor]:
+        cells = [cell.cell_contents for cell in mask.mask_mod(8, device=device).__closure__ or ()]
+        return [leaf for leaf in tree_leaves(cells) if isinstance(leaf, Tensor)]
+
+    assert len(held("meta")) == tensors
+    assert len(held("cpu")) == 4  # one kernel for both
 
 
 class Decoder(nn.Module):
