@@ -26,8 +26,8 @@ class BlockGrid(BlockLayout):
 
     def touched(self, rows: Rows) -> Tensor:
         if rows.resets is not None:
-            _, last, of_runs = self._runs(rows)
-            return self._count_runs(*self.touched_ends(last), *of_runs) > 0
+            begins, stops = self._runs(rows)
+            return self._count_runs(*self.touched_ends(rows.at(stops - 1)), begins, stops) > 0
         start, stop = self.touched_ends(rows)
         return self._between(start, stop) if rows.lo.shape[2] == 1 else self._count(start, stop) > 0
 
@@ -44,9 +44,10 @@ class BlockGrid(BlockLayout):
         if not self.may_have_full_blocks:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=rows.lo.device)
         if rows.resets is not None:
-            first, _, of_runs = self._runs(rows)
+            begins, stops = self._runs(rows)
+            first = rows.at(begins)
             start, stop = ceil_div(first.lo, self.kv_size), floor_div(first.hi, self.kv_size)
-            return self._count_runs(start, torch.maximum(start, stop), *of_runs) == self.q_size
+            return self._count_runs(start, torch.maximum(start, stop), begins, stops) == self.q_size
         if rows.lo.shape[2] == 1:
             block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
             return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
@@ -106,24 +107,23 @@ class BlockGrid(BlockLayout):
             return (column >= start) & (column < stop)
         return ((column >= start.unsqueeze(-1)) & (column < stop.unsqueeze(-1))).any(3)
 
-    def _runs(self, rows: Rows) -> tuple[Rows, Rows, tuple[Tensor, Tensor]]:
-        """The first and the last row of each run of rows that hold the keys of the row before them, and its block row and length.
+    def _runs(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The first row of each run of rows that hold the keys of the row before them, and one more than its last row.
 
         Runs end with block rows. The blocks that all rows of a run hold are those of its first row, and the blocks that some row
         holds are those of its last one.
         """
         q_len, device = rows.lo.shape[2], rows.lo.device
         begins = torch.cat((cast(Tensor, rows.resets), torch.arange(0, q_len, self.q_size, device=device))).unique()
-        ends = F.pad(begins[1:], (0, 1), value=q_len)
-        first, last = (Rows(rows.lo[:, :, at], rows.hi[:, :, at], rows.kv_len) for at in (begins, ends - 1))
-        return first, last, (floor_div(begins, self.q_size), (ends - begins).to(torch.int32))
+        return begins, F.pad(begins[1:], (0, 1), value=q_len)
 
-    def _count_runs(self, start: Tensor, stop: Tensor, block_row: Tensor, number: Tensor) -> Tensor:
-        """As :meth:`_count`, for one row of each run, with the block rows of the runs and their numbers of rows."""
-        width = self.kv_blocks
+    def _count_runs(self, start: Tensor, stop: Tensor, begins: Tensor, stops: Tensor) -> Tensor:
+        """As :meth:`_count`, for one row of each run from ``begins`` to ``stops``."""
+        width, number = self.kv_blocks, (stops - begins).to(torch.int32)
+        line = (floor_div(begins, self.q_size) * (width + 1)).unsqueeze(-1)
         edges = torch.zeros((*start.shape[:2], self.q_blocks * (width + 1)), dtype=torch.int32, device=start.device)
         for ends, step in ((start, 1), (stop, -1)):
-            index = (ends + (block_row * (width + 1)).unsqueeze(-1)).flatten(2)
+            index = (ends + line).flatten(2)
             edges.scatter_add_(-1, index, (number * step).repeat_interleave(ends.shape[3]).expand_as(index))
         counts: Tensor = edges.view(*start.shape[:2], self.q_blocks, width + 1)[..., :width].cumsum(-1)
         return counts

@@ -22,11 +22,17 @@ MAX_STEPS = 1024
 
 @named
 def prefix_tree(
-    end: Data | None = None, *, position_ids: Data | None = None, lengths: Data | None = None, parents: Data | None = None
+    end: Data | None = None,
+    *,
+    order: Data | None = None,
+    position_ids: Data | None = None,
+    lengths: Data | None = None,
+    parents: Data | None = None,
 ) -> Mask:
     """The tokens of trees of prefixes, each packed once, attend to their ancestors and themselves.
 
-    Predicate: ``(kv <= q) & (q < end[b, kv])`` with the first position behind the subtree of each token
+    Predicate: ``(kv <= q) & (q < end[b, kv])`` with the first position behind the subtree of each token, or with ``order``
+    ``(order[b, kv] <= order[b, q]) & (order[b, q] < end[b, kv])``
 
     ``prefix_tree(lengths=[2, 1, 2], parents=[-1, 0, 0])`` at 5 x 5::
 
@@ -43,6 +49,8 @@ def prefix_tree(
     Args:
         end: for each token the first position behind its subtree, ``[S]`` or ``[B, S]``; for padding at most its own position,
             e.g. 0: it is masked out.
+        order: for tokens in another order, e.g. level by level, the place of each in depth-first order, ``[S]`` or ``[B, S]``,
+            with ``end``, which counts these places too.
         position_ids: instead of ends, the depth of each token in its tree, from 0, ``[S]`` or ``[B, S]``. A token continues the
             last one before it that is one depth above.
         lengths: instead of ends, the tokens of each segment between two branchings as a list ``[n]`` or ``[B, n]``, with
@@ -52,8 +60,8 @@ def prefix_tree(
     A window counts by depth: ``& (table(depth)[kv] > table(depth)[q] - size)``. In ``sliding_window`` other branches count.
 
     Raises:
-        ExpressionError: not exactly one of ``end``, ``position_ids`` and ``lengths``, lengths without parents, or segments that
-            are not in depth-first order.
+        ExpressionError: not exactly one of ``end``, ``position_ids`` and ``lengths``, lengths without parents, an order without
+            ends, or segments that are not in depth-first order.
         LoweringError: depths that do not begin with 0, or rise by more than 1.
         OperandError: ``lengths`` or ``parents`` is no list.
 
@@ -61,6 +69,8 @@ def prefix_tree(
     """
     sources = {"end": end, "position_ids": position_ids, "lengths": lengths}
     given = [name for name, data in sources.items() if data is not None]
+    if order is not None and given != ["end"]:
+        raise ExpressionError(f"prefix_tree: order= goes with end=, got {' and '.join(given) or 'neither'}")
     if len(given) != 1 or (lengths is None) != (parents is None):
         got = ", ".join(given + ["parents"] * (parents is not None)) or "none"
         raise ExpressionError(f"prefix_tree: give exactly one of end, position_ids, and lengths with parents; got {got}")
@@ -70,7 +80,11 @@ def prefix_tree(
         return (kv <= q) & (segment >= 0) & (q < along(ends, maximum(segment, 0)))
     if position_ids is not None:
         return (kv <= q) & (q < along(subtree_ends(position_ids), kv))
-    return (kv <= q) & (q < lookup(cast("Data", end), "prefix_tree: end", "[S] or [B, S]", (b, kv), (kv,)))
+    behind = lookup(cast("Data", end), "prefix_tree: end", "[S] or [B, S]", (b, kv), (kv,))
+    if order is None:
+        return (kv <= q) & (q < behind)
+    key, query = (lookup(order, "prefix_tree: order", "[S] or [B, S]", (b, at), (at,)) for at in (kv, q))
+    return (key <= query) & (query < behind)
 
 
 def _segment_ends(lengths: Any, parents: Any) -> Any:

@@ -133,6 +133,10 @@ class Rows:
         shape = (batch, heads, q_len, self.slots)
         return Rows(self.lo.expand(shape), self.hi.expand(shape), self.kv_len)
 
+    def at(self, places: Tensor) -> Rows:
+        """The sets of some of the rows, ``int64[n]``."""
+        return Rows(self.lo[:, :, places], self.hi[:, :, places], self.kv_len)
+
     def of_head(self, head: int, batch: int, q_len: int) -> Rows:
         """The sets of one head, with the other axes at a size, as views."""
         lo, hi = (end[:, min(head, end.shape[1] - 1), None].expand(batch, 1, q_len, -1) for end in (self.lo, self.hi))

@@ -97,7 +97,7 @@ class Segments:
             edges = number = torch.arange(n + 1, device=end.device)
         else:
             begins = torch.zeros(n + 1, dtype=torch.bool, device=end.device)
-            begins[_changes(end)] = True
+            begins[1:-1] = _differ(end)
             begins[end.flatten()] = True
             begins[0] = begins[-1] = True
             edges, number = begins.nonzero().flatten(), begins.cumsum(0) - 1
@@ -160,7 +160,11 @@ class Segments:
         begins, stops = (padded(edges, (0, 1), kv_len).to(torch.int32) for edges in (self.edges[:-1], self.edges[1:]))
         of_segments, own = Rows(begins[heads], stops[lasts], kv_len).compact(), self.number[position]
         lo, hi = (_lines(end, own) for end in (of_segments.lo, of_segments.hi))
-        hi = hi.minimum((position + 1).to(torch.int32).unsqueeze(-1)).maximum(lo)  # where no slot is used, lo is kv_len
+        # Only the last interval of a row can end behind the query. Where no slot is in use, it begins and ends at kv_len.
+        slot = ((of_segments.lo < kv_len).sum(-1, keepdim=True) - 1).clamp(min=0)
+        newest = torch.cat((slot, *(end.gather(-1, slot) for end in (of_segments.lo, of_segments.hi))), -1)
+        slot, begin, stop = _lines(newest, own).split(1, -1)
+        hi.scatter_(-1, slot, stop.minimum((position + 1).unsqueeze(-1)).maximum(begin).to(torch.int32))
         for column, value in least:
             first = column.unsqueeze(2).expand(*hi.shape[:3], -1).gather(-1, lo.clamp(max=kv_len - 1).long())
             lo = (lo + (value.unsqueeze(-1) - first).clamp(0, kv_len)).to(torch.int32)
@@ -168,7 +172,7 @@ class Segments:
             return Rows(lo, hi, kv_len).compact()
         if is_captured() or _sync.needs_sync(own):
             return Rows(lo, hi, kv_len)
-        return Rows(lo, hi, kv_len, resets=_changes(own))
+        return Rows(lo, hi, kv_len, resets=_differ(own).nonzero().flatten() + 1)
 
 
 def subtree_ends(depth: Tensor) -> Tensor:
@@ -203,9 +207,9 @@ def subtree_ends(depth: Tensor) -> Tensor:
     return end
 
 
-def _changes(values: Tensor) -> Tensor:
-    """The places whose value is another than that before it in some line, ``int64[m]``; forces a host sync."""
-    return (values[..., 1:] != values[..., :-1]).nonzero()[:, -1] + 1
+def _differ(values: Tensor) -> Tensor:
+    """Whether each value but the first is another than that before it in some line, ``bool[n - 1]``."""
+    return (values[..., 1:] != values[..., :-1]).flatten(0, -2).any(0)
 
 
 def _lines(values: Tensor, at: Tensor) -> Tensor:

@@ -44,12 +44,10 @@ def grid_lists(grids: Sequence[Tensor], batch: int, heads: int | None) -> list[B
     if is_captured():
         grids = [grid.to(torch.int32) for grid in grids]  # Inductor transposes it about eight times faster than bool
     by_query = [grid.expand(shape) for grid in grids]
-    by_key = [grid.mT for grid in by_query]
-    if by_query[0].shape == by_key[0].shape:
-        lists = _lists_of_grids([*by_query, *by_key])
+    if not _sync.needs_sync(by_query[0]) and by_query[0].numel() > SMALL:
+        lists = [block_list for grid in by_query for block_list in _sparse_lists(grid) or _ranked_lists([grid])]
     else:
-        lists = _lists_of_grids(by_query) + _lists_of_grids(by_key)
-    lists = [block_list for pair in zip(lists[: len(grids)], lists[len(grids) :], strict=True) for block_list in pair]
+        lists = _ranked_lists(by_query)
     if heads is None or heads == shape[1]:
         return lists
     return [(number.repeat(1, heads, 1), indices.repeat(1, heads, 1, 1)) for number, indices in lists]
@@ -78,37 +76,45 @@ def no_lists(like: Sequence[BlockList]) -> list[BlockList]:
     return [(torch.zeros_like(number), torch.zeros_like(indices)) for number, indices in like]
 
 
-def _lists_of_grids(grids: Sequence[Tensor]) -> list[BlockList]:
+def _sparse_lists(grid: Tensor) -> list[BlockList] | None:
+    """The lists of a grid of few blocks, by query block and by key block, else None; forces a host sync."""
+    entries = Entries.from_grid(grid)
+    if entries.row.numel() >= grid.numel() // 8:
+        return None
+    height, width = grid.shape[-2:]
+    line, row = entries.row.div(height, rounding_mode="floor"), entries.row.remainder(height)
+    of_keys, order = (line * width + entries.column).sort(stable=True)
+    by_key = Entries(of_keys, row[order])
+    return [_list_of_entries(entries, grid.shape), _list_of_entries(by_key, grid.mT.shape)]
+
+
+def _list_of_entries(entries: Entries, shape: torch.Size) -> BlockList:
+    count = torch.bincount(entries.row, minlength=shape[:-1].numel())
+    indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), shape, shape[-1])
+    return count.to(torch.int32).view(shape[:-1]), indices
+
+
+def _ranked_lists(grids: Sequence[Tensor]) -> list[BlockList]:
+    """The lists of grids of one shape, of bool, or of 0 and 1 as int32, without a host sync."""
+    by_key = [grid.mT for grid in grids]
+    is_square = grids[0].shape == by_key[0].shape
+    lists = _ranks([*grids, *by_key]) if is_square else _ranks(grids) + _ranks(by_key)  # each operation takes a kernel launch
+    return [block_list for pair in zip(lists[: len(grids)], lists[len(grids) :], strict=True) for block_list in pair]
+
+
+def _ranks(grids: Sequence[Tensor]) -> list[BlockList]:
     """The blocks that are set in each row of grids of one shape, in the order of columns."""
-    first = grids[0]
-    width = first.shape[-1]
+    width = grids[0].shape[-1]
     if are_ints(width) and width == 1:
         # Copies, as the grids of a graph are int32 already, and may broadcast.
         zeros = [torch.zeros(grid.shape, dtype=torch.int32, device=grid.device) for grid in grids]
         return [(grid.squeeze(-1).to(torch.int32, copy=True), zero) for grid, zero in zip(grids, zeros, strict=True)]
-    if not _sync.needs_sync(first) and first.numel() > SMALL:
-        return [_sparse_list(grid.contiguous()) or _ranked_lists(grid[None])[0] for grid in grids]
-    return _ranked_lists(torch.stack(list(grids)))  # together, as each operation takes a kernel launch
-
-
-def _sparse_list(grid: Tensor) -> BlockList | None:
-    """The list of a grid of few blocks, else None; forces a host sync."""
-    entries = Entries.from_grid(grid)
-    if entries.row.numel() >= grid.numel() // 8:
-        return None
-    count = torch.bincount(entries.row, minlength=grid.shape[:-1].numel())
-    indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), grid.shape, grid.shape[-1])
-    return count.to(torch.int32).view(grid.shape[:-1]), indices
-
-
-def _ranked_lists(grids: Tensor) -> list[BlockList]:
-    """The lists of grids ``[n, B, H, rows, columns]`` of bool, or of 0 and 1 as int32, without a host sync."""
-    width = grids.shape[-1]
+    stacked = torch.stack(list(grids))
     # From 1: each set block goes to the place of its rank, the others to a place that is cut off.
-    rank = grids.cumsum(-1, dtype=torch.int32 if grids.dtype == torch.int32 else torch.int64)
-    columns = torch.arange(width, dtype=torch.int32, device=grids.device).expand_as(grids)
-    indices = torch.zeros((*grids.shape[:-1], width + 1), dtype=torch.int32, device=grids.device)
-    indices.scatter_(-1, (rank * grids).long(), columns)
+    rank = stacked.cumsum(-1, dtype=torch.int32 if stacked.dtype == torch.int32 else torch.int64)
+    columns = torch.arange(width, dtype=torch.int32, device=stacked.device).expand_as(stacked)
+    indices = torch.zeros((*stacked.shape[:-1], width + 1), dtype=torch.int32, device=stacked.device)
+    indices.scatter_(-1, (rank * stacked).long(), columns)
     if is_captured():
         number = rank[..., -1].clone(memory_format=torch.contiguous_format)
         return list(zip(_parts(number), _parts(indices[..., 1:].clone(memory_format=torch.contiguous_format)), strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmask._checks import checked_int
 from flexmask.errors import OperandError, RenderError
-from flexmask.expr.index import Index
+from flexmask.expr.index import Index, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
@@ -212,7 +212,7 @@ def _sources(mask: Mask, axis: Axis, head: int, name: str, words: str, *, paddin
                 yield _name(sides[axis].table) or words or name, sides[axis]
                 if padding and name == "document":
                     yield PADDING, sides[axis] >= 0
-        case Compare("<", _, ends) if name == NESTED and axis == _axis(ends) == "kv":
+        case Compare("<", Symbol("q"), ends) if name == NESTED and axis == _axis(ends) == "kv":
             yield SUBTREE, ends
         case Compare() if padding and name in PADDED and _axis(mask) == axis:
             yield PADDING, mask

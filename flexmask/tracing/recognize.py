@@ -38,6 +38,7 @@ PATTERNS = (
     "block_causal(n)",
     "chunk_window(n, left=m)",
     "prefix_tree(data)",
+    "prefix_tree(data, order=more)",
     "key_padding(lengths=data)",
     "key_padding(start=data)",
     "key_padding(keep=data)",

@@ -29,6 +29,10 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError, TextEr
         ("tree(ancestors=a)", {"a": [[i >= j for j in range(12)] for i in range(12)]}),
         ("tree(parents=p)", {"p": list(range(-1, 11))}),
         ("prefix_tree(end=e)", {"e": [12, 4, 3, 4, 12, 12, 9, 8, 9, 12, 11, 12]}),
+        (
+            "prefix_tree(end=e, order=o)",
+            {"e": [12, 12, 4, 12, 12, 3, 4, 9, 12, 8, 9, 12], "o": [0, 4, 1, 9, 11, 2, 3, 5, 10, 6, 8, 7]},
+        ),
         ("prefix_tree(position_ids=p)", {"p": [0, 1, 2, 2, 1, 2, 3, 4, 4, 3, 4, 0]}),
         ("draft_blocks(prefix=p, size=3)", {"p": 4}),
         ("draft_anchors(anchors=a, size=6, context=2)", {"a": [1, 2]}),

@@ -10,7 +10,7 @@ import torch
 
 import flexmask as fm
 from flexmask import b, kv, masks, q, table
-from flexmask.errors import LoweringError
+from flexmask.errors import ExpressionError, LoweringError
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.subtrees import subtree_ends
@@ -43,6 +43,41 @@ def check_bounds(found: RowBounds, wanted: np.ndarray, *, exact: bool) -> None:
     if exact:
         assert found.exact
         assert (lower == wanted).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_in_another_order(seed: int) -> None:
+    """A mask_mod over the times at which a walk enters and leaves the nodes; a node comes behind its parent."""
+    draw = random.Random(seed)
+    n = draw.randint(1, 40)
+    parents = [-1, *(draw.randint(-1, node - 1) for node in range(1, n))]
+    ticks = draw.randint(0, 1)  # whether leaving a node takes time too
+    enter, leave, clock = [0] * n, [0] * n, 0
+
+    def walk(node: int) -> None:
+        nonlocal clock
+        for child in (child for child in range(n) if parents[child] == node):
+            enter[child], clock = clock, clock + 1
+            walk(child)
+            clock += ticks
+            leave[child] = clock
+
+    walk(-1)
+    first, behind = torch.tensor(enter), torch.tensor(leave)
+    mask = fm.from_mask_mod(lambda b, h, q, kv: (first[kv] <= first[q]) & (first[q] < behind[kv]))
+    assert str(mask) == f"prefix_tree(end=<behind: int64[{n}]>, order=<first: int64[{n}]>)"
+    wanted = torch.zeros(n, n, dtype=torch.bool)
+    for node in range(n):
+        above = node
+        while above >= 0:
+            wanted[node, above], above = True, parents[above]
+    assert torch.equal(mask.dense(n)[0, 0], wanted)
+    assert torch.equal(mask.block_mask(n, block_size=1).to_dense()[0, 0].bool(), wanted)
+
+
+def test_an_order_goes_with_ends() -> None:
+    with pytest.raises(ExpressionError, match=r"prefix_tree: order= goes with end=, got position_ids"):
+        masks.prefix_tree(position_ids=[0, 1], order=[0, 1])
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -105,6 +105,7 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "per_head": lambda n, at: fm.per_head([fm.causal(), fm.sliding_window(size=9)]),
     "prefix_lm": lambda n, at: fm.prefix_lm(numbers(at, 2)),
     "prefix_tree(end)": lambda n, at: fm.masks.prefix_tree(numbers(at, n)),
+    "prefix_tree(order=)": lambda n, at: fm.masks.prefix_tree(numbers(at, n), order=numbers(at, n)),
     "prefix_tree(position_ids=)": lambda n, at: fm.masks.prefix_tree(position_ids=numbers(at, n)),
     "qk_sparse": lambda n, at: fm.masks.qk_sparse(numbers(at, 2), numbers(at, 2)),
     "query_padding(keep=)": lambda n, at: fm.query_padding(keep=truths(at, 2, n)),

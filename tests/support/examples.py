@@ -75,6 +75,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ({"end": [4, 2, 4, 4]}, oracle.prefix_tree([0, 1, 1, 2])),
         ({"position_ids": [0, 1, 1, 0]}, oracle.prefix_tree([0, 1, 1, 0])),
         ({"lengths": [1, 2, 1], "parents": [-1, 0, 0]}, oracle.prefix_tree([0, 1, 2, 1])),
+        ({"end": [4, 3, 4, 3], "order": [0, 1, 3, 2]}, oracle.tree([-1, 0, 0, 1])),
     ],
     "qk_sparse": [({"starts": [1], "lengths": [2]}, oracle.qk_sparse([1], [2]))],
     "query_padding": [({"lengths": 3}, oracle.query_padding(3)), ({"keep": [1] * 4}, oracle.full())],

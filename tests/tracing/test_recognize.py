@@ -51,6 +51,16 @@ RECOGNIZED: dict[str, list[tuple[str, str]]] = {
     "block_causal(n)": [("q // 3 >= kv // 3", "block_causal(size=3)")],
     "chunk_window(n, left=m)": [("(q // 2 - kv // 2 <= 1) & (q // 2 >= kv // 2)", "chunk_window(size=2, left=1)")],
     "prefix_tree(data)": [("(kv <= q) & (q < ids[b, kv])", "prefix_tree(end=<ids: int64[2, 12]>)")],
+    "prefix_tree(data, order=more)": [
+        (
+            "(others[b, kv] <= others[b, q]) & (others[b, q] < ids[b, kv])",
+            "prefix_tree(end=<ids: int64[2, 12]>, order=<others: int64[2, 12]>)",
+        ),
+        (
+            "(others[b, q] >= others[b, kv]) & (others[b, q] <= ids[b, kv] - 1)",
+            "prefix_tree(end=<ids: int64[2, 12]>, order=<others: int64[2, 12]>)",
+        ),
+    ],
     "key_padding(lengths=data)": [("kv < lengths[b]", "key_padding(lengths=<lengths: int64[2]>)")],
     "key_padding(start=data)": [("kv >= lengths[b]", "key_padding(start=<lengths: int64[2]>)")],
     "key_padding(keep=data)": [("keep[b, kv]", "key_padding(keep=<keep: bool[2, 12]>)")],
@@ -81,6 +91,9 @@ NEAR = [
     ("kv >= lengths[h]", "key_padding"),
     ("keep[h, kv]", "key_padding"),
     ("is_global[q] & is_global[kv]", "global_window"),
+    ("(others[b, kv] <= others[b, q]) & (others[b, kv] < ids[b, q])", "prefix_tree"),
+    ("(others[b, kv] < others[b, q]) & (others[b, q] < ids[b, kv])", "prefix_tree"),
+    ("(kv <= q) & (others[b, q] < ids[b, kv])", "prefix_tree"),
 ]
 
 
