@@ -353,10 +353,25 @@ def _traced(
         inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
         graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
         module = graph_of(*inputs)
+    _place_constants(module)
     _drop_identities(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module, layout, inputs
+
+
+def _place_constants(module: torch.fx.GraphModule) -> None:
+    """Copies constants, as the lists of a mask are, to the device once rather than in each run."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        fresh = node.args[0]
+        if isinstance(fresh, torch.fx.Node) and fresh.target is aten.lift_fresh_copy.default and fresh.args[0].op == "get_attr":
+            name = f"{node.name}_constant"
+            module.register_buffer(name, node.target(getattr(module, fresh.args[0].target), **node.kwargs))
+            with module.graph.inserting_before(node):
+                placed = module.graph.get_attr(name)
+            placed.meta = node.meta
+            node.replace_all_uses_with(placed)
 
 
 def _drop_identities(graph: torch.fx.Graph) -> None:
