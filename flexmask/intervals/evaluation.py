@@ -48,9 +48,8 @@ class Evaluation:
         return self.shaped(self.values(self.context.with_lengths(node)))
 
     def shaped(self, values: Any) -> Tensor:
-        """Values as ``[B, H, n]``, also where they are a number or a tensor without axes."""
-        found = values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.context.device)
-        return found.view(1, 1, 1) if found.dim() == 0 else found
+        """Values as ``[B, H, n]``, also where they are a number."""
+        return values if isinstance(values, Tensor) else torch.full((1, 1, 1), values, device=self.context.device)
 
     def values(self, node: Any) -> Any:
         """As :meth:`tensor` for an expression with lengths put in, or a Python number where nothing varies."""
@@ -79,7 +78,9 @@ class Evaluation:
             case Truth(value):
                 return torch.full((1, 1, 1), value, device=self.context.device)
         compute, operands = operation(node, self.context)
-        return compute(*map(self.values, operands))
+        found = compute(*map(self.values, operands))
+        # With axes, as an index without any is read in a graph.
+        return found.view(1, 1, 1) if isinstance(found, Tensor) and found.dim() == 0 else found
 
     def document_number(self, table: Table | Param) -> Tensor:
         """The number of the document of each query, ``int64[B, 1, q_len]``, by the stops of a table; the greatest for padding."""

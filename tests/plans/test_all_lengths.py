@@ -128,6 +128,15 @@ def no_graphs() -> None:
     GRAPHS.clear()
 
 
+@pytest.mark.parametrize("text", ["sink_window(2, left=3)", "table([1, 0])[table([0, 1])[q_len % 2]] < q"])
+def test_whole_blocks_and_others(text: str) -> None:
+    plan, mask = fm.plan(text, block_size=BLOCK_SIZE), fm.parse(text)
+    for tokens in (2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE):
+        lowered = plan(tokens)
+        assert torch.equal(lowered.dense(), mask.dense(tokens))
+        check_lists(lowered.block_mask, mask.block_mask(tokens, block_size=BLOCK_SIZE))
+
+
 @pytest.mark.parametrize("name", each_run(MASKS, "cu_seqlens", "padding"))
 def test_one_graph_for_20_sizes(name: str) -> None:
     text, make, meaning = MASKS[name]

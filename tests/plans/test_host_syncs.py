@@ -57,6 +57,10 @@ def test_documents_that_promise_to_be_contiguous_have_intervals() -> None:
     assert not has_cells(fm.document(numbers("meta", SHORT), contiguous=True), SHORT)
 
 
+def test_lists_are_copied_to_the_device_once() -> None:
+    assert not has_cells(fm.causal() & fm.document(lengths=[SHORT - 9, 9]) & fm.prefix_lm([4]), SHORT)
+
+
 def test_a_composed_mask_at_positions_that_only_the_device_knows() -> None:
     text = "causal & sliding_window(size=64) & document(cu_seqlens=cu) & key_padding(start=start)"
     plan, captures = fm.plan(text, 1, SHORT, batch=2, device=META), GRAPHS.captures
