@@ -362,16 +362,15 @@ def _traced(
 
 def _place_constants(module: torch.fx.GraphModule) -> None:
     """Copies constants, as the lists of a mask are, to the device once rather than in each run."""
-    aten = torch.ops.aten
-    for node in module.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        fresh = node.args[0]
-        if isinstance(fresh, torch.fx.Node) and fresh.target is aten.lift_fresh_copy.default and fresh.args[0].op == "get_attr":
-            name = f"{node.name}_constant"
-            module.register_buffer(name, node.target(getattr(module, fresh.args[0].target), **node.kwargs))
-            with module.graph.inserting_before(node):
-                placed = module.graph.get_attr(name)
-            placed.meta = node.meta
-            node.replace_all_uses_with(placed)
+    for constant in module.graph.find_nodes(op="get_attr"):
+        for copied in [copied for fresh in constant.users for copied in fresh.users]:
+            if copied.target is torch.ops.aten._to_copy.default:
+                name = f"{copied.name}_constant"
+                module.register_buffer(name, copied.target(getattr(module, cast(str, constant.target)), **copied.kwargs))
+                with module.graph.inserting_before(copied):
+                    placed = module.graph.get_attr(name)
+                placed.meta = copied.meta
+                copied.replace_all_uses_with(placed)
 
 
 def _drop_identities(graph: torch.fx.Graph) -> None:
