@@ -101,6 +101,12 @@ def resolve_device(device: object) -> torch.device:
         raise LoweringError(f"there is no device {device!r}: {str(error).splitlines()[0]}") from None
 
 
+def check_values(device: torch.device, what: str) -> None:
+    """Raises a LoweringError where something that reads values is asked for on a device that has none."""
+    if device.type == "meta":
+        raise LoweringError(f"{what}, and nothing on meta has values; give device='cpu', and data there")
+
+
 def listed(data: Any, what: str) -> Any:
     """Integers as lists, which reads those of a tensor.
 

@@ -128,7 +128,8 @@ LENGTHS: dict[str, Any] = {"q_len": 8, "kv_len": 8, "batch": None, "heads": None
 
 
 def module(**options: Any) -> Any:
-    return f.MultiheadFlexAttention(**options)(X)
+    layer = f.MultiheadFlexAttention(**options)
+    return layer(X.to(layer.out_proj.weight.device))  # which may be meta, as of a model that is initialized later
 
 
 def layer(**options: Any) -> Any:

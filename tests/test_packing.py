@@ -138,6 +138,7 @@ def test_another_device(packed: Packed) -> None:
     assert len(wanted) >= 5
 
 
+@pytest.mark.slow
 def test_one_graph_for_other_samples() -> None:
     """Two lengths are compiled, the second one for all that follow."""
     torch.manual_seed(0)

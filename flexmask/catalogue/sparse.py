@@ -17,6 +17,8 @@ __all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
 
 #: Each random block of a row is a condition of the mask.
 MAX_RANDOM = 64
+#: The choice of each block is a row of a table.
+MAX_BLOCKS = 2**17
 
 
 @named
@@ -46,16 +48,24 @@ def bigbird(
         seed: of the choice, which is the same on every device.
 
     Raises:
-        ExpressionError: fewer than one block, a size below 1, another number below 0, or more than 64 random blocks.
+        ExpressionError: fewer than one block or more than 131,072, a size below 1, another number below 0, or more than 64 random
+            blocks.
 
     Source: BigBird, https://arxiv.org/abs/2007.14062
     """
-    n, count = fixed_int(blocks, "bigbird: blocks", 1), int_or_index(size, "bigbird: size", 1)
+    n, count = fixed_int(blocks, "bigbird: blocks", 1, MAX_BLOCKS), int_or_index(size, "bigbird: size", 1)
     most = fixed_int(random_blocks, "bigbird: random_blocks", most=MAX_RANDOM)
     few = fixed_int(global_blocks, "bigbird: global_blocks")
     reach, draw = fixed_int(around, "bigbird: around"), Random(fixed_int(seed, "bigbird: seed"))
-    others = [[block for block in range(few, n) if abs(own - block) > reach] for own in range(n)]
-    chosen = [sorted(draw.sample(row, min(most, len(row)))) for row in others]
+
+    def others(own: int) -> list[int]:
+        """Some blocks that are neither global nor around a block."""
+        first, behind = (min(max(few, place), max(few, n)) for place in (own - reach, own + reach + 1))
+        number = max(0, n - few - (behind - first))
+        places = draw.sample(range(number), min(most, number))
+        return sorted(few + place + (behind - first) * (few + place >= first) for place in places)
+
+    chosen = [others(own) for own in range(n)]
     width = max(map(len, chosen))
     table = as_table([row + [-1] * (width - len(row)) for row in [*chosen, []]], "bigbird: chosen") if width else None
     x, y = q // count, kv // count

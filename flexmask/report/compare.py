@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from flexmask import _sync
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError
@@ -89,6 +90,7 @@ def difference(
     other = as_mask(other, "other", device=device)
     contexts = [bind(part, q_len, kv_len, batch, heads, q_offset, device) for part in (mask, other)]
     where = next((context.device for context in contexts if context.device.type != "cpu"), contexts[0].device)
+    _sync.check_values(where, "masks are compared by their cells")
     for place, part in enumerate((mask, other)):  # the tensors of either may be on a device that the other is not bound to
         if contexts[place].device != where:
             contexts[place] = bind(part, q_len, kv_len, batch, heads, q_offset, where)

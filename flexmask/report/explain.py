@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flexmask import _sync
 from flexmask._checks import checked_int, names_explained
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
@@ -181,6 +182,7 @@ def explain(
     """
     mask = as_mask(mask, device=device)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
+    _sync.check_values(context.device, "an explanation counts cells")
     sets = BlockSets(context, *block_sizes(block_size))
     bounds = analyze(context)
     counts = (bounds.upper.lo < bounds.upper.hi).sum(-1)

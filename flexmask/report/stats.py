@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmask import _sync
 from flexmask.blocks.classify import Blocks, classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
-from flexmask.errors import LoweringError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
@@ -102,8 +102,7 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
     Raises:
         LoweringError: a mask on ``meta``.
     """
-    if context.device.type == "meta":
-        raise LoweringError("statistics count cells, and nothing on meta has values; give device='cpu', and data there")
+    _sync.check_values(context.device, "statistics count cells")
     sets = BlockSets(context, *block_sizes(block_size))
     bounds = bounds or analyze(context)
     blocks = decide_open(classify(bounds, sets), sets)

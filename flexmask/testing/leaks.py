@@ -95,6 +95,7 @@ def assert_no_leak(
         kinds = f"{type(function).__name__}, {type(mask).__name__} and {type(x).__name__}"
         raise OperandError(f"wanted a function, a mask and a tensor, got {kinds}")
     where = x.device if device is None else _sync.resolve_device(device)
+    _sync.check_values(where, "outputs are compared")
     masks = [as_mask(part, device=where) for part in (mask if isinstance(mask, list | tuple) else [mask])]
     if checked_int(layers, "layers", least=None) < 1 or not masks:
         raise ExpressionError(f"there must be at least 1 layer with a mask, got layers={layers!r} and {len(masks)} masks")

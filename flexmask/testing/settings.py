@@ -94,6 +94,7 @@ def make_setting(
         OperandError: ``mask`` or ``reference`` is of a wrong type.
     """
     where = _sync.resolve_device(device)
+    _sync.check_values(where, "outputs are compared")
     mask = as_mask(mask, device=where).to(where)
     if isinstance(q_offset, Tensor):
         if q_offset.is_meta or not_plain_reason(q_offset):

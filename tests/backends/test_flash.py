@@ -185,6 +185,7 @@ def test_backends_share_no_block_mask(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="dynamo does not trace it, and the backend takes newer versions of torch")
+@pytest.mark.slow
 def test_in_compiled_code(given: dict[str, Any]) -> None:
     query, key, value = tensors(200)
     torch.compiler.reset()

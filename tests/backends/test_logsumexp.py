@@ -292,6 +292,7 @@ def test_scores_far_apart() -> None:
     torch.testing.assert_close(lse, torch.tensor([[1e4 + math.log1p(math.e)]]))
 
 
+@pytest.mark.slow
 def test_compiled_parts_at_changing_lengths() -> None:
     """One graph after that of the first sizes, of a part with the logsumexp, of the merging and of their gradients."""
     torch.compiler.reset()

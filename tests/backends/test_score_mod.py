@@ -53,6 +53,7 @@ def inputs() -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_run(MASKS, "documents"))
 def test_one_graph_with_gradients(name: str) -> None:
     mask, cells = MASKS[name]()

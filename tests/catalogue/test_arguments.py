@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, str]] = [
     ("sink_window(4)", r"sink_window: give left= \(tokens to the left of the query's own; None for no limit\), or size= \("),
     ("sink_window(4, left=2, size=3)", r"sink_window: give either size or left, got size=3 with"),
     ("sink_window(-1, left=2)", r"sink_window: sinks must be at least 0, got -1"),
+    ("bigbird(1000000, 1)", r"bigbird: blocks must be at most 131072, got 1000000"),
     ("sink_window(True, left=2)", r"sink_window: sinks must be an integer, got True"),
     ("global_window([2, 0], left=1, right=1)", r"is_global must be boolean, True for a global token, or of 0 and 1, got 2"),
     ("global_window([[[True]]], left=1, right=1)", r"is_global must have the axes \[S\] or \[B, S\], got shape \[1, 1, 1\]"),

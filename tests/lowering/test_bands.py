@@ -15,6 +15,7 @@ from flexmask import _sync
 from flexmask.expr.names import NAMES
 from flexmask.intervals.bands import Band
 from tests.support.examples import EXAMPLES
+from tests.support.exhaustive import each_run
 from tests.support.strategies import Case, Shape
 
 READ: Literal["read"] = "read"
@@ -92,9 +93,15 @@ def cells(mask_mod: Any, *sizes: int) -> Tensor:
 def test_bands(name: str) -> None:
     text, band, meaning = BANDS[name]
     plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    zero = torch.zeros((), dtype=torch.long)
     assert plan().band == band
     assert torch.equal(plan().dense()[0, 0], meaning(q, kv))
+
+
+@pytest.mark.parametrize("name", each_run(BANDS, *{band: name for name, (_, band, _) in BANDS.items()}.values()))
+def test_compiled_bands(name: str) -> None:
+    text, _, meaning = BANDS[name]
+    plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    zero = torch.zeros((), dtype=torch.long)
     torch.compiler.reset()
     found = torch.compile(lambda q, kv: plan().mask_mod(zero, zero, q, kv), backend="eager", fullgraph=True)(q, kv)
     assert torch.equal(found, meaning(q, kv))
@@ -212,6 +219,7 @@ def test_unions_are_one_interval(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(cells(mask.mask_mod(8, batch=2), 2, 1, 8, 8), wanted)
 
 
+@pytest.mark.slow
 def test_a_union_of_more_intervals_than_are_listed() -> None:
     """Which a graph does not know, and lists as cells."""
     mask: fm.Mask = fm.causal()

@@ -87,6 +87,7 @@ def test_a_plan_that_has_a_graph() -> None:
         plan()
 
 
+@pytest.mark.slow
 def test_compiled_code() -> None:
     """One graph serves all lengths, with the sizes that the data has: those that do not fit are an error."""
     compiled = torch.compile(lambda x, mask: fm.attention(x, x, x, mask), backend="eager", fullgraph=True)

@@ -49,6 +49,7 @@ def test_a_cache_goes_on_with_and_without_autocast(
 
 
 @pytest.mark.parametrize("within", [WITHIN[0], pytest.param(WITHIN[1], marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_a_cache_in_compiled_code(within: tuple[bool, ...]) -> None:
     torch.compiler.reset()
     check(within, KVCache(LENGTH), "causal", LOWER, compiled=True)

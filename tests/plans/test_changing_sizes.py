@@ -154,6 +154,7 @@ def test_graphs_of_20_sizes(name: str, order: str) -> None:
     ("name", "order"),
     each_run(product(["padded", "heads", "ids, evaluated cell by cell"], ["one by one", "together"]), ("padded", "together")),
 )
+@pytest.mark.slow
 def test_graphs_of_20_sizes_with_a_score_mod(name: str, order: str) -> None:
     """As many, also where the score_mod captures a tensor that has a gradient."""
     torch._dynamo.reset()
@@ -188,7 +189,7 @@ def test_code_of_inductor_for_20_sizes(name: str, dynamic: bool | None) -> None:
 
 
 #: Those of which each run has the traced graph: `eager` lowers a mask again at each call.
-TRACED = ["contiguous ids", "ids, evaluated cell by cell", "prefix", "heads"]
+TRACED = ["ids, evaluated cell by cell", "heads"]
 #: Those that each run has elsewhere: the first two in the tests of 20 sizes, windows in `sink`.
 ELSEWHERE = ["cu_seqlens", "padded", "window"]
 UNTRACED = [name for name in MASKS if name not in TRACED + ELSEWHERE]
@@ -214,6 +215,7 @@ def test_sizes_that_are_marked_as_dynamic(name: str, backend: str) -> None:
 
 
 @BACKENDS
+@pytest.mark.slow
 def test_a_batch_and_a_document_of_one(backend: str) -> None:
     """Torch makes a graph of its own for a size of 1."""
     torch._dynamo.reset()
@@ -240,6 +242,7 @@ class Model(nn.Module):
 
 
 @BACKENDS
+@pytest.mark.slow
 def test_layers(backend: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
