@@ -87,10 +87,12 @@ def test_two_ranks() -> None:
     run_ranks(2, two_ranks)
 
 
+@pytest.mark.slow
 def test_three_ranks() -> None:
     run_ranks(3, three_ranks)
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, four_ranks)
 

@@ -46,6 +46,7 @@ def test_steps_have_two_graphs(mask: Any) -> None:
     assert cache.length == LENGTH
 
 
+@pytest.mark.slow
 def test_parameters_and_sequences_of_other_lengths() -> None:
     layer = MultiheadFlexAttention(16, 16, 2).eval()
     model, _ = compiled(layer)

@@ -188,6 +188,7 @@ def test_lists_are_data() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_lists_that_are_no_data_are_a_part_of_the_graph() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -266,6 +267,7 @@ def test_a_mask_made_before_and_after_a_graph_break() -> None:
     torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & ~keys(n)))
 
 
+@pytest.mark.slow
 def test_a_mask_prints_as_outside_of_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
 
@@ -289,6 +291,7 @@ def test_the_brief_text_of_a_mask_in_compiled_code() -> None:
     assert text == "(causal | (kv < 3)) & key_padding(...)"
 
 
+@pytest.mark.slow
 def test_masks_after_a_graph_break_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     torch._dynamo.reset()
     ids = torch.tensor([0, 0, 1, 1])
