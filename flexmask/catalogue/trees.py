@@ -70,7 +70,7 @@ def prefix_tree(
     sources = {"end": end, "position_ids": position_ids, "lengths": lengths}
     given = [name for name, data in sources.items() if data is not None]
     if order is not None and given != ["end"]:
-        raise ExpressionError(f"prefix_tree: order= goes with end=, got {' and '.join(given) or 'neither'}")
+        raise ExpressionError(f"prefix_tree: order= goes with end=, got {' and '.join(given) or 'no end'}")
     if len(given) != 1 or (lengths is None) != (parents is None):
         got = ", ".join(given + ["parents"] * (parents is not None)) or "none"
         raise ExpressionError(f"prefix_tree: give exactly one of end, position_ids, and lengths with parents; got {got}")

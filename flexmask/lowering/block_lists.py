@@ -89,6 +89,7 @@ def _sparse_lists(grid: Tensor) -> list[BlockList] | None:
 
 
 def _list_of_entries(entries: Entries, shape: torch.Size) -> BlockList:
+    """The list of blocks in the order of rows and columns, of a grid ``[B, H, rows, columns]``."""
     count = torch.bincount(entries.row, minlength=shape[:-1].numel())
     indices = pack(entries.column.to(torch.int32), entries.row, rank_in_row(entries.row, count), shape, shape[-1])
     return count.to(torch.int32).view(shape[:-1]), indices

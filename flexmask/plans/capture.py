@@ -362,15 +362,17 @@ def _traced(
 
 def _place_constants(module: torch.fx.GraphModule) -> None:
     """Copies constants, as the lists of a mask are, to the device once rather than in each run."""
-    for constant in module.graph.find_nodes(op="get_attr"):
-        for copied in [copied for fresh in constant.users for copied in fresh.users]:
-            if copied.target is torch.ops.aten._to_copy.default:
-                name = f"{copied.name}_constant"
-                module.register_buffer(name, copied.target(getattr(module, cast(str, constant.target)), **copied.kwargs))
-                with module.graph.inserting_before(copied):
-                    placed = module.graph.get_attr(name)
-                placed.meta = copied.meta
-                copied.replace_all_uses_with(placed)
+    aten = torch.ops.aten
+    for fresh in module.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        (constant,), users = fresh.all_input_nodes, list(fresh.users)
+        copied = users[0] if len(users) == 1 else fresh  # one of several may write to it
+        if constant.op == "get_attr" and copied.target is aten._to_copy.default:
+            name = f"{copied.name}_constant"
+            module.register_buffer(name, copied.target(getattr(module, cast(str, constant.target)), **copied.kwargs))
+            with module.graph.inserting_before(copied):
+                placed = module.graph.get_attr(name)
+            placed.meta = copied.meta
+            copied.replace_all_uses_with(placed)
 
 
 def _drop_identities(graph: torch.fx.Graph) -> None:
