@@ -135,7 +135,7 @@ class BlockGrid(BlockLayout):
         for ends, step in ((start, 1), (stop, -1)):
             if not are_ints(q_len) or q_len % height:
                 ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
-            # In order, as a graph takes padding to leave it; padding by nothing does not.
+            # Contiguous, as a graph takes padded tensors to be: padding by 0 keeps other strides.
             index = ends.to(torch.int64, memory_format=torch.contiguous_format).unflatten(2, (self.q_blocks, height)).flatten(3)
             edges.scatter_add_(-1, index, edges.new_full((), step).expand_as(index))
         return edges[..., :width].cumsum(-1)

@@ -17,7 +17,7 @@ __all__ = ["bigbird", "eviction", "qk_sparse", "random_cells"]
 
 #: Each random block of a row is a condition of the mask.
 MAX_RANDOM = 64
-#: The choice of each block is a row of a table.
+#: Choosing for as many blocks takes seconds.
 MAX_BLOCKS = 2**17
 
 
@@ -57,13 +57,14 @@ def bigbird(
     most = fixed_int(random_blocks, "bigbird: random_blocks", most=MAX_RANDOM)
     few = fixed_int(global_blocks, "bigbird: global_blocks")
     reach, draw = fixed_int(around, "bigbird: around"), Random(fixed_int(seed, "bigbird: seed"))
+    stop = max(few, n)
 
     def others(own: int) -> list[int]:
         """Some blocks that are neither global nor around a block."""
-        first, behind = (min(max(few, place), max(few, n)) for place in (own - reach, own + reach + 1))
-        number = max(0, n - few - (behind - first))
-        places = draw.sample(range(number), min(most, number))
-        return sorted(few + place + (behind - first) * (few + place >= first) for place in places)
+        first, behind = min(max(few, own - reach), stop), min(max(few, own + reach + 1), stop)
+        number = stop - few - (behind - first)
+        places = [few + place for place in draw.sample(range(number), min(most, number))]
+        return sorted(place if place < first else place + behind - first for place in places)
 
     chosen = [others(own) for own in range(n)]
     width = max(map(len, chosen))

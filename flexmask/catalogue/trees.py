@@ -50,7 +50,7 @@ def prefix_tree(
         end: for each token the first position behind its subtree, ``[S]`` or ``[B, S]``; for padding at most its own position,
             e.g. 0: it is masked out.
         order: for tokens in another order, e.g. level by level, the place of each in depth-first order, ``[S]`` or ``[B, S]``,
-            with ``end``, which counts these places too.
+            with ``end``, which counts these places too. Padding has ends up to its own places, and these are behind all trees.
         position_ids: instead of ends, the depth of each token in its tree, from 0, ``[S]`` or ``[B, S]``. A token continues the
             last one before it that is one depth above.
         lengths: instead of ends, the tokens of each segment between two branchings as a list ``[n]`` or ``[B, n]``, with

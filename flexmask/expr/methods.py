@@ -295,7 +295,8 @@ class MaskMethods(MaskPictures):
 
         Raises:
             OperandError: ``other`` is none of these.
-            LoweringError: one of them cannot be lowered at these lengths, or they are for two sizes of batch or heads.
+            LoweringError: one of them cannot be lowered at these lengths, they are for two sizes of batch or heads, or the device
+                is ``meta``.
         """
         from flexmask.report.compare import difference
 

@@ -79,7 +79,7 @@ class Evaluation:
                 return torch.full((1, 1, 1), value, device=self.context.device)
         compute, operands = operation(node, self.context)
         found = compute(*map(self.values, operands))
-        # With axes, as an index without any is read in a graph.
+        # In a graph an index tensor without axes would be read as a number.
         return found.view(1, 1, 1) if isinstance(found, Tensor) and found.dim() == 0 else found
 
     def document_number(self, table: Table | Param) -> Tensor:

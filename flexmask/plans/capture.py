@@ -370,7 +370,7 @@ def _place_constants(module: torch.fx.GraphModule) -> None:
             name = f"{copied.name}_constant"
             module.register_buffer(name, copied.target(getattr(module, cast(str, constant.target)), **copied.kwargs))
             with module.graph.inserting_before(copied):
-                placed = module.graph.get_attr(name)
+                placed = module.graph.call_function(aten.clone.default, (module.graph.get_attr(name),))  # each run has its own
             placed.meta = copied.meta
             copied.replace_all_uses_with(placed)
 

@@ -178,7 +178,7 @@ def explain(
 
     Raises:
         OperandError: a cell that is not two or four integers.
-        LoweringError: the mask cannot be lowered at these lengths, or has no such cell.
+        LoweringError: the mask cannot be lowered at these lengths, has no such cell, or is on ``meta``.
     """
     mask = as_mask(mask, device=device)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)

@@ -87,7 +87,7 @@ def assert_no_leak(
             should have hidden it, and shows a picture.
         ExpressionError: ``layers`` is less than 1, the function gives two outputs for one input, or no output depends on another
             position that the mask shows, so that nothing could leak.
-        LoweringError: shapes that do not fit, or more than 2**22 pairs.
+        LoweringError: shapes that do not fit, more than 2**22 pairs, or inputs on ``meta``.
         OperandError: an argument or the output is of a wrong type, or the function fails.
     """
     __tracebackhide__ = True
