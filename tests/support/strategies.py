@@ -75,6 +75,9 @@ class Case:
     def __repr__(self) -> str:
         return f"fm.parse({str(self.mask)!r})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # of Hypothesis, which prints the fields of a dataclass else
+        printer.text(repr(self))
+
     def expected(self, shape: Shape) -> torch.Tensor:
         """The oracle's answer, bool [batch, heads, q_len, kv_len]."""
         table = oracle.table_of(

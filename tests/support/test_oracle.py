@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis.vendor.pretty import pretty
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
+import flexmask as fm
 from tests.support import oracle
 from tests.support.lowerings import check_lists_of_cells, element_mask
-from tests.support.strategies import Shape
+from tests.support.strategies import Case, Shape
 
 
 def test_blocks_of_a_ragged_table() -> None:
@@ -59,3 +61,8 @@ def test_attention_of_a_row_without_keys_is_zero() -> None:
     assert query.grad is not None
     assert not query.grad[0, 0, 1].any()
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+def test_a_drawn_mask_prints_as_what_makes_it() -> None:
+    mask = fm.causal() & fm.key_padding([3, 5])
+    assert pretty(Case(mask, oracle.causal())) == "fm.parse('causal & key_padding(lengths=[3, 5])')"
