@@ -17,8 +17,8 @@ from flexmask.backends.tiling import Tiling, shared_tiling
 #: float32 at least, and its gradient: torch has no public function that returns them.
 FUSED_FORWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-#: The most scores of a sequence in a tile with a bias for each head, which is made for the tile and should fit the cache.
-BIAS_SCORES = 2**18
+#: The most scores of a sequence in a tile with a bias for each head, which is made for the tile: more tiles are more calls.
+BIAS_SCORES = 2**20
 
 
 class Problem(NamedTuple):

@@ -128,5 +128,7 @@ def diagonals(values: Tensor, start: int, rows: int, keys: int) -> Tensor:
 def sum_diagonals(cells: Tensor) -> Tensor:
     """The sums of `diagonals`: ``[B', H', rows, keys]`` -> ``[B', H', rows + keys]``, the gradient of its values."""
     rows, keys = cells.shape[2:]
-    wide = torch.nn.functional.pad(cells, (0, rows - 1)).flatten(2)
-    return torch.nn.functional.pad(wide, (rows, 0)).view(*cells.shape[:2], rows, rows + keys).sum(2)
+    width = rows + keys
+    wide = cells.new_zeros(*cells.shape[:2], rows * width)
+    wide[..., rows:].view(*cells.shape[:2], rows, width - 1)[..., :keys].copy_(cells)
+    return wide.view(*cells.shape[:2], rows, width).sum(2)
