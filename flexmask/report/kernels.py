@@ -16,6 +16,8 @@ from flexmask.report.stats import stats
 
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
 SIZES = ((64, 64), (128, 128), (256, 128))
+#: By the kind of a band: the call of scaled_dot_product_attention that needs no mask.
+SDPA = {"whole": "scaled_dot_product_attention without a mask", "causal": "scaled_dot_product_attention(is_causal=True)"}
 #: The fewest keys that a kernel visits at a time.
 STEP = 16
 
@@ -38,7 +40,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         count = tested_count(bounds.lower.slots)
         read = sum(end == "read" for end in band) if count == 1 else 2 * count
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
-        cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read" if read else "which is arithmetic"
+        cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
     if refusal := flash_refusal(context.named):
         bits, chosen = f"no: {refusal}", "flex"
@@ -54,15 +56,15 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         ("cells", cells),
         ("FLASH", bits),
         ("on CUDA", f"backend='auto' takes {chosen}"),
-        *(("blocks" if not number else "", text) for number, text in enumerate(blocks)),
+        *(("block sizes" if not number else "", text) for number, text in enumerate(blocks)),
         (
             "lists",
-            "one run each: compiled code and plans set BLOCKS_ARE_CONTIGUOUS"
+            "the blocks of a row are neighbors: compiled code and plans set FlexAttention's BLOCKS_ARE_CONTIGUOUS"
             if fused and not context.q_len % 128
-            else "read block by block",
+            else "FlexAttention reads the place of each block",
         ),
         ("safe rows", _safe_text(context, bounds)),
-        ("fused", {"whole": "sdpa without a mask", "causal": "sdpa with is_causal"}.get(fused or "", "no")),
+        ("SDPA alone", SDPA.get(fused or "", "no: it needs this mask as a tensor")),
         ("varlen", _varlen_text(context)),
         ("host syncs", _sync_text(unread)),
     ]
@@ -71,7 +73,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
 def _safe_text(context: Context, bounds: RowBounds) -> str:
     """How many rows have a visible key at the first keys that FlexAttention's kernels visit: partial blocks before full ones."""
     if not bounds.exact:
-        return "not known, as cells decide"
+        return "not known, as each cell is evaluated; FlexAttention's ROWS_GUARANTEED_SAFE is not set"
     lists = block_mask(context, form=lambda b, h, q, kv: kv >= 0)
     assert lists.full_kv_num_blocks is not None
     assert lists.full_kv_indices is not None
@@ -81,8 +83,11 @@ def _safe_text(context: Context, bounds: RowBounds) -> str:
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
-        return "all: ROWS_GUARANTEED_SAFE would hold"
-    return f"{int(safe.sum()):,} of {safe.numel():,}: ROWS_GUARANTEED_SAFE could give NaN"
+        return "all see one of the first keys that FlexAttention visits: its ROWS_GUARANTEED_SAFE would hold; it is not set"
+    return (
+        f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its ROWS_GUARANTEED_SAFE "
+        "could give NaN; it is not set"
+    )
 
 
 def _sync_text(unread: Context) -> str:
@@ -98,5 +103,6 @@ def _varlen_text(context: Context) -> str:
         found = varlen_arguments(context)
     except LoweringError as error:
         return f"no: {error}"
-    segments = len(found.cu_seq_q) - 1
-    return f"{segments:,} segments of at most {found.max_q:,} queries and {found.max_k:,} keys, window_size={found.window_size}"
+    count = len(found.cu_seq_q) - 1
+    segments = "1 segment" if count == 1 else f"{count:,} segments"
+    return f"{segments} of at most {found.max_q:,} queries and {found.max_k:,} keys, window_size={found.window_size}"

@@ -40,12 +40,12 @@ function shared(a, b) {
   return most && most + shared(a.slice(0, i), b.slice(0, j)) + shared(a.slice(i + most), b.slice(j + most));
 }
 
-/** The known word nearest to one that no entry has, if one is near: what Python's difflib finds. */
+/** The known word nearest to one that no entry has, if one is near: what Python's difflib finds. As in `cli/list.py`. */
 function nearest(word) {
   if (cardsOf.some((card) => has(card, word))) return word;
   const ratios = known.map((other) => (2 * shared(other, word)) / (other.length + word.length));
   const best = Math.max(...ratios);
-  return best >= 0.6 ? known[ratios.lastIndexOf(best)] : word;
+  return best >= 0.75 ? known[ratios.lastIndexOf(best)] : word;
 }
 
 function matching(words, tags) {
