@@ -39,7 +39,7 @@ def kind_of(value: Any) -> str:
         return "None"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if hasattr(value, "dtype") and hasattr(value, "layout"):
+    if is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"nested Tensor of {dtype}" if value.is_nested else f"{type(value).__name__} {dtype}{list(value.shape)}"
     if callable(value) and hasattr(value, "__name__"):
@@ -72,7 +72,7 @@ def checked_int(
         OperandError: ``value`` is not an integer. Booleans are not.
     """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (not isinstance(value, int) and str(getattr(value, "dtype", "")) == "torch.bool"):
             raise TypeError
         number = operator.index(cast(Any, value))
     except (TypeError, ValueError, RuntimeError):

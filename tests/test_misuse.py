@@ -119,6 +119,9 @@ WRONG: dict[str, Any] = {
     "a list of no numbers": [float("nan"), float("inf")],
     "lists of two lengths": [[1, 2], [3]],
     "no device": torch.device("meta"),
+    "a module of Python": torch,
+    "a module with a shape": np,
+    "a tensor of one truth value": torch.tensor(True),
     **unusual_tensors(),
 }
 WRONG["lists that end nowhere"][0].append(WRONG["lists that end nowhere"])
@@ -159,7 +162,7 @@ FUNCTIONS: dict[str, Function] = {
     "document_ids": (f.expr.document_ids, {"lengths": [1, 2], "padding": False}),
     "document_starts": (f.expr.document_starts, {"ids": [0, 1]}),
     "from_mask_mod": (f.from_mask_mod, {"mask_mod": window, "strict": False, "device": "cpu"}),
-    "explain": (f.explain, {"mask": fm.causal(), **LENGTHS, "block_size": 8}),
+    "explain": (f.explain, {"mask": fm.causal(), **LENGTHS, "block_size": 8, "kernel": False}),
     "attention": (
         f.attention,
         {
@@ -184,7 +187,16 @@ FUNCTIONS: dict[str, Function] = {
     "choose_backend": (f.backends.choose_backend, {"query": HEADS, "key": HEADS, "value": HEADS, "mask": None}),
     "create_block_mask": (
         f.create_block_mask,
-        {"mask_mod": window, "B": 1, "H": 1, "Q_LEN": 128, "KV_LEN": 128, "device": "cpu", "BLOCK_SIZE": 128},
+        {
+            "mask_mod": window,
+            "B": 1,
+            "H": 1,
+            "Q_LEN": 128,
+            "KV_LEN": 128,
+            "device": "cpu",
+            "BLOCK_SIZE": 128,
+            "compute_dq_write_order": False,
+        },
     ),
     "MultiheadFlexAttention": (
         module,
@@ -312,7 +324,10 @@ FUNCTIONS: dict[str, Function] = {
     "Mask.varlen": (fm.document(lengths=[3, 5]).varlen, LENGTHS),
     "plan": (f.plan, {"mask": fm.causal(), "q_len": 8, "kv_len": 8, "batch": 1, "heads": 1, "device": "cpu", "block_size": 8}),
     "Plan": (fm.parse("causal & (kv < n)").plan(8), {"q_offset": 0, "n": 3}),
-    "LoweredMask.to": (lambda device: fm.causal().plan(8)().to(device), {"device": "cpu"}),
+    "LoweredMask.to": (lambda **options: fm.causal().plan(8)().to(**options), {"device": "cpu", "non_blocking": False}),
+    "LoweredMask[]": (lambda index: fm.causal().plan(8)()[index], {"index": 0}),
+    "Index %": (lambda other: (fm.q % other, fm.q.__rmod__(other)), {"other": 3}),
+    "Mask &": (lambda other: fm.causal() & other, {"other": fm.full()}),
     "as_mask": (f.tracing.as_mask, {"mask": fm.causal(), "device": "cpu"}),
     "pack_documents": (packing.pack_documents, {"lengths": [3, 2], "capacity": 8, "device": "cpu"}),
     "pack_prefixes": (packing.pack_prefixes, {"samples": [[1, 2], [1, 3]], "capacity": 8, "device": "cpu"}),

@@ -116,7 +116,7 @@ def as_table(data: object, what: str) -> Table:
 
 def _list_item(item: object, values: list[Any]) -> str:
     """What stands in a list in place of a number, for a message; of tensors and arrays, how to make one of them."""
-    if not hasattr(item, "shape"):
+    if not isinstance(getattr(item, "shape", None), Sequence):
         return f"{type(item).__name__} {item!r}"
     stack = "torch.stack(list)" if is_tensor(item) else "numpy.stack(list)"
     is_even = len({tuple(getattr(value, "shape", ())) for value in values}) == 1
@@ -139,7 +139,7 @@ def _from_numpy(given: Any, what: str) -> Literal:
 
 
 def _list_shape(data: object, what: str, most: int) -> tuple[int, ...]:
-    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes | bytearray):
         return ()
     if not most:
         raise ExpressionError(f"{what} has more than {MAX_AXES} lists within lists; give at most 4 axes")

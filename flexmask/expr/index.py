@@ -164,7 +164,7 @@ def as_index(value: object) -> Index:
         raise OperandError(f"an index is an integer, not the truth value {value}: write {int(value)}")
     try:
         return made(Constant, operator.index(cast(Any, value)))
-    except TypeError:
+    except (TypeError, RuntimeError):  # of a tensor without values
         given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
         axes = len(getattr(value, "shape", ())) if isinstance(value, Node) else getattr(value, "ndim", None)
         place = "b" if axes == 1 else "b, q"

@@ -16,7 +16,7 @@ from flexmask import _sync
 from flexmask._checks import checked_int, not_plain_reason
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured, usable
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.form import filled
+from flexmask.expr.form import NeedsDataError, filled
 from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import COVERING, DocumentTable
@@ -48,6 +48,8 @@ def bind(
         OperandError: a length that is not an integer.
     """
     check_bound(mask)
+    if len(mask.form.slots) > len(mask.held):  # a function that makes a mask lowers an argument
+        raise NeedsDataError("the values of data")
     mask.check_held()
     parts, form = parts_of(mask), mask.form.expand()
     q_len = checked_size(q_len, "q_len")
@@ -118,8 +120,8 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:
             raise LoweringError(f"q_offset must be an int or an integer tensor [B], got {q_offset.dtype}{list(q_offset.shape)}")
-        _sync.require(lambda: q_offset >= 0, q_offset.device, "q_offset must be at least 0")
-        offset = cast(Tensor, q_offset).long().reshape(-1)
+        offset = given = cast(Tensor, q_offset).long().reshape(-1)
+        _sync.require(lambda: given >= 0, given.device, "q_offset must be at least 0")
         if _sync.needs_sync(offset):
             return offset, None
         least, most = (int(value) for value in offset.aminmax())

@@ -20,9 +20,10 @@ def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
     """Checks the arguments of :func:`flexmask.create_block_mask` for an order.
 
     Raises:
-        OperandError: ``dq_kv_order`` is no truth value.
+        OperandError: one of them is no truth value.
         LoweringError: an order is asked for, and the BlockMask of this torch does not hold one.
     """
+    check_flag(is_asked, "compute_dq_write_order")
     check_flag(dq_kv_order, "dq_kv_order")
     if is_asked and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
         raise LoweringError(

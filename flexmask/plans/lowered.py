@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._pytree import register_pytree_node, tree_map_only
 
 from flexmask import _sync
-from flexmask._checks import kind_of
+from flexmask._checks import check_flag, kind_of
 from flexmask._transforms import is_captured, vectorized
 from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
@@ -131,6 +131,7 @@ class LoweredMask:
         """The same value with its tensors on a device; for ``non_blocking`` see :meth:`torch.Tensor.to`."""
         if not isinstance(device, torch.device | str):
             raise OperandError(f"LoweredMask.to takes a torch.device or its name, e.g. 'cuda:0', got {kind_of(device)}")
+        check_flag(non_blocking, "non_blocking")
         where = _sync.resolve_device(device)
         return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(where, non_blocking=non_blocking), self))
 

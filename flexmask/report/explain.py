@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, names_explained
+from flexmask._checks import check_flag, checked_int, names_explained
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
@@ -177,9 +177,10 @@ def explain(
             computed on the CPU.
 
     Raises:
-        OperandError: a cell that is not two or four integers.
+        OperandError: a cell that is not two or four integers, or ``kernel`` is no truth value.
         LoweringError: the mask cannot be lowered at these lengths, has no such cell, or is on ``meta``.
     """
+    check_flag(kernel, "kernel")
     mask = as_mask(mask, device=device)
     context = bind(mask, q_len, kv_len, batch, heads, q_offset, device)
     _sync.check_values(context.device, "an explanation counts cells")

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flexmask import _sync
+from flexmask._checks import check_flag
 from flexmask.errors import OperandError, TraceError
 from flexmask.expr.index import b, h, kv, q
 from flexmask.expr.mask import Mask
@@ -55,6 +56,7 @@ def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: tor
 
 def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: torch.device | str = "cpu") -> Mask:
     """As :func:`from_mask_mod`, without the recognition of named masks."""
+    check_flag(strict, "strict")
     if isinstance(mask_mod, Mask):
         return mask_mod
     _check_function(mask_mod)

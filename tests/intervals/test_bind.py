@@ -156,6 +156,13 @@ def test_unknown_devices_are_refused(device: str) -> None:
         fm.causal().dense(4, device=device)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_an_offset_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    offset = torch.tensor([0, 3], dtype=dtype)
+    assert torch.equal(fm.causal().dense(2, 6, q_offset=offset), fm.causal().dense(2, 6, q_offset=offset.long()))
+    assert torch.equal(fm.plan(fm.causal(), 2, 6)(q_offset=offset).dense(), fm.causal().dense(2, 6, q_offset=offset.long()))
+
+
 def test_an_empty_offset_is_refused() -> None:
     with pytest.raises(LoweringError, match="q_offset"):
         fm.causal().dense(4, q_offset=torch.zeros(0, dtype=torch.long))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import reduce, wraps
 from itertools import accumulate
 from operator import and_
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, cast
 
 import flexmask
 from flexmask import Mask
@@ -76,9 +76,9 @@ def tensor(data: object, what: str, axes: str) -> Tensor:
     if not isinstance(data, Table):
         raise OperandError(f"{what} must be data with the axes {axes}, got {data!r}")
     values = data.to_tensor()
-    if values.dim() != axes.count(",") + 1:
+    if values.dim() != axes.count(",") + 1 or not values.numel():
         raise ExpressionError(f"{what} must have the axes {axes}, got shape {list(values.shape)}")
-    return values
+    return values.long()
 
 
 def truths(data: object, what: str, axes: str) -> Tensor:
@@ -105,6 +105,8 @@ def offsets(name: str, lengths: object, cu_seqlens: object) -> Tensor:
         )
     data, what = (cu_seqlens, f"{name}: cu_seqlens") if lengths is None else (lengths, f"{name}: lengths")
     values = tensor(data, what, "[documents]")
+    if str(cast("Table", data).to_tensor().dtype) == "torch.bool":
+        raise OperandError(f"{what} must be integers, got truth values")
     if lengths is not None:
         values = values.new_tensor([0, *accumulate(values.tolist())])
     if int(values[0]) != 0 or bool((values.diff() < 0).any()):

@@ -221,6 +221,7 @@ REFUSED = [
     ("gym_document(causal, lengths=[2], cu_seqlens=[0, 2])", "got both"),
     ("gym_document(causal, lengths=[[2], [3]])", r"gym_document: lengths must have the axes \[documents\], got shape \[2, 1\]"),
     ("gym_document(causal, cu_seqlens=[1, 2])", "cu_seqlens must start with 0 and not fall"),
+    ("gym_document(causal, lengths=[True, False])", "gym_document: lengths must be integers, got truth values"),
     ("gym_document(causal, lengths=[3, -1])", "lengths must not be negative"),
     ("gym_document(causal('lower_right'), lengths=[3])", "uses q_len or kv_len"),
     ("gym_document(3, lengths=[3])", "gym_document: wanted a mask first, got int 3"),
@@ -241,6 +242,22 @@ REFUSED = [
     ("gym_flamingo(spans=[[0, 1, 2]], image_length=2)", r"\[images, 2\], got shape \[1, 3\]"),
     ("gym_vsa(topk=[[0]], size=2)", r"gym_vsa: topk must have the axes \[B, H, tiles, K\], got shape \[1, 1\]"),
 ]
+
+
+def test_integers_of_any_size_are_taken() -> None:
+    lengths = torch.tensor([5, 7], dtype=torch.uint8)
+    assert torch.equal(
+        flexmask.masks.gym_causal_document(lengths=lengths).dense(12),
+        flexmask.masks.gym_causal_document(lengths=lengths.long()).dense(12),
+    )
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1], torch.tensor([0, 0, 1, 1])], ids=["a list", "a tensor"])
+def test_a_mask_within_with_data(ids: list[int] | torch.Tensor) -> None:
+    """``gym_batchify`` lowers it, which needs the values."""
+    mask = flexmask.masks.gym_batchify(flexmask.document(ids), size=4)
+    row, chunk = torch.arange(8) % 4 // 2, torch.arange(8) // 4
+    assert torch.equal(mask.dense(8)[0, 0], (row[:, None] == row) & (chunk[:, None] == chunk))
 
 
 @pytest.mark.parametrize(("text", "wanted"), REFUSED, ids=[row[0] for row in REFUSED])
