@@ -179,9 +179,10 @@ def _fit(word: str, names: Sequence[str]) -> int:
 def find_masks(words: tuple[str, ...], as_json: bool) -> None:
     """Find masks by the names of models, papers and methods.
 
-    Searches the named masks, including those of plugins, and the gallery, and prints each that has all WORDS with its
-    expression. A word may be a part of another, joined or apart, or misspelled. `flexmask list NAME` describes a named mask,
-    and `flexmask render` draws an expression.
+    Searches the named masks, including those of plugins, and the gallery, and prints each that has all WORDS: a named mask with
+    its signature, an entry of the gallery with its expression, whose other names are data that you give. A word may be a part
+    of another, joined or apart, or misspelled. `flexmask list NAME` describes a named mask, and `flexmask render` draws an
+    expression.
 
     \b
     Examples:

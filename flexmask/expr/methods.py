@@ -324,7 +324,8 @@ class MaskMethods(MaskPictures):
         """The same mask with a name, which pictures, explanations and errors have in place of its expression.
 
         ``(images[b, q] == images[b, kv]).named("same image")`` names a condition of one's own, anywhere in a mask. It lowers as
-        before, and is equal to the mask without the name. In text it is ``named(images[b, q] == images[b, kv], 'same image')``.
+        before, and is equal to the mask without the name. In text it is
+        ``named(images[b, q] == images[b, kv], name='same image')``.
 
         Raises:
             OperandError: a name that is no string, or has nothing to read or several lines.

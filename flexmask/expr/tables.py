@@ -287,9 +287,13 @@ class Lookup(Index):
     def __post_init__(self) -> None:
         if isinstance(self.table, Table) and len(self.table.shape) != len(self.indices):
             indices = ", ".join(map(str, self.indices))
-            hint = f"; of data [B, S] write [b, {indices}]" if (len(self.table.shape), len(self.indices)) == (2, 1) else ""
+            axes, hint = len(self.table.shape), ""
+            if (axes, len(self.indices)) == (2, 1):
+                hint = f"; of data [B, S] write [b, {indices}]"
+            elif (axes, len(self.indices)) == (1, 2) and indices.startswith("b, "):
+                hint = f"; of data [S], the same for all sequences, write [{indices.removeprefix('b, ')}]"
             raise ExpressionError(
-                f"{self.table} has {len(self.table.shape)} axes {list(self.table.shape)} but is looked up with "
+                f"{self.table} has {axes} {'axis' if axes == 1 else 'axes'} {list(self.table.shape)} but is looked up with "
                 f"{len(self.indices)} indices [{indices}]{hint}"
             )
         Index.__post_init__(self)

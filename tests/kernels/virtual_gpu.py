@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -241,6 +241,9 @@ def _patch_interpreter(patch: pytest.MonkeyPatch) -> None:
     # It patches triton.language in each call of a function, which takes most of its time: once is enough.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     patch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
+    # It computes whether sums of integers overflow, for assertions that it makes in debug mode alone.
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
     # NumPy 2.4 has no int() of an array that holds one number.
     patch.setattr(language.tensor, "__index__", lambda self: self.handle.data.item())
     # It calls no functions of libraries. Those that Inductor takes from one are in the language too.

@@ -212,7 +212,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a division": (lambda n: kv / 2 < q, "/ does not give an integer"),
     "a truth value": (lambda n: fm.full() if kv else fm.causal(), "is an index expression, not a truth value"),
     "a chained comparison": (lambda n: 0 <= q - kv < 3, "has no single truth value"),
-    "axes": (lambda n: fm.table(n)[fm.b, q] < kv, r"has 1 axes \[2\] but is looked up with 2 indices"),
+    "axes": (lambda n: fm.table(n)[fm.b, q] < kv, r"has 1 axis \[2\] but is looked up with 2 indices.*write \[q\]"),
     "no data": (lambda n: fm.table(n[:0])[fm.b] < kv, "holds no values; attention takes it for an empty batch"),
     "an object": (lambda n: fm.key_padding({1, 2}), "made of tensors, numbers, lists, texts and masks, got "),  # type: ignore[arg-type]
 }
