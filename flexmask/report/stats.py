@@ -35,7 +35,8 @@ class Stats:
         blocks: all blocks.
         partial_blocks: blocks that the kernel computes with ``mask_mod``.
         full_blocks: blocks that the kernel computes without it.
-        block_mask_bytes: memory that the tensors of the BlockMask take, in bytes.
+        block_mask_bytes: memory that the lists of the BlockMask take, in bytes. What its ``mask_mod`` reads, the ends of key
+            intervals, comes on top.
         torch_block_mask_bytes: memory that those of torch's ``create_block_mask`` would take, which list all blocks.
     """
 
