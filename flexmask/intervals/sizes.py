@@ -51,7 +51,8 @@ def checked_sizes(
         if dependent and not claims_of[axis] and not (axis == "b" and isinstance(offset, Tensor)):
             called = any(isinstance(node, Opaque) for node in form.walk())
             reason = "holds a function that tracing could not follow, and so may depend" if called else "depends"
-            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}=")
+            hint = "; or write a function of tensors, with & | ~ in place of `and`, `or`, `not` and `if`" if called else ""
+            raise LoweringError(f"the mask {mask.brief()} {reason} on {axis}: give {keyword}={hint}")
         sizes[axis] = claims_of[axis][0][0] if dependent and claims_of[axis] else 1
     return sizes
 

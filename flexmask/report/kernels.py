@@ -73,7 +73,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
 def _safe_text(context: Context, bounds: RowBounds) -> str:
     """How many rows have a visible key at the first keys that FlexAttention's kernels visit: partial blocks before full ones."""
     if not bounds.exact:
-        return "not known, as each cell is evaluated; FlexAttention's ROWS_GUARANTEED_SAFE is not set"
+        return "not known, as each cell is evaluated; FlexAttention's option ROWS_GUARANTEED_SAFE is left unset"
     lists = block_mask(context, form=lambda b, h, q, kv: kv >= 0)
     assert lists.full_kv_num_blocks is not None
     assert lists.full_kv_indices is not None
@@ -83,10 +83,10 @@ def _safe_text(context: Context, bounds: RowBounds) -> str:
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
-        return "all see one of the first keys that FlexAttention visits: its ROWS_GUARANTEED_SAFE would hold; it is not set"
+        return "all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE, left unset, would hold"
     return (
-        f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its ROWS_GUARANTEED_SAFE "
-        "could give NaN; it is not set"
+        f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "
+        "ROWS_GUARANTEED_SAFE, left unset, could give NaN"
     )
 
 
@@ -94,7 +94,7 @@ def _sync_text(unread: Context) -> str:
     try:
         block_mask(unread)
     except RuntimeError:  # of an operator that reads values, which are not there
-        return "mask.block_mask() has one, as data decides how many key intervals or blocks there are; a plan has none"
+        return "mask.block_mask() has one, to count key intervals or blocks, which data or a great length decide; a plan has none"
     return "none"
 
 

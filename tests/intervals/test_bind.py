@@ -454,3 +454,11 @@ def test_a_parameter_keeps_the_padding_of_its_documents() -> None:
             assert fm.parse(str(shown)) == shown
         assert bound.dense(8).shape == (1, 1, 8, 8)
     assert fm.document(lengths=[3, 4], padding=True) != fm.document(lengths=[3, 4])
+
+
+def test_a_function_with_branches_is_told_how_to_be_written() -> None:
+    def window(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return kv <= q and q - kv < 4
+
+    with pytest.raises(LoweringError, match=r"give batch=; or write a function of tensors, with & \| ~ in place of `and`"):
+        fm.from_mask_mod(window).dense(6)
