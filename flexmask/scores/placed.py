@@ -120,15 +120,18 @@ def diagonals(values: Tensor, start: int, rows: int, keys: int) -> Tensor:
         rows: the rows.
         keys: the keys.
     """
-    width = rows + keys
-    wide = values[..., start : start + width].unsqueeze(2).expand(-1, -1, rows, -1).reshape(*values.shape[:2], rows * width)
-    return wide[..., rows:].view(*values.shape[:2], rows, width - 1)[..., :keys]
+    return _cells(values[..., start : start + rows + keys].unsqueeze(2).expand(-1, -1, rows, -1).contiguous(), keys)
 
 
 def sum_diagonals(cells: Tensor) -> Tensor:
     """The sums of `diagonals`: ``[B', H', rows, keys]`` -> ``[B', H', rows + keys]``, the gradient of its values."""
-    rows, keys = cells.shape[2:]
-    width = rows + keys
-    wide = cells.new_zeros(*cells.shape[:2], rows * width)
-    wide[..., rows:].view(*cells.shape[:2], rows, width - 1)[..., :keys].copy_(cells)
-    return wide.view(*cells.shape[:2], rows, width).sum(2)
+    batch, heads, rows, keys = cells.shape
+    values = cells.new_zeros(batch, heads, rows, rows + keys)
+    _cells(values, keys).copy_(cells)
+    return values.sum(2)
+
+
+def _cells(values: Tensor, keys: int) -> Tensor:
+    """The cells of `diagonals`, a view of the values of each row, ``[B', H', rows, rows + keys]``."""
+    batch, heads, rows, width = values.shape
+    return values.view(batch, heads, rows * width)[..., rows:].view(batch, heads, rows, width - 1)[..., :keys]

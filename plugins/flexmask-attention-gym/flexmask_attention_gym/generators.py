@@ -105,7 +105,7 @@ def offsets(name: str, lengths: object, cu_seqlens: object) -> Tensor:
         )
     data, what = (cu_seqlens, f"{name}: cu_seqlens") if lengths is None else (lengths, f"{name}: lengths")
     values = tensor(data, what, "[documents]")
-    if str(cast("Table", data).to_tensor().dtype) == "torch.bool":
+    if cast("Table", data).boolean:
         raise OperandError(f"{what} must be integers, got truth values")
     if lengths is not None:
         values = values.new_tensor([0, *accumulate(values.tolist())])
