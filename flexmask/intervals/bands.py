@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
+from math import inf
 from typing import Literal, TypeAlias
 
 from flexmask._transforms import are_ints
-from flexmask.expr.index import Index, q
+from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Or, Truth
 from flexmask.intervals.context import MAX_LENGTH, Context
@@ -15,16 +17,24 @@ from flexmask.intervals.solve import Span, has_same_sides, separate
 #: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
 Fused: TypeAlias = Literal["whole", "causal"] | None
 
-#: One end of the keys of a row: at a distance from the query, None where no key is left out on that side, else ``"read"``.
-End: TypeAlias = int | Literal["read"] | None
-#: Where the keys of a row begin, and where they end.
-Band: TypeAlias = tuple[End, End]
-#: The band of a mask of which nothing is known.
-READ: Band = ("read", "read")
+#: A position that follows from that of the query: ``(size, n)`` is ``q // size * size + n``, so ``(1, n)`` is ``q + n``, and
+#: ``(0, n)`` is ``n``.
+Place: TypeAlias = tuple[int, int]
+#: One end of a key interval: the innermost of some places, none where no key is left out on that side, else ``"read"``.
+End: TypeAlias = tuple[Place, ...] | Literal["read"]
+#: The key intervals of a row, each by where it begins and where it ends: one, or several of which no end is read.
+Band: TypeAlias = tuple[tuple[End, End], ...]
+#: The band of all keys, and that of a mask of which nothing is known.
+WHOLE: Band = (((), ()),)
+READ: Band = (("read", "read"),)
+#: The place of the query, and the one behind it.
+HERE, NEXT = (1, 0), (1, 1)
 #: The comparisons that hold for equal values.
 REFLEXIVE = {"==", "<=", ">="}
 #: The kinds by their bands.
-KINDS: dict[Band, Fused] = {(None, None): "whole", (None, 1): "causal"}
+KINDS: dict[Band, Fused] = {WHOLE: "whole", (((), (NEXT,)),): "causal"}
+#: The most intervals of a row that are computed.
+MOST = 2
 
 
 def fused_kind(context: Context) -> Fused:
@@ -33,18 +43,20 @@ def fused_kind(context: Context) -> Fused:
 
 
 def band_of(context: Context) -> Band:
-    """The band of a mask whose rows are key intervals, one each.
+    """The band of a mask. Where its rows have several intervals, it is that of all of them, or ``READ``.
 
-    Of a row without keys at least one end is read, unless its ends contradict each other. Distances are those of offset 0 alone:
-    others vary in a graph, of which the results have one layout.
+    Of a row without keys at least one end is read, unless its ends contradict each other. Places are those of offset 0 alone:
+    others vary in a graph, of which the results have one layout. The innermost of several places of one interval is read.
 
     In ``causal() & document(ids)`` the end is that of ``causal()``: a row of documents holds the key at the query, or none.
     """
     form, own = separate(context.mask), queries_have_keys(context)
-    low, high = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
-    if not isinstance(context.q_offset, int) or context.q_offset:
-        return "read" if isinstance(low, int) else low, "read" if isinstance(high, int) else high
-    return low, high
+    found = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
+    computes = isinstance(context.q_offset, int) and not context.q_offset
+    if len(found) > 1:
+        return found if computes else READ
+    ((low, high),) = found
+    return ((low if len(low) <= computes else "read", high if len(high) <= computes else "read"),)
 
 
 def queries_have_keys(context: Context) -> bool:
@@ -68,50 +80,93 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
     """
     match mask:
         case Truth(True):
-            return None, None
+            return WHOLE
         case Span(start, stop):
-            return _end(start, -1), _end(stop, 1)
+            return ((_end(start, -1), _end(stop, 1)),)
         case Or(parts):
-            lows, highs = zip(*(band(part, own_keys=own_keys) for part in parts), strict=True)
-            return (None if set(lows) == {None} else "read"), (None if set(highs) == {None} else "read")
+            found = [interval for part in parts for interval in band(part, own_keys=own_keys)]
+            lows, highs = ends_of(found)
+            if lows == {()} or highs == {()}:
+                return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
+            return _computed(found)
         case And(parts):
             bands = [band(part, own_keys=own_keys) for part in parts if not (own_keys and _is_around_query(part))]
-            lows, highs = zip((None, None), *bands, strict=True)
-            low, high = _inner_end(lows, max), _inner_end(highs, min)
+            found = [
+                (_inner_end((low for low, _ in chosen), 1), _inner_end((high for _, high in chosen), -1))
+                for chosen in product(*bands)
+            ]
             if len(bands) == len(parts):
-                return low, high
-            if high == 1:
-                return "read", 1
-            return (0 if low == 0 else "read"), "read"
+                return tuple(found) if len(found) == 1 else _computed(found)
+            if [high for _, high in found] == [(NEXT,)]:
+                return (("read", (NEXT,)),)
+            return (((HERE,) if [low for low, _ in found] == [(HERE,)] else "read", "read"),)
     return READ
+
+
+def ends_of(band: Iterable[tuple[End, End]]) -> tuple[set[End], set[End]]:
+    """Where the intervals of bands begin, and where they end."""
+    lows, highs = zip(*band, strict=True)
+    return set(lows), set(highs)
 
 
 def share_a_key(masks: Sequence[Mask], context: Context) -> bool:
     """Whether the intervals of several masks over separable leaves have a key in common, of those that have any."""
-    lows, highs = zip(*(band(mask, own_keys=False) for mask in masks), strict=True)
-    return set(lows) == {None} or set(highs) == {None} or (all(map(_holds_query, masks)) and queries_have_keys(context))
+    lows, highs = ends_of(chain.from_iterable(band(mask, own_keys=False) for mask in masks))
+    return lows == {()} or highs == {()} or (all(map(_holds_query, masks)) and queries_have_keys(context))
 
 
-def _end(end: Index | None, side: Literal[-1, 1]) -> End:
-    """The beginning of a span, at side -1, or its end: None where it is so far on that side that no key is left out."""
-    if end is None:
-        return None
-    distance = distance_from_query(end)
-    if distance is None or side * distance <= -MAX_LENGTH:  # so far on the other side that all keys are left out
-        return "read"
-    return None if side * distance >= MAX_LENGTH else distance
+def place_of(index: Index) -> Place | None:
+    """The place that an expression is; None for any other expression."""
+    form = Linear.of(index)
+    match [*form.terms.values()]:
+        case []:
+            return 0, form.constant
+        case [(Symbol("q"), 1)]:
+            return 1, form.constant
+        case [(Arithmetic("//", Symbol("q"), Constant(size)), factor)] if size == factor > 0:
+            return (size if size < MAX_LENGTH else 0), form.constant
+    return None
 
 
 def distance_from_query(index: Index | None) -> int | None:
     """``n`` of ``q + n``; None for any other expression."""
-    form = None if index is None else Linear.of(index)
-    is_query = form is not None and [(key, factor) for key, (_, factor) in form.terms.items()] == [(q.key, 1)]
-    return form.constant if form is not None and is_query else None
+    place = None if index is None else place_of(index)
+    return place[1] if place and place[0] == 1 else None
 
 
-def _inner_end(ends: tuple[End, ...], of_two: Callable[..., int]) -> End:
-    """The end of an intersection of intervals."""
-    return "read" if "read" in ends else of_two((end for end in ends if end is not None), default=None)
+def reach(place: Place) -> tuple[float, float]:
+    """The least and the greatest distance of a place from the query."""
+    size, n = place
+    return (n - size + 1, n) if size else (-inf, inf)
+
+
+def _computed(intervals: list[tuple[End, End]]) -> Band:
+    """A band of several intervals."""
+    return tuple(intervals) if len(intervals) <= MOST and "read" not in chain.from_iterable(intervals) else READ
+
+
+def _end(end: Index | None, side: Literal[-1, 1]) -> End:
+    """The beginning of a span, at side -1, or its end: none where it is so far on that side that no key is left out."""
+    if end is None:
+        return ()
+    place = place_of(end)
+    if place is None or side * place[1] <= -MAX_LENGTH:  # so far on the other side that all keys are left out
+        return "read"
+    outermost = 0 if place[0] == 0 and side == -1 else MAX_LENGTH
+    return () if side * place[1] >= outermost else (place,)
+
+
+def _inner_end(ends: Iterable[End], side: Literal[-1, 1]) -> End:
+    """Where an intersection of intervals begins, at side 1, or ends: the places that no other makes needless."""
+    greatest: dict[int, int] = {}
+    for end in ends:
+        if end == "read":
+            return "read"
+        for size, n in end:
+            greatest[size] = max(greatest.get(size, -MAX_LENGTH), side * n)
+    places = [(size, side * n) for size, n in sorted(greatest.items())]
+    spread = {place: sorted(side * distance for distance in reach(place)) for place in places}
+    return tuple(place for place in places if not any(spread[other][0] >= spread[place][1] for other in places if other != place))
 
 
 def _is_around_query(mask: Mask) -> bool:
@@ -125,6 +180,8 @@ def _holds_query(mask: Mask) -> bool:
         case And(parts) | Or(parts):
             return all(map(_holds_query, parts))
         case Span():
-            low, high = band(mask, own_keys=False)
-            return low != "read" != high and (low is None or low <= 0) and (high is None or high >= 1)
+            ((low, high),) = band(mask, own_keys=False)
+            if low == "read" or high == "read":
+                return False
+            return all(reach(place)[1] <= 0 for place in low) and all(reach(place)[0] >= 1 for place in high)
     return mask == Truth(True) or _is_around_query(mask)

@@ -6,14 +6,15 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import Literal, TypeAlias
+from itertools import chain
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.intervals.bands import READ, Band, band_of
+from flexmask.intervals.bands import READ, Band, Place, band_of
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
@@ -75,7 +76,7 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
     Args:
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
-        band: the ends that are computed where a row has one interval.
+        band: the ends that are computed.
 
     The tensors have the axes of the intervals whose size is not 1, or that of the queries. So torch recognizes the function as
     intervals and applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an
@@ -91,26 +92,43 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
         count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
-    (low, high), (lo, hi) = band if rows.slots == 1 else READ, (rows.lo, rows.hi)
-    if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
-        hi = torch.where(lo < hi, hi, 0)
-    (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (lo, hi))
-    if not axes:  # a kernel indexes by something
-        axes, lows, highs = (2,), lows.expand(sizes[2], -1), highs.expand(sizes[2], -1)
-    slots = lows.unbind(-1), highs.unbind(-1)
-    pairs: list[tuple[Tensor, Tensor]] = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(*slots, strict=True)]
-    while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
-        pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
-    (lo, hi), *more = pairs
+    axes: tuple[int, ...] = ()
+    intervals: list[Any] = list(band)
+    if "read" in chain.from_iterable(band):
+        low, high = band[0] if rows.slots == 1 else READ[0]
+        axes, ((lo, hi), *more) = _read_ends(rows, count, sizes[2], reads_low=low == "read")
+        first = (lo,) if low == "read" else low, (hi,) if high == "read" else high
+        intervals = [first, *(((lo,), (hi,)) for lo, hi in more)]
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = tuple([(b, h, q_idx)[axis] for axis in axes])
-        tests = [] if low is None else [kv_idx >= (lo[row] if low == "read" else q_idx + low)]
-        if high is not None:
-            tests.append(kv_idx < (hi[row] if high == "read" else q_idx + high))
-        visible = reduce(operator.and_, tests) if tests else kv_idx >= 0
-        for next_lo, next_hi in more:
-            visible = visible | ((kv_idx >= next_lo[row]) & (kv_idx < next_hi[row]))
-        return visible
+        visible = []
+        for lows, highs in intervals:
+            tests = [kv_idx >= (low[row] if isinstance(low, Tensor) else _position(low, q_idx)) for low in lows]
+            tests += [kv_idx < (high[row] if isinstance(high, Tensor) else _position(high, q_idx)) for high in highs]
+            visible.append(reduce(operator.and_, tests) if tests else kv_idx >= 0)
+        return reduce(operator.or_, visible)
 
     return visible_key
+
+
+def _read_ends(rows: Rows, count: int, q_len: int, *, reads_low: bool) -> tuple[tuple[int, ...], list[tuple[Tensor, Tensor]]]:
+    """The axes of the tensors of ``interval_mod``, and the tensors of at least ``count`` intervals, with unused ones."""
+    lo, hi = rows.lo, rows.hi
+    if not reads_low:  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
+        hi = torch.where(lo < hi, hi, 0)
+    (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (lo, hi))
+    if not axes:  # a kernel indexes by something
+        axes, lows, highs = (2,), lows.expand(q_len, -1), highs.expand(q_len, -1)
+    pairs = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(lows.unbind(-1), highs.unbind(-1), strict=True)]
+    while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
+        pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
+    return axes, pairs
+
+
+def _position(place: Place, q_idx: Tensor) -> Tensor | int:
+    """The position of a key, of a query."""
+    size, n = place
+    if not size:
+        return n
+    return (q_idx if size == 1 else q_idx // size * size) + n

@@ -19,7 +19,7 @@ from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
-from flexmask.intervals.bands import Band, band
+from flexmask.intervals.bands import band, reach
 from flexmask.intervals.bind import check_bound
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.documents import document_table
@@ -62,17 +62,19 @@ def _lookback_of(form: Mask) -> Lookback:
                 of_whole, of_most = max if isinstance(node, Or) else min, min if isinstance(node, And) else max
                 found[id(node)] = Lookback(of_whole(whole), of_most(most), of_most(ahead))
             case _:
-                found[id(node)] = _of_band(band(node, own_keys=False)) if isinstance(node, Span) else UNKNOWN
+                found[id(node)] = _of_span(node) if isinstance(node, Span) else UNKNOWN
     has_data = any(isinstance(node, Lookup) for node in form.walk())
     return found[id(form)]._replace(whole=-1) if has_data else found[id(form)]
 
 
-def _of_band(ends: Band) -> Lookback:
-    low, high = ends
+def _of_span(span: Span) -> Lookback:
+    ((low, high),) = band(span, own_keys=False)
     if low == "read" or high == "read":
         return UNKNOWN
-    back, ahead = MAX_LENGTH if low is None else -low, MAX_LENGTH if high is None else high - 1
-    return Lookback(-1 if ahead < 0 else max(-1, back), max(0, back), max(0, ahead))
+    furthest, nearest = reach(low[0]) if low else (-MAX_LENGTH, -MAX_LENGTH)
+    least, most = reach(high[0]) if high else (MAX_LENGTH + 1, MAX_LENGTH + 1)
+    whole = -1 if least <= 0 else max(-1, -nearest)
+    return Lookback(*(int(min(distance, MAX_LENGTH)) for distance in (whole, max(0, -furthest), max(0, most - 1))))
 
 
 @dataclass(frozen=True)

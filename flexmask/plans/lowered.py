@@ -52,7 +52,7 @@ class LoweredMask:
             all visible keys, and ``bool[B', H', q_len or 1, kv_len]`` says which of them are visible. Its third axis is 1
             where it is broadcast over the queries.
         block_size: queries and keys in a block of :attr:`block_mask`.
-        band: which ends of the one interval of a row follow from the query's position alone: see
+        band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
     """
 

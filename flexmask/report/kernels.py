@@ -37,8 +37,10 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         cells = f"the expression, cell by cell, since {reason}"
         bits = "evaluates each cell"
     else:
-        count = tested_count(bounds.lower.slots)
-        read = sum(end == "read" for end in band) if count == 1 else 2 * count
+        ends = [end for interval in band for end in interval]
+        reads = "read" in ends
+        count = tested_count(bounds.lower.slots) if reads else len(band)
+        read = ends.count("read") if count == 1 else 2 * count * reads
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"

@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
     "empty": Case(fm.empty(), lambda b, h, q, kv: kv < 0),
     "documents": Case(DOCUMENTS, in_documents),
     "window": Case(fm.sliding_window(left=40, right=3), lambda b, h, q, kv: (kv >= q - 40) & (kv <= q + 3), 384),
+    "chunks": Case(CAUSAL & fm.masks.chunked(100), lambda b, h, q, kv: (kv <= q) & (q // 100 == kv // 100)),
     "prefix": Case(fm.prefix_lm([50, 130]), lambda b, h, q, kv: (kv <= q) | (kv < torch.tensor([50, 130])[b])),
     "per head": Case(
         fm.per_head([CAUSAL, fm.sliding_window(left=20, right=20)]),

@@ -53,6 +53,8 @@ CASES = {
     "documents": FlashCase(DOCUMENTS),
     "documents, compiled": FlashCase(DOCUMENTS, in_graph=True),
     "causal, compiled": FlashCase("causal", in_graph=True),
+    "chunks": FlashCase(fm.causal() & fm.masks.chunked(100)),
+    "sinks and a window, compiled": FlashCase(fm.masks.sink_window(4, size=50), in_graph=True),
     "no mask": FlashCase(None),
     "not separable": FlashCase(DOCUMENTS & (fm.q * fm.kv // 7 < 200)),
     "not separable, compiled": FlashCase(DOCUMENTS & ((fm.q - fm.kv) % 3 == 0), in_graph=True),

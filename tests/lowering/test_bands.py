@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
@@ -13,13 +13,16 @@ from torch import Tensor
 import flexmask as fm
 from flexmask import _sync
 from flexmask.expr.names import NAMES
-from flexmask.intervals.bands import Band
+from flexmask.intervals.bands import Band, End
 from tests.support.examples import EXAMPLES
 from tests.support.exhaustive import each_run
 from tests.support.strategies import Case, Shape
 
 READ: Literal["read"] = "read"
-BANDS: dict[str, tuple[str, Band, Callable[[Tensor, Tensor], Tensor]]] = {
+#: An end: ``n`` for the place ``q + n``, another place, a list of places, "read", or None where no key is left out.
+Ends: TypeAlias = tuple[Any, Any]
+#: The text of a mask, where its key interval begins and ends, or a list for several, and its cells.
+BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor]]] = {
     "causal": ("causal", (None, 1), lambda q, kv: kv <= q),
     "full": ("full", (None, None), lambda q, kv: kv >= 0),
     "window": ("sliding_window(size=3)", (-2, 1), lambda q, kv: (kv <= q) & (q - kv < 3)),
@@ -31,7 +34,36 @@ BANDS: dict[str, tuple[str, Band, Callable[[Tensor, Tensor], Tensor]]] = {
     "lower right, by the lengths": ("causal(align='lower_right')", (None, READ), lambda q, kv: kv <= q + 3),
     "rows that attend to nothing": ("(kv > q) & causal", (READ, READ), lambda q, kv: kv < 0),
     "of every second key": ("kv <= 2 * q", (None, READ), lambda q, kv: kv <= 2 * q),
-    "of the key alone": ("kv < 3", (None, READ), lambda q, kv: kv < 3),
+    "of the key alone": ("kv < 3", (None, (0, 3)), lambda q, kv: kv < 3),
+    "chunks": ("chunked(3)", ((3, 0), (3, 3)), lambda q, kv: q // 3 == kv // 3),
+    "earlier keys of chunks": ("causal & chunked(3)", ((3, 0), 1), lambda q, kv: (kv <= q) & (q // 3 == kv // 3)),
+    "up to the end of a chunk": ("block_causal(2)", (None, (2, 2)), lambda q, kv: kv // 2 <= q // 2),
+    "chunks beyond all lengths": ("chunked(1000000000000)", (None, None), lambda q, kv: kv >= 0),
+    "a window in a chunk": (  # whose first key is at the inner one of two places
+        "sliding_window(size=2) & chunked(3)",
+        (READ, 1),
+        lambda q, kv: (kv <= q) & (q - kv < 2) & (q // 3 == kv // 3),
+    ),
+    "a window as long as a chunk": (
+        "sliding_window(size=3) & chunked(3)",
+        ((3, 0), 1),
+        lambda q, kv: (kv <= q) & (q // 3 == kv // 3),
+    ),
+    "sinks and a window": (
+        "sink_window(2, left=1)",
+        [(-1, 1), (None, [(0, 2), 1])],
+        lambda q, kv: (kv <= q) & ((kv < 2) | (q - kv <= 1)),
+    ),
+    "sinks and a window in documents": (
+        "sink_window(2, left=1) & document(lengths=[2, 6])",
+        (READ, READ),
+        lambda q, kv: (kv <= q) & ((kv < 2) | (q - kv <= 1)) & ((q < 2) == (kv < 2)),
+    ),
+    "keys in three pieces": (
+        "sink_window(1, left=0) | (kv > q + 3)",
+        (READ, READ),
+        lambda q, kv: (kv == q) | ((kv < 1) & (kv <= q)) | (kv > q + 3),
+    ),
     "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
     "padding on the left": ("causal & key_padding(start=2)", (READ, 1), lambda q, kv: (kv <= q) & (kv >= 2)),
     "prefix": ("prefix_lm(3)", (None, READ), lambda q, kv: (kv <= q) | (kv < 3)),
@@ -77,6 +109,24 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
 
 
+def band_of(ends: Ends | list[Ends]) -> Band:
+    """A band of the table."""
+
+    def end_of(end: Any) -> End:
+        if end is None or end == READ:
+            return end or ()
+        return tuple((1, place) if isinstance(place, int) else place for place in (end if isinstance(end, list) else [end]))
+
+    pairs = ends if isinstance(ends, list) else [ends]
+    return tuple((end_of(low), end_of(high)) for low, high in pairs)
+
+
+def computed_by(mask_mod: Any) -> list[tuple[End, ...]]:
+    """The ends that a mask_mod computes."""
+    ends = tensors_of(mask_mod)["intervals"]
+    return [tuple(READ if any(isinstance(place, Tensor) for place in end) else end for end in pair) for pair in ends]
+
+
 def tensors_of(mask_mod: Any) -> dict[str, Any]:
     """What a mask_mod holds."""
     return {name: cell.cell_contents for name, cell in zip(mask_mod.__code__.co_freevars, mask_mod.__closure__, strict=True)}
@@ -93,11 +143,11 @@ def cells(mask_mod: Any, *sizes: int) -> Tensor:
 def test_bands(name: str) -> None:
     text, band, meaning = BANDS[name]
     plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    assert plan().band == band
+    assert plan().band == band_of(band)
     assert torch.equal(plan().dense()[0, 0], meaning(q, kv))
 
 
-@pytest.mark.parametrize("name", each_run(BANDS, *{band: name for name, (_, band, _) in BANDS.items()}.values()))
+@pytest.mark.parametrize("name", each_run(BANDS, *{str(band): name for name, (_, band, _) in BANDS.items()}.values()))
 def test_compiled_bands(name: str) -> None:
     text, _, meaning = BANDS[name]
     plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
@@ -113,15 +163,16 @@ def test_bands_are_arithmetic_elsewhere_than_on_the_cpu(name: str) -> None:
     text, band, meaning = BANDS[name]
     q, kv = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
     found = fm.parse(text).mask_mod(5, 8)
-    held = tensors_of(found)
-    assert (held["low"], held["high"]) == band
+    assert computed_by(found)[0] == band_of(band)[0]
+    assert len(computed_by(found)) >= len(band_of(band))
     assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
 
 
 def test_one_kernel_serves_most_masks_on_the_cpu() -> None:
     for text in (text for name, (text, _, _) in BANDS.items() if "pieces" not in name):
-        held = tensors_of(fm.parse(text).mask_mod(5, 8, batch=2))
-        assert (held["low"], held["high"], held["axes"], len(held["more"])) == (READ, READ, (0, 2), 1)
+        found = fm.parse(text).mask_mod(5, 8, batch=2)
+        assert computed_by(found) == [(READ, READ)] * 2
+        assert tensors_of(found)["axes"] == (0, 2)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -195,7 +246,7 @@ def test_queries_behind_the_keys() -> None:
 def test_documents_in_several_pieces() -> None:
     ids = torch.tensor([0, 1, 1, 0])
     found = (fm.causal() & (fm.table(ids)[fm.kv] == fm.table(ids)[fm.q])).mask_mod(4)
-    assert len(tensors_of(found)["more"]) == 1
+    assert len(computed_by(found)) == 2
     assert torch.equal(cells(found, 1, 1, 4, 4)[0, 0], (ids == ids[:, None]) & torch.ones(4, 4, dtype=torch.bool).tril())
 
 

@@ -100,6 +100,9 @@ CASES: dict[str, Case] = {
         f"sliding_window(size={WINDOW}) & key_padding(start={STARTS})", oracle.both(WINDOWED, after_start), window=WINDOW
     ),
     "chunks, their keys only": Case(f"causal & chunked({WINDOW})", CHUNKED, window=WINDOW),
+    "chunks from the second token on, their keys only": Case(
+        f"causal & chunked({WINDOW}, start=1)", oracle.both(oracle.causal(), oracle.chunked(WINDOW, 1)), window=WINDOW
+    ),
     "a window for each head, its keys only": Case(
         f"per_head([sliding_window(size={WINDOW}), sliding_window(size=2), sliding_window(size=1), empty])",
         oracle.per_head([WINDOWED, oracle.sliding_window(size=2), oracle.sliding_window(size=1), oracle.empty()]),

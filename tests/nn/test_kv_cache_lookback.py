@@ -75,6 +75,10 @@ def test_visible_keys_are_within_the_lookback(case: DrawnCase) -> None:
         ("causal & (kv < q)", -1, MAX_LENGTH, 0),
         ("causal | (kv < lengths[b])", -1, MAX_LENGTH, MAX_LENGTH),
         ("sliding_window(size=4) | causal", MAX_LENGTH, MAX_LENGTH, 0),
+        ("chunked(5)", 0, 4, 4),
+        ("block_causal(5)", MAX_LENGTH, MAX_LENGTH, 4),
+        ("causal & chunked(5) | sliding_window(size=3)", 2, 4, 0),
+        ("sink_window(4, size=3)", 2, MAX_LENGTH, 0),
         ("kv >= q - lengths[b]", -1, MAX_LENGTH, MAX_LENGTH),
     ],
 )
