@@ -52,11 +52,11 @@ def band_of(context: Context) -> Band:
     """
     form, own = separate(context.mask), queries_have_keys(context)
     found = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
-    computes = isinstance(context.q_offset, int) and not context.q_offset
+    most = 1 if isinstance(context.q_offset, int) and not context.q_offset else 0  # places of an end that are computed
     if len(found) > 1:
-        return found if computes else READ
+        return found if most else READ
     ((low, high),) = found
-    return ((low if len(low) <= computes else "read", high if len(high) <= computes else "read"),)
+    return ((low if len(low) <= most else "read", high if len(high) <= most else "read"),)
 
 
 def queries_have_keys(context: Context) -> bool:
