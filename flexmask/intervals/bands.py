@@ -45,8 +45,8 @@ def fused_kind(context: Context) -> Fused:
 def band_of(context: Context) -> Band:
     """The band of a mask. Where its rows have several intervals, it is that of all of them, or ``READ``.
 
-    Of a row without keys at least one end is read, unless its ends contradict each other. Places are those of offset 0 alone:
-    others vary in a graph, of which the results have one layout. The innermost of several places of one interval is read.
+    In a row without keys an end is read, or the computed ends have no key between them. Places are those of offset 0
+    alone: others vary in a graph, of which the results have one layout. Of a single interval an end with several places is read.
 
     In ``causal() & document(ids)`` the end is that of ``causal()``: a row of documents holds the key at the query, or none.
     """
@@ -55,8 +55,8 @@ def band_of(context: Context) -> Band:
     most = 1 if isinstance(context.q_offset, int) and not context.q_offset else 0  # places of an end that are computed
     if len(found) > 1:
         return found if most else READ
-    ((low, high),) = found
-    return ((low if len(low) <= most else "read", high if len(high) <= most else "read"),)
+    ends: list[End] = [end if end != "read" and len(end) <= most else "read" for end in found[0]]
+    return ((ends[0], ends[1]),)
 
 
 def queries_have_keys(context: Context) -> bool:
@@ -135,7 +135,7 @@ def distance_from_query(index: Index | None) -> int | None:
 
 
 def reach(place: Place) -> tuple[float, float]:
-    """The least and the greatest distance of a place from the query."""
+    """The least and the greatest distance of a place from the query, infinite for a place that does not move with it."""
     size, n = place
     return (n - size + 1, n) if size else (-inf, inf)
 

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flexmask as fm
 from flexmask.lowering import block_lists
-from tests.kernels.cases import BUILT, CASES, Case, alibi, attended, block_mask, inputs
+from tests.kernels.cases import BUILT, CASES, Case, Shown, alibi, attended, block_mask, inputs
 from tests.kernels.interpreted import IS_NEWER, virtual_gpu
 from tests.support import oracle
 from tests.support.dropout import kept_of
@@ -180,13 +180,27 @@ def test_masks_of_a_kind_share_a_kernel() -> None:
         assert graphs() - before == number
 
 
-@pytest.mark.parametrize(
-    "sizes", [((40, 3), (20, 20), (60, 5))] if IS_NEWER else exhaustive([(((40, 3), (20, 20), (60, 5)),)]), ids=str
-)
-def test_two_kernels_for_windows_of_all_sizes(sizes: tuple[tuple[int, int], ...]) -> None:
-    before = graphs()
-    for left, right in sizes:
-        check(Case(fm.sliding_window(left=left, right=right), lambda b, h, q, kv: (kv >= q - left) & (kv <= q + right)))  # noqa: B023
+#: Masks of numbers, whose kernels compute where their key intervals end.
+OF_NUMBERS: dict[str, tuple[Callable[..., fm.Mask], Callable[..., Shown], list[tuple[int, ...]]]] = {
+    "windows": (
+        lambda left, right: fm.sliding_window(left=left, right=right),
+        lambda left, right: lambda b, h, q, kv: (kv >= q - left) & (kv <= q + right),
+        [(40, 3), (20, 20), (60, 5)],
+    ),
+    "chunks": (fm.masks.chunked, lambda size: lambda b, h, q, kv: q // size == kv // size, [(9,), (13,), (20,)]),
+    "sinks": (
+        lambda sinks, left: fm.masks.sink_window(sinks, left=left),
+        lambda sinks, left: lambda b, h, q, kv: (kv <= q) & ((kv < sinks) | (q - kv <= left)),
+        [(4, 20), (7, 33), (9, 40)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each_run(OF_NUMBERS, *(["chunks", "sinks"] if IS_NEWER else [])))
+def test_two_kernels_for_all_numbers(name: str) -> None:
+    (mask, shown, numbers), before = OF_NUMBERS[name], graphs()
+    for each in numbers:
+        check(Case(mask(*each), shown(*each)))
     assert graphs() - before == 2
 
 
