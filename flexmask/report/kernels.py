@@ -50,6 +50,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         sizes = [" x ".join(map(str, flash_block_size(generation, context.q_len))) for generation in (9, 10)]
         bits += f"; blocks of {sizes[0]} on Hopper, {sizes[1]} on Blackwell, for heads of up to 128 channels"
         chosen = "flash where FlashAttention 4 is installed and takes the call, else flex" if context.q_len >= TILE else "flex"
+    is_whole = fused is not None and not context.q_len % 128
     blocks = []
     for size in SIZES:
         found = stats(context, size, bounds)
@@ -62,18 +63,24 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         (
             "lists",
             "the blocks of a row are neighbors: compiled code and plans set FlexAttention's BLOCKS_ARE_CONTIGUOUS"
-            if fused and not context.q_len % 128
+            if is_whole
             else "FlexAttention reads the place of each block",
         ),
-        ("safe rows", _safe_text(context, bounds)),
+        ("safe rows", _safe_text(context, bounds, is_set=is_whole)),
         ("SDPA alone", SDPA.get(fused or "", "no: it needs this mask as a tensor")),
         ("varlen", _varlen_text(context)),
         ("host syncs", _sync_text(unread)),
     ]
 
 
-def _safe_text(context: Context, bounds: RowBounds) -> str:
-    """How many rows have a visible key at the first keys that FlexAttention's kernels visit: partial blocks before full ones."""
+def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
+    """How many rows have a visible key at the first keys that FlexAttention's kernels visit: partial blocks before full ones.
+
+    Args:
+        context: the lowering context.
+        bounds: of the mask.
+        is_set: whether the option is set in compiled code.
+    """
     if not bounds.exact:
         return "not known, as each cell is evaluated; FlexAttention's option ROWS_GUARANTEED_SAFE is left unset"
     lists = block_mask(context, form=lambda b, h, q, kv: kv >= 0)
@@ -85,7 +92,8 @@ def _safe_text(context: Context, bounds: RowBounds) -> str:
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
-        return "all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE, left unset, would hold"
+        said = "which compiled code and plans set where there is no score_mod," if is_set else "left unset,"
+        return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE, {said} holds"
     return (
         f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "
         "ROWS_GUARANTEED_SAFE, left unset, could give NaN"

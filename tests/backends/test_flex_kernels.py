@@ -7,7 +7,7 @@ torch does not ask before it takes that kernel.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sympy  # type: ignore[import-untyped]
@@ -33,10 +33,10 @@ def options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the last call of FlexAttention on CUDA was given, which is not run."""
     given: dict[str, Any] = {}
 
-    def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         given.clear()
         given.update(options)
-        return query
+        return (query, SimpleNamespace(lse=query[..., 0])) if "return_aux" in options else query
 
     monkeypatch.setattr(flex, "_inference_only", lambda tensor: False)
     monkeypatch.setattr(flex, "_call", call)
@@ -104,8 +104,8 @@ OTHERS = {
 }
 
 
-def test_contiguous_blocks(options: dict[str, Any]) -> None:
-    """The kernel option is given where each list of the mask is one run, and never elsewhere."""
+def test_contiguous_blocks_and_safe_rows(options: dict[str, Any]) -> None:
+    """The kernel options are given where each list of the mask is one run and each row sees the first key that is visited."""
     given = set()
     for name, (mask, q_len, kv_len) in (NAMED | OTHERS).items():
         lowered = lower(bind(mask, q_len, kv_len), (2, 2))
@@ -118,8 +118,21 @@ def test_contiguous_blocks(options: dict[str, Any]) -> None:
             )
             touched, full = cells.any(3).any(1), cells.all(3).all(1)
             assert all(map(runs, (touched & ~full, full, (touched & ~full).mT, full.mT))), name
+            assert options["kernel_options"]["ROWS_GUARANTEED_SAFE"]
+            visited = torch.where((touched & ~full).any(1), (touched & ~full).int().argmax(1), full.int().argmax(1)) * 2
+            assert bool(mask.dense(q_len, kv_len)[0, 0].gather(1, visited.repeat_interleave(2).view(-1, 1)).all()), name
     assert given >= {"causal 0", "full 0", *(name for name in OTHERS if "window" not in name and ", 7 x" not in name)}
     assert not any("window" in name or ", 7 x" in name for name in given)
+
+
+def test_rows_are_not_safe_where_a_function_may_hide_their_first_key(options: dict[str, Any]) -> None:
+    lowered, x = lower(bind(fm.causal(), 128), (128, 128)), torch.empty(1, 1, 128, 1)
+    for scores in ({"score_mod": lambda score, b, h, q, kv: score.masked_fill(kv == 0, -torch.inf)}, {"dropout_p": 0.5}):
+        fm.attention(x, x, x, lowered, backend="flex", **cast(Any, scores))
+        assert options["kernel_options"] == {"FORCE_USE_FLEX_ATTENTION": True, "BLOCKS_ARE_CONTIGUOUS": True}
+    query = x[:, :, :16]
+    fm.attention(query, x, x, lower(bind(fm.causal(), 16, 128), (16, 128)), backend="flex")
+    assert options["kernel_options"] == {"BLOCKS_ARE_CONTIGUOUS": True}  # the decoding kernel begins at several keys
 
 
 class TestKernelOptions:

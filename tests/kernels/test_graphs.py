@@ -90,7 +90,10 @@ def test_gradients(backend: Any) -> None:
 
 
 def test_contiguous_blocks(backend: Any) -> None:
-    """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone."""
+    """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone.
+
+    They take no row for one that sees nothing, either.
+    """
     query, key, value = (tensor.requires_grad_() for tensor in torch.randn(3, 1, 1, 384, 16))
     code: list[str] = []
 
@@ -101,7 +104,7 @@ def test_contiguous_blocks(backend: Any) -> None:
     found = torch.compile(lambda query, key, value: attend(query, key, value, ["causal"])[0], backend=compiler, fullgraph=True)(
         query, key, value
     )
-    assert "'BLOCKS_ARE_CONTIGUOUS': True" in code[0]
+    assert "'BLOCKS_ARE_CONTIGUOUS': True, 'ROWS_GUARANTEED_SAFE': True" in code[0]
     wanted = oracle.attention(query, key, value, torch.ones(384, 384, dtype=torch.bool).tril())
     losses = found.square().sum(), wanted.square().sum()
     for one, other in [(found, wanted), *zip(*(torch.autograd.grad(loss, (query, key, value)) for loss in losses), strict=True)]:
