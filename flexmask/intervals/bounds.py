@@ -21,6 +21,7 @@ from flexmask.errors import LoweringError
 from flexmask.expr.index import Constant, Index, Symbol, q
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Slot, Table
@@ -126,9 +127,9 @@ class _Analysis:
         return known & self.direct_rows(And.make(tuple(rest))) if rest else known
 
     def is_constant(self, mask: Mask) -> bool:
-        """Whether a mask has no data, so that its rows are the same each time."""
+        """Whether a mask has no data and is separable, so that its rows are the same each time."""
         moves = isinstance(self.context.q_offset, Tensor) and "q" in mask.symbols
-        return not moves and not mask.slots and not any(isinstance(node, Opaque) for node in mask.walk())
+        return not moves and not mask.slots and not any(map(_is_of_cells, mask.walk()))
 
     def constant_rows(self, mask: Mask) -> RowBounds | None:
         """The rows of a mask without data, as constants of the graph that is captured; None where they are not exact."""
@@ -464,6 +465,11 @@ def _table_of(column: Index) -> Table | Param | None:
 def _is_nondecreasing(column: Index) -> TypeGuard[Lookup]:
     """Whether a column is known to be non-decreasing from 0 up, except for a tail of -1, as document tables are."""
     return isinstance(table := _table_of(column), DocumentTable) and table.rule != "subtrees"
+
+
+def _is_of_cells(node: Node) -> bool:
+    """Whether a part of a separated mask has no key intervals, as each cell must be evaluated."""
+    return isinstance(node, Opaque) or (isinstance(node, Compare) and {"q", "kv"} <= node.symbols and not is_separable(node))
 
 
 def _stacked(heads: list[RowBounds]) -> RowBounds:

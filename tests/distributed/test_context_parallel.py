@@ -29,21 +29,27 @@ def two_ranks(rank: int) -> None:
     checks = Checks()
     check_cases(checks, every=6)
     check_drawn(checks, 6)
-    checks("a model", models.check_model, "heads")  # the compiled one below distributes keys
+    for strategy in ("keys", "heads"):
+        checks(f"calls, {strategy}", models.check_calls, strategy)
+        checks(f"packed prefixes, {strategy}", check_packed_prefixes, strategy)
+    checks("a model", models.check_model, "heads")
+    checks("tokens", models.check_tokens)
+    checks("errors", models.check_errors)
+    checks("calls that differ", models.check_calls_that_differ)
+    checks.report()
+
+
+def models_over_two_ranks(rank: int) -> None:
+    checks = Checks()
     for strategy in ("keys", "heads"):
         checks(
             f"a model with checkpoints and dropout, {strategy}",
             lambda s=strategy: models.check_model(s, dropout=0.3, checkpointed=True),
         )
-        checks(f"calls, {strategy}", models.check_calls, strategy)
-        checks(f"packed prefixes, {strategy}", check_packed_prefixes, strategy)
         checks(f"mixed precision, {strategy}", models.check_mixed_precision, strategy)
     checks("a compiled model", models.check_model, "keys", "eager")
     checks("compiled once", models.check_compiled_once)
-    checks("tokens", models.check_tokens)
     checks("torch's own context parallelism", models.check_torch_context_parallel)
-    checks("errors", models.check_errors)
-    checks("calls that differ", models.check_calls_that_differ)
     checks.report()
 
 
@@ -85,6 +91,11 @@ def many_checks(rank: int) -> None:
 
 def test_two_ranks() -> None:
     run_ranks(2, two_ranks)
+
+
+@pytest.mark.slow
+def test_models_over_two_ranks() -> None:
+    run_ranks(2, models_over_two_ranks)
 
 
 @pytest.mark.slow

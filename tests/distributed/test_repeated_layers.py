@@ -81,7 +81,7 @@ def check_repeats(run: Layer, plain: Layer) -> None:
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("make", [lambda: layer, compiled])
+@pytest.mark.parametrize("make", [lambda: layer, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_outside(cp: ContextParallel, other: ContextParallel, repeated: Any, make: Callable[[], Layer]) -> None:
     run = repeated(make())
     with cp:

@@ -63,6 +63,11 @@ MASKS: dict[str, tuple[str, Callable[[int, int, int], Data], Callable[[Data, Ten
         lambda batch, tokens, documents: {"ids": torch.randint(0, documents, (batch, tokens))},
         lambda data, q, kv: (kv <= q) & (data["ids"][:, None, :, None] == data["ids"][:, None, None, :]),
     ),
+    "no data, evaluated cell by cell": (
+        "causal & ((q - kv) % 4 == 0)",
+        lambda batch, tokens, documents: {},
+        lambda data, q, kv: (kv <= q) & ((q - kv) % 4 == 0),
+    ),
     "window": (
         "sliding_window(left=7, right=2)",
         lambda batch, tokens, documents: {},
@@ -136,6 +141,7 @@ def attend(text: str) -> Callable[..., Tensor]:
     return lambda x, **data: attention(x, x, x, fm.parse(text, **data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"),
     each_run(product(MASKS, ["one by one", "together"]), ("cu_seqlens", "one by one")),
@@ -198,7 +204,7 @@ UNTRACED = [name for name in MASKS if name not in TRACED + ELSEWHERE]
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *product(TRACED, ["aot_eager"]),
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in TRACED),
         *product(UNTRACED, ["eager"]),
         *exhaustive([*product(UNTRACED, ["aot_eager"]), *product(ELSEWHERE, ["eager", "aot_eager"])]),
     ],
