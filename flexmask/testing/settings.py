@@ -233,4 +233,6 @@ def picture_around(
         ruler = f"{ruler:<{2 * column}}{left + column}"
     lines = [f"{CORNER:>{margin}} {ruler}"]
     lines += [f"{top + row:>{margin}} {' '.join(signs[mark] for mark in line)}" for row, line in enumerate(cells)]
-    return "\n".join([*lines, "", legend])
+    shown = zip(("rows", "columns"), (rows, columns), sizes, strict=True)
+    cut = [f"{name} {part.start} to {part.stop - 1} of {size:,}" for name, part, size in shown if part.stop - part.start < size]
+    return "\n".join([*lines, "", legend, *filter(None, [", ".join(cut)])])

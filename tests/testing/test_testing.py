@@ -142,6 +142,14 @@ def test_a_wrong_mask_is_shown() -> None:
     ]
 
 
+def test_a_picture_of_a_part_says_so() -> None:
+    message = check_fails(
+        lambda: assert_equivalent(fm.causal(), 1200, reference=fm.causal() - ((fm.q == 1100) & (fm.kv == 50)), backends=()),
+        "1 of 1,440,000 cells differ",
+    )
+    assert "- missing   + extra\nrows 1092 to 1107 of 1,200, columns 38 to 61 of 1,200" in message
+
+
 WRONG: dict[str, tuple[Any, Any]] = {
     "one cell of one sequence": (PACKED, lambda b, h, q_idx, kv_idx: packed(b, h, q_idx, kv_idx) & ~((b == 1) & (kv_idx == 6))),
     "one head": (fm.per_head([fm.causal(), fm.causal()]), fm.per_head([fm.causal(), fm.causal(offset=1)])),
