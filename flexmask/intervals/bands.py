@@ -76,7 +76,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
 
     A part of which each row holds the key at the query, or no key, does not change an end that is right behind the query, nor a
     beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
-    may have gaps.
+    may have gaps. A condition of the query alone is an end that is read, behind all keys or before them.
     """
     match mask:
         case Truth(True):
@@ -90,16 +90,19 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
                 return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
             return _computed(found)
         case And(parts):
-            bands = [band(part, own_keys=own_keys) for part in parts if not (own_keys and _is_around_query(part))]
+            is_around = own_keys and any(_has_own_key(part) for part in parts)
+            bands = [band(part, own_keys=own_keys) for part in parts if not (is_around and _is_around_query(part))]
             found = [
                 (_inner_end((low for low, _ in chosen), 1), _inner_end((high for _, high in chosen), -1))
                 for chosen in product(*bands)
             ]
-            if len(bands) == len(parts):
+            if not is_around:
                 return tuple(found) if len(found) == 1 else _computed(found)
             if [high for _, high in found] == [(NEXT,)]:
                 return (("read", (NEXT,)),)
             return (((HERE,) if [low for low, _ in found] == [(HERE,)] else "read", "read"),)
+        case Compare() if "kv" not in mask.symbols:
+            return (((), "read"),)
     return READ
 
 
@@ -169,9 +172,14 @@ def _inner_end(ends: Iterable[End], side: Literal[-1, 1]) -> End:
     return tuple(place for place in places if not any(spread[other][0] >= spread[place][1] for other in places if other != place))
 
 
+def _has_own_key(mask: Mask) -> bool:
+    """Whether each row of a leaf holds the key at the query."""
+    return isinstance(mask, Compare) and "kv" in mask.symbols and mask.sign in REFLEXIVE and has_same_sides(mask)
+
+
 def _is_around_query(mask: Mask) -> bool:
     """Whether each row of a leaf holds the key at the query, or no key at all."""
-    return isinstance(mask, Compare) and ("kv" not in mask.symbols or (mask.sign in REFLEXIVE and has_same_sides(mask)))
+    return _has_own_key(mask) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
 
 
 def _holds_query(mask: Mask) -> bool:

@@ -183,7 +183,10 @@ class _Analysis:
         others = nested + [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
-        return self.refined(reduce(lambda a, b: a & b, others), piecewise.values())
+        found = reduce(lambda a, b: a & b, others)
+        if found.exact and any(rows.slots > 1 for part in operands if (rows := self.known.get(part.key))):
+            found = RowBounds.of(found.lower.trimmed())  # of equal values, which were counted on the host, others hide some
+        return self.refined(found, piecewise.values())
 
     def own_documents(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[Rows]]:
         """The rows of ``(ids[kv] == ids[q]) & (ids[q] >= 0)`` for documents given by lengths, and the remaining operands."""

@@ -189,7 +189,11 @@ class Rows:
             return self
         if not _sync.needs_sync(self.lo) and bool((self.lo[..., -1] < self.hi[..., -1]).any()):
             return self
-        return self._cut(max(1, int((self.lo < self.hi).sum(-1).max())))
+        return self.trimmed()
+
+    def trimmed(self) -> Rows:
+        """With as few slots as the fullest row has, which are counted on the host."""
+        return self if self.slots == 1 else self._cut(max(1, int((self.lo < self.hi).sum(-1).max())))
 
     def _cut(self, slots: int) -> Rows:
         """The same sets without slots that are known to be unused."""

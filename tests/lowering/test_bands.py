@@ -67,7 +67,16 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
     "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
     "padding on the left": ("causal & key_padding(start=2)", (READ, 1), lambda q, kv: (kv <= q) & (kv >= 2)),
     "prefix": ("prefix_lm(3)", (None, READ), lambda q, kv: (kv <= q) | (kv < 3)),
-    "padded queries": ("causal & query_padding(3)", (READ, 1), lambda q, kv: (kv <= q) & (q < 3)),
+    "padded queries alone": ("query_padding(3)", (None, READ), lambda q, kv: q < 3 + 0 * kv),
+    "padded queries": ("causal & query_padding(3)", (None, READ), lambda q, kv: (kv <= q) & (q < 3)),
+    "padded queries and keys": ("cross_length(4, q_lengths=3)", (None, READ), lambda q, kv: (kv < 4) & (q < 3)),
+    "padded queries in a window": ("sliding_window(size=3) & query_padding(3)", (-2, READ), lambda q, kv: (kv <= q) & (q < 3)),
+    "padded queries in documents": (
+        "causal & document(lengths=[2, 6]) & query_padding(4)",
+        (READ, 1),
+        lambda q, kv: (kv <= q) & ((q < 2) == (kv < 2)) & (q < 4),
+    ),
+    "a query that sees all": ("causal | (q == 2)", (None, READ), lambda q, kv: (kv <= q) | (q == 2)),
     "documents": ("document(lengths=[2, 6])", (READ, READ), lambda q, kv: (q < 2) == (kv < 2)),
     "causal documents": ("causal & document(lengths=[2, 6])", (READ, 1), lambda q, kv: (kv <= q) & ((q < 2) == (kv < 2))),
     "later keys of documents": (
@@ -252,6 +261,17 @@ def test_documents_in_several_pieces() -> None:
     found = (fm.causal() & (fm.table(ids)[fm.kv] == fm.table(ids)[fm.q])).mask_mod(4)
     assert len(computed_by(found)) == 2
     assert torch.equal(cells(found, 1, 1, 4, 4)[0, 0], (ids == ids[:, None]) & torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("text", ["document(ids)", "causal & document(ids)", "bidirectional_spans(ids)"])
+@pytest.mark.usefixtures("elsewhere")
+def test_padding_between_documents_takes_no_interval(text: str) -> None:
+    ids = torch.tensor([[-1, -1, 0, 0, -1, 1, 1, -1], [0, -1, 1, -1, 2, -1, 3, -1]])
+    mask, same = fm.parse(text, ids=ids), (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0)
+    lower = torch.ones(8, 8, dtype=torch.bool).tril()
+    wanted = same if text == "document(ids)" else same & lower if "causal" in text else same | lower
+    assert mask.rows(8).lower.slots == 1
+    assert torch.equal(cells(mask.mask_mod(8), 2, 1, 8, 8)[:, 0], wanted)
 
 
 #: Masks whose parts share a key in each row, so that their union is one interval.
