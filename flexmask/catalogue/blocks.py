@@ -188,11 +188,9 @@ def block_diffusion(
         return (along(documents, q % total) >= 0) & (own_half | clean_half)
     if padding:
         raise ExpressionError("block_diffusion: padding= goes with lengths or cu_seqlens, which are missing")
-    noised, clean = kv // n, (kv - total) // n
-    own = (q < total) & (kv < total) & (noised == q // n)
-    before = (q < total) & (clean < q // n)
-    upto = (q >= total) & (clean <= q % total // n)
-    return own | ((kv >= total) & (kv < total * 2) & (before | upto))
+    own = (q < total) & (kv < total) & (kv // n == q // n)
+    last = where(q < total, q // n - 1, q % total // n)
+    return own | ((kv >= total) & (kv < total * 2) & ((kv - total) // n <= last))
 
 
 def _block_start(starts: Table, position: Index, size: Index | int) -> tuple[Index, Index]:

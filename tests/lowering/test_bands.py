@@ -274,6 +274,13 @@ def test_padding_between_documents_takes_no_interval(text: str) -> None:
     assert torch.equal(cells(mask.mask_mod(8), 2, 1, 8, 8)[:, 0], wanted)
 
 
+@pytest.mark.parametrize("text", ["block_diffusion(length=4, size=2)", "multi_item(2, [0, 1, 2, 0, 1, 2])"])
+@pytest.mark.usefixtures("elsewhere")
+def test_named_masks_of_two_intervals(text: str) -> None:
+    """As their rows are, where the host cannot count them."""
+    assert fm.parse(text).rows(8).lower.slots == 2
+
+
 #: Masks whose parts share a key in each row, so that their union is one interval.
 UNIONS = {
     "prefixes": "prefix_lm([3, 5]) & key_padding([7, 6])",
