@@ -54,6 +54,7 @@ WIDE = tensors(dims=(256, 256))
         (8, tensors(), {}, "compute capability 9, 10 and 11, this has 8"),
         (12, tensors(), {}, "compute capability 9, 10 and 11, this has 12"),
         (HOPPER, tensors(dims=(60, 60)), {}, "a multiple of 8 channels, got D=60 and D_v=60"),
+        (HOPPER, tensors(dims=(64, 60)), {}, "a multiple of 8 channels, got D=64 and D_v=60"),
         (HOPPER, tensors(dims=(64, 128)), {}, "at most 256 channels and no more in the values, got D=64 and D_v=128"),
         (HOPPER, tensors(dims=(264, 264)), {}, "at most 256 channels"),
         (BLACKWELL, tensors(dims=(192, 192)), {}, r"\(192, 128\) and \(256, 256\) on Blackwell, got \(192, 192\)"),

@@ -365,6 +365,9 @@ WRITTEN: list[tuple[Mask, Any]] = [
     (fm.table([True] + [False] * 7)[kv] // 2**62 == 0, lambda h, q, kv: True),
     (kv <= q + fm.table([True] + [False] * 7)[q] * 2**32, lambda h, q, kv: q == 0 or kv <= q),
     ((fm.table([True] * 8)[q] == 2**32) & (kv >= 0), lambda h, q, kv: False),
+    # The key behind the last one is 2**63, and both terms at their greatest are more.
+    (kv <= fm.table([2**62] + [1] * 7)[q] + fm.table([2**62 - 1] + [2] * 7)[q], lambda h, q, kv: q == 0 or kv <= 3),
+    (kv <= 2 * fm.table([2**62 - 1] + [1] * 7)[q] + fm.table([-5] + [3] * 7)[q], lambda h, q, kv: q == 0 or kv <= 5),
 ]
 
 
