@@ -31,6 +31,13 @@ from tests.backends.tiled_cases import (
 from tests.support import oracle
 
 
+def test_a_band_whose_tiles_have_masks_of_their_own(small_bands: None) -> None:
+    q, kv = torch.arange(96)[:, None], torch.arange(96)
+    mask = ((q >= kv) & (q - kv < 6) & ((q < 41) == (kv < 41)))[None, None]
+    bounds = intervals(mask)
+    check_attention(lambda q, k, v: block_sdpa(q, k, v, bounds), inputs(batch=1, **shape_of(mask)), mask)
+
+
 @pytest.mark.parametrize("name", MASKS)
 class TestAgainstDense:
     def test_one_block(self, name: str) -> None:

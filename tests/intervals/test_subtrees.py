@@ -168,7 +168,8 @@ def test_ends_from_depths(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "message"), [([[0, 1], [0, 2]], "got 2 after 0 at position 1"), ([[0], [3]], "got 3"), ([[0, 1, -1]], "got -1")]
+    ("depth", "message"),
+    [([[0, 1, 1], [0, 2, 1]], "got 2 after 0 at position 1"), ([[0], [3]], "got 3"), ([[0, 1, -1]], "got -1")],
 )
 def test_depths_of_no_tree(depth: list[list[int]], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
