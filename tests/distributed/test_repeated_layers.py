@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import flexmask as fm
 from flexmask.distributed import ContextParallel
 from flexmask.errors import LoweringError
-from tests.support.exhaustive import exhaustive
 
 LENGTH = 9
 Layer: TypeAlias = Callable[[Tensor], Tensor]
@@ -94,7 +93,7 @@ def test_outside(cp: ContextParallel, other: ContextParallel, repeated: Any, mak
     run(tokens()).sum().backward()  # its own use
 
 
-@pytest.mark.parametrize("make", [lambda: layer, *exhaustive([compiled])])
+@pytest.mark.parametrize("make", [lambda: layer, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_inside_of_what_was_outside(cp: ContextParallel, repeated: Any, make: Callable[[], Layer]) -> None:
     loss = repeated(make())(tokens()).sum()
     with cp:
