@@ -81,14 +81,16 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
         mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
     proved: dict[str, object] = {}
     if isinstance(mask, LoweredMask):
-        if mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]:
+        is_whole = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
+        mask = mask.block_mask
+        if is_whole:
             # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
             # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
             proved = {"BLOCKS_ARE_CONTIGUOUS": True}
-            # All queries attend to the first key that their kernel visits, whose score is finite unless a function changes it.
-            if _is_prefill(query, key, mask.block_mask) and call.score_mod is None and not call.dropout_p:
+            # All queries attend to the first key that their kernel visits. Its score is finite for finite queries and keys, as no
+            # function changes it.
+            if _is_prefill(query, key, mask) and call.score_mod is None and not call.dropout_p:
                 proved["ROWS_GUARANTEED_SAFE"] = True
-        mask = mask.block_mask
     scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()

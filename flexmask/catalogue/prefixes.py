@@ -187,4 +187,4 @@ def multi_item(prefix_length: Data, positions: Data) -> Mask:
     prefix = per_sequence(prefix_length, "multi_item: prefix_length")
     at = maximum(q - prefix, 0)
     position = lookup(positions, "multi_item: positions", "[n] or [B, n]", (at,), (b, at))
-    return (kv <= q) & ((kv < prefix) | (kv > q - position))  # all keys up to a query in the prefix are in the prefix
+    return (kv <= q) & ((kv < prefix) | (kv > q - position))  # keys up to a query in the prefix are in it

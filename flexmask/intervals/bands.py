@@ -76,7 +76,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
 
     A part of which each row holds the key at the query, or no key, does not change an end that is right behind the query, nor a
     beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
-    may have gaps. A condition of the query alone is an end that is read, behind all keys or before them.
+    may have gaps. A condition of the query alone is an end that is read: behind all keys where it holds, 0 elsewhere.
     """
     match mask:
         case Truth(True):
@@ -90,13 +90,13 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
                 return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
             return _computed(found)
         case And(parts):
-            is_around = own_keys and any(_has_own_key(part) for part in parts)
-            bands = [band(part, own_keys=own_keys) for part in parts if not (is_around and _is_around_query(part))]
+            has_own_key = own_keys and any(map(_has_own_key, parts))
+            bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part))]
             found = [
                 (_inner_end((low for low, _ in chosen), 1), _inner_end((high for _, high in chosen), -1))
                 for chosen in product(*bands)
             ]
-            if not is_around:
+            if not has_own_key:
                 return tuple(found) if len(found) == 1 else _computed(found)
             if [high for _, high in found] == [(NEXT,)]:
                 return (("read", (NEXT,)),)

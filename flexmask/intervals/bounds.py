@@ -184,8 +184,9 @@ class _Analysis:
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
         found = reduce(lambda a, b: a & b, others)
-        if found.exact and any(rows.slots > 1 for part in operands if (rows := self.known.get(part.key))):
-            found = RowBounds.of(found.lower.trimmed())  # of equal values, which were counted on the host, others hide some
+        if found.exact and any(known.slots > 1 for part in operands if (known := self.known.get(part.key))):
+            # The runs of equal values were counted on the host; another operand may hide some.
+            found = RowBounds.of(found.lower.trimmed())
         return self.refined(found, piecewise.values())
 
     def own_documents(self, operands: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], list[Rows]]:

@@ -79,7 +79,7 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     Args:
         context: the lowering context.
         bounds: of the mask.
-        is_set: whether the option is set in compiled code.
+        is_set: whether the option is set in compiled code without a score_mod and dropout.
     """
     if not bounds.exact:
         return "not known, as each cell is evaluated; FlexAttention's option ROWS_GUARANTEED_SAFE is left unset"
@@ -92,8 +92,8 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
-        said = "which compiled code and plans set where there is no score_mod," if is_set else "left unset,"
-        return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE, {said} holds"
+        said = "is set in compiled code and plans without a score_mod and dropout" if is_set else "is left unset, and would hold"
+        return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE {said}"
     return (
         f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "
         "ROWS_GUARANTEED_SAFE, left unset, could give NaN"

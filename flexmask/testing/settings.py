@@ -235,4 +235,4 @@ def picture_around(
     lines += [f"{top + row:>{margin}} {' '.join(signs[mark] for mark in line)}" for row, line in enumerate(cells)]
     shown = zip(("rows", "columns"), (rows, columns), sizes, strict=True)
     cut = [f"{name} {part.start} to {part.stop - 1} of {size:,}" for name, part, size in shown if part.stop - part.start < size]
-    return "\n".join([*lines, "", legend, *filter(None, [", ".join(cut)])])
+    return "\n".join([*lines, "", legend, *([", ".join(cut)] if cut else [])])

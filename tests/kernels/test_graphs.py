@@ -92,7 +92,7 @@ def test_gradients(backend: Any) -> None:
 def test_contiguous_blocks(backend: Any) -> None:
     """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone.
 
-    They take no row for one that sees nothing, either.
+    Nor do they test for rows that attend to nothing.
     """
     query, key, value = (tensor.requires_grad_() for tensor in torch.randn(3, 1, 1, 384, 16))
     code: list[str] = []
