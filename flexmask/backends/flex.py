@@ -81,9 +81,9 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
         mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
     proved: dict[str, object] = {}
     if isinstance(mask, LoweredMask):
-        is_whole = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
+        are_runs = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
         mask = mask.block_mask
-        if is_whole:
+        if are_runs:
             # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
             # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
             proved = {"BLOCKS_ARE_CONTIGUOUS": True}

@@ -117,7 +117,7 @@ class _Analysis:
         if found.exact or not is_captured():
             return found
         parts = mask.operands if isinstance(mask, And) else (mask,)
-        constant = [part for part in parts if self.is_constant(part)]
+        constant = [part for part in parts if self.has_constant_rows(part)]
         if all(self.direct_rows(part).exact for part in constant):
             return found
         known = self.constant_rows(And.make(tuple(constant)))
@@ -126,7 +126,7 @@ class _Analysis:
         rest = [part for part in parts if part not in constant]
         return known & self.direct_rows(And.make(tuple(rest))) if rest else known
 
-    def is_constant(self, mask: Mask) -> bool:
+    def has_constant_rows(self, mask: Mask) -> bool:
         """Whether a mask has no data and is separable, so that its rows are the same each time."""
         moves = isinstance(self.context.q_offset, Tensor) and "q" in mask.symbols
         return not moves and not mask.slots and not any(map(_is_of_cells, mask.walk()))
@@ -184,7 +184,8 @@ class _Analysis:
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
         found = reduce(lambda a, b: a & b, others)
-        if found.exact and any(known.slots > 1 for part in operands if (known := self.known.get(part.key))):
+        counted = any(known.slots > 1 for part in operands if (known := self.known.get(part.key)))
+        if counted and found.exact and _sync.needs_sync(found.lower.lo):
             # The runs of equal values were counted on the host; another operand may hide some.
             found = RowBounds.of(found.lower.trimmed())
         return self.refined(found, piecewise.values())

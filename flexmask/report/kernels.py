@@ -50,7 +50,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         sizes = [" x ".join(map(str, flash_block_size(generation, context.q_len))) for generation in (9, 10)]
         bits += f"; blocks of {sizes[0]} on Hopper, {sizes[1]} on Blackwell, for heads of up to 128 channels"
         chosen = "flash where FlashAttention 4 is installed and takes the call, else flex" if context.q_len >= TILE else "flex"
-    is_whole = fused is not None and not context.q_len % 128
+    are_runs = fused is not None and not context.q_len % 128
     blocks = []
     for size in SIZES:
         found = stats(context, size, bounds)
@@ -63,10 +63,10 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         (
             "lists",
             "the blocks of a row are neighbors: compiled code and plans set FlexAttention's BLOCKS_ARE_CONTIGUOUS"
-            if is_whole
+            if are_runs
             else "FlexAttention reads the place of each block",
         ),
-        ("safe rows", _safe_text(context, bounds, is_set=is_whole)),
+        ("safe rows", _safe_text(context, bounds, is_set=are_runs)),
         ("SDPA alone", SDPA.get(fused or "", "no: it needs this mask as a tensor")),
         ("varlen", _varlen_text(context)),
         ("host syncs", _sync_text(unread)),

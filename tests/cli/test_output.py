@@ -233,22 +233,23 @@ def terminal() -> Iterator[tuple[int, bytearray]]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
-def test_a_sign_of_life_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=0.3))
+def test_a_sign_of_life_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=1.5))
     ran = ["check", "slow_masks:mask", "--seq-len", "4", "--backend", "sdpa"]
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(output, "DELAY", 0.0)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    with terminal() as (stderr, shown), open(stderr, "w", closefd=False) as stream, contextlib.redirect_stderr(stream):
-        main(ran, prog_name="flexmask", standalone_mode=False)
-    out = capsys.readouterr().out
+    with terminal() as (stderr, shown):
+        done = subprocess.run(
+            [sys.executable, "-m", "flexmask", *ran],
+            cwd=tmp_path,
+            env=environment(TERM="xterm", COLUMNS="80"),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+    assert done.returncode == 0
     assert b"preparing" in shown
-    assert "\x1b" not in out
+    assert b"\x1b" not in done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
     piped = CliRunner(env=PLAIN).invoke(main, ran)
-    assert (piped.stdout, piped.stderr) == (out, "")
+    assert (piped.stdout, piped.stderr) == (done.stdout.decode(), "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
