@@ -14,6 +14,9 @@ from flexmask.errors import LoweringError, OperandError
 
 T = TypeVar("T")
 
+#: The most bytes in the message of an assertion on CUDA.
+MOST_SAID = 254
+
 
 def needs_sync(tensor: Tensor) -> bool:
     """Whether reading a tensor forces a host sync, as on every device but the CPU, or is impossible: on ``meta``, in graphs.
@@ -33,8 +36,19 @@ def require(condition: Callable[[], Tensor], device: torch.device, message: str,
         everywhere: whether to check on every device; by default on the CPU alone, as outside graphs.
     """
     if is_captured() and (everywhere or device.type == "cpu"):
-        holds = condition()
-        torch._assert_async(holds if holds.numel() == 1 else holds.all(), message)
+        assert_async(condition(), message)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """An error unless truth values hold, where the device comes to it: without a host sync, also in a graph.
+
+    Args:
+        condition: the truth values.
+        message: of the error, whose end is left out where a device takes no longer one.
+    """
+    if condition.device.type != "cpu" and len(said := message.encode()) > MOST_SAID:
+        message = said[: MOST_SAID - 3].decode(errors="ignore") + "..."
+    torch._assert_async(condition if condition.numel() == 1 else condition.all(), message)
 
 
 def has_stamp(tensor: Tensor) -> bool:

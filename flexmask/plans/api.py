@@ -38,10 +38,13 @@ class Plan:
         mask: the mask, with its parameters; of a ``mask_mod`` as it was traced last.
         setting: the lengths and sizes; lengths are 0 where each call gives them.
         compile: whether Inductor compiles the graph.
+        follows: whether a call lowers the mask on the device of its data.
     """
 
-    def __init__(self, mask: Mask, setting: Setting, *, compile: bool = False, mask_mod: MaskMod | None = None) -> None:
-        self.mask, self.setting, self.compile = mask, setting, compile
+    def __init__(
+        self, mask: Mask, setting: Setting, *, compile: bool = False, follows: bool = False, mask_mod: MaskMod | None = None
+    ) -> None:
+        self.mask, self.setting, self.compile, self.follows = mask, setting, compile, follows
         self._names, self._mask_mod = mask.params, mask_mod
 
     def __call__(self, /, *lengths: int, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
@@ -53,20 +56,24 @@ class Plan:
         Args:
             lengths: ``q_len``, and ``kv_len`` where it differs, of a plan that was made without them.
             q_offset: position of the first query, an int or an integer tensor ``[B]``.
-            data: the value of each parameter of the mask: a tensor on the plan's device; numbers and lists are copied to it.
+            data: the value of each parameter of the mask: a tensor, on the device of the plan where it was given one; numbers and
+                lists are copied to the device.
 
         Returns:
             The mask to give to :func:`flexmask.attention` in each layer of a model.
 
         Raises:
             ExpressionError: a parameter that the mask does not have, or one that is not given.
-            LoweringError: data that contradicts the lengths, data on another device, or a mask that is not separable in q and kv
-                and has too many cells.
+            LoweringError: data that contradicts the lengths, data on another device or on several, or a mask that is not
+                separable in q and kv and has too many cells.
             OperandError: data of a wrong type, or without its name; lengths of a plan that has them, or none.
         """
         setting = self._at(*lengths)
         if data.keys() != set(self._names):
             raise ExpressionError(self._wrong_names(set(data)))
+        if self.follows:
+            tensors = (value for value in (*data.values(), q_offset) if isinstance(value, Tensor))
+            setting = setting._replace(device=next((tensor.device for tensor in tensors), setting.device))
         values = [_tensor(data[name], name, setting.device) for name in self._names]
         if not isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
             checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
@@ -79,16 +86,17 @@ class Plan:
             return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
         if self._mask_mod is not None:  # what it captures may be another tensor by now
             self.mask = as_mask(self._mask_mod, device=setting.device)
-        tensors = [*self.mask.tensors, *values]
+        inputs = [*self.mask.tensors, *values]
         try:
-            return run_graph(self.mask, self._names, setting, tensors, varies=not self.setting.q_len, compiled=self.compile)
+            return run_graph(self.mask, self._names, setting, inputs, varies=not self.setting.q_len, compiled=self.compile)
         except LoweringError as error:
             raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
 
     def __repr__(self) -> str:
         given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value)
-        return f"plan({str(self.mask)!r}, {options}, device={str(self.setting.device)!r}, compile={self.compile})"
+        device = None if self.follows else str(self.setting.device)
+        return f"plan({str(self.mask)!r}, {options}, {device=}, compile={self.compile})"
 
     def _at(self, *lengths: int) -> Setting:
         """The setting with the lengths of a call."""
@@ -171,7 +179,7 @@ def plan(
         kv_len: number of keys; ``q_len`` by default.
         batch: sequences; by default those of the mask's data.
         heads: heads; by default those of the mask.
-        device: where the mask is lowered; by default where its tensors are, else the CPU.
+        device: where the mask is lowered; by default where its tensors are, else where the data of each call is, else the CPU.
         block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
         compile: whether Inductor compiles the lowering, in about 10 seconds at the first call for some shapes. Not needed in code
             that ``torch.compile`` traces, where the lowering becomes a part of the whole graph.
@@ -196,8 +204,9 @@ def plan(
     ]
     default = mask.tensors[0].device if mask.tensors else torch.device("cpu")
     where = default if device is None else _sync.resolve_device(device)
+    follows = device is None and not mask.tensors
     setting = Setting(*lengths, rest[0], rest[1], 0, where, block_sizes(block_size))
-    return Plan(mask, setting, compile=compile, mask_mod=mask_mod)
+    return Plan(mask, setting, compile=compile, follows=follows, mask_mod=mask_mod)
 
 
 def _lengths(q_len: int, kv_len: int) -> tuple[int, int]:

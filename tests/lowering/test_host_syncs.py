@@ -294,3 +294,20 @@ def test_the_watch_can_fail() -> None:
     assert watch.reads == 3
     with pytest.raises(HostSyncError, match="nonzero"), Watch():
         torch.ones(3, device="meta").nonzero()
+
+
+def test_a_message_of_another_device_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes at most 254 bytes, and any longer message would be an error of its own where nothing is wrong."""
+    said: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: said.append(message))
+    for device in ("cpu", "meta"):
+        for message in ("x" * 254, "x" * 255, "é" * 200):
+            _sync.assert_async(torch.ones(2, device=device), message)
+    assert said[:3] == ["x" * 254, "x" * 255, "é" * 200]
+    assert said[3:] == ["x" * 254, "x" * 251 + "...", "é" * 125 + "..."]
+
+
+def test_one_function_asserts_on_devices() -> None:
+    root = Path(__file__).parents[2]
+    paths = [path for folder in ("flexmask", "plugins") for path in (root / folder).rglob("*.py") if "build" not in path.parts]
+    assert [path.name for path in paths if "_assert_async" in path.read_text()] == ["_sync.py"]

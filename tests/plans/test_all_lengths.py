@@ -314,5 +314,5 @@ def test_the_method_of_a_mask_and_what_is_printed() -> None:
     plan = fm.causal().plan(batch=3)
     assert plan(9).shape == (3, 1, 9, 9)
     assert plan(9)[1].shape == (1, 1, 9, 9)
-    assert repr(plan) == "plan('causal', batch=3, block_size=(128, 128), device='cpu', compile=False)"
+    assert repr(plan) == "plan('causal', batch=3, block_size=(128, 128), device=None, compile=False)"
     assert eval(repr(plan), {"plan": fm.plan}).setting == plan.setting

@@ -159,7 +159,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "compile": (lambda: fm.plan("causal", 9, compile=1), OperandError, "compile must be True or False"),  # type: ignore[arg-type]
     "data": (lambda: fm.plan("key_padding(lengths)", 9)(lengths=[1.5]), OperandError, "lengths must hold"),
     "device": (
-        lambda: fm.plan("key_padding(lengths)", 9)(lengths=torch.zeros(2, dtype=torch.long, device="meta")),
+        lambda: fm.plan("key_padding(lengths)", 9, device="cpu")(lengths=torch.zeros(2, dtype=torch.long, device="meta")),
         LoweringError,
         "lengths is on meta, the plan on cpu",
     ),
@@ -291,9 +291,27 @@ def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
 
 def test_a_plan_is_printed_as_it_is_made() -> None:
     plan = fm.plan("causal", 9, batch=2)
-    written = "plan('causal', q_len=9, kv_len=9, batch=2, block_size=(128, 128), device='cpu', compile=False)"
-    assert repr(plan) == written
-    assert eval(written, {"plan": fm.plan}).setting == plan.setting
+    written = "plan('causal', q_len=9, kv_len=9, batch=2, block_size=(128, 128), device={}, compile=False)"
+    assert repr(plan) == written.format(None)
+    assert eval(repr(plan), {"plan": fm.plan}).setting == plan.setting
+    assert repr(fm.plan("causal", 9, batch=2, device="cpu")) == written.format("'cpu'")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_plan_is_where_its_data_is(compiled: bool) -> None:
+    there = torch.zeros(2, dtype=torch.long, device="meta")
+    plan = fm.plan("causal & key_padding(lengths) & document(cu_seqlens=cu)", 9)
+
+    def device_of(**data: Any) -> torch.device:
+        return plan(**data).block_mask.kv_indices.device
+
+    run = torch.compile(device_of, fullgraph=True, backend="eager") if compiled else device_of
+    assert run(lengths=there, cu=torch.zeros(2, 2, dtype=torch.long, device="meta")).type == "meta"
+    assert run(lengths=torch.tensor([3, 9]), cu=torch.tensor([[0, 9], [0, 9]])).type == "cpu"
+    with pytest.raises(LoweringError, match="cu is on cpu, the plan on meta"):
+        plan(lengths=there, cu=torch.tensor([[0, 9], [0, 9]]))
+    assert fm.plan("causal", 9)(q_offset=torch.zeros(1, dtype=torch.long, device="meta")).device.type == "meta"
+    assert fm.plan("causal & key_padding(lengths)", 9)(lengths=[3, 9]).device.type == "cpu"
 
 
 @pytest.mark.parametrize("of_keys", ["(kv % 7 != 3)", "(kv % 5 != 0)", "(kv % 7 != 3) & (kv <= q)"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask import Mask
+from flexmask._sync import assert_async
 from flexmask.errors import LoweringError, OperandError
 
 __all__ = [
@@ -70,7 +71,7 @@ def is_readable(tensor: Tensor) -> bool:
 def require(condition: Tensor, message: str, kind: type[Exception] = OperandError) -> None:
     """An error unless a truth value holds. Where reading it would force a host sync, it is an error where the model runs."""
     if not is_readable(condition):
-        torch._assert_async(condition, message)
+        assert_async(condition, message)
     elif not condition:
         raise kind(message)
 
@@ -82,7 +83,7 @@ def require_none(tokens: Tensor, message: str, what: str) -> None:
         LoweringError: it does. Where reading it would force a host sync, it is an error where the model runs.
     """
     if not is_readable(tokens):
-        torch._assert_async(~tokens.any(), message)
+        assert_async(~tokens, message)
     elif tokens.any():
         row, token = tokens.nonzero()[0].tolist()
         raise LoweringError(f"{message}; {what} at token {token} of row {row}")

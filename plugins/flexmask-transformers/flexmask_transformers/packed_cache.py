@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexmask._sync import assert_async
 from flexmask.errors import LoweringError
 from flexmask_transformers.packing import is_packed
 
@@ -62,6 +63,6 @@ def require_one_document(cache: Any, q_offset: int | Tensor) -> None:
     elif isinstance(keys.several, Tensor) or isinstance(q_offset, Tensor):
         device = (keys.several if isinstance(keys.several, Tensor) else cast(Tensor, q_offset)).device
         several, follows = (torch.as_tensor(value, device=device) for value in (keys.several, q_offset > 0))
-        torch._assert_async(~(several & follows), MESSAGE)
+        assert_async(~(several & follows), MESSAGE)
     elif q_offset > 0:
         raise LoweringError(MESSAGE)

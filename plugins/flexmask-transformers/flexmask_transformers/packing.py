@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask._sync import assert_async
 from flexmask.errors import LoweringError, OperandError
 from flexmask_transformers.arguments import is_readable, require, require_none
 
@@ -219,7 +220,7 @@ def _ids(name: str, value: Any, batch: int, length: int) -> Tensor:
     fits = (value[0] == 0) & (value[1:] >= value[:-1]).all() & (value[-1] == tokens)
     message = f"{name} must start with 0, not decrease, and end with the number of tokens"
     if not is_readable(value):
-        torch._assert_async(fits, message)  # with the number in it, a graph would be of this length alone
+        assert_async(fits, message)  # with the number in it, a graph would be of this length alone
     elif not fits:
         raise LoweringError(
             f"{message}, {tokens}; got {value.tolist()}. Padding behind the last document is a document of its own"
@@ -239,7 +240,7 @@ def _require_same(differ: Tensor, first: str, second: str, starts_of_first: Tens
     """
     message = f"{first} and {second} describe different documents"
     if not is_readable(differ):
-        torch._assert_async(~differ.any(), message)
+        assert_async(~differ, message)
     elif differ.any():
         row, token = differ.nonzero()[0].tolist()
         alone = first if starts_of_first[row, token] else second

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmask._sync import assert_async
 from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
 from flexmask_transformers.arguments import GivenMask, check_attention_mask, check_padding, check_rows, is_user_mask
@@ -159,8 +160,8 @@ def _documents(
         return None
     starts = restarts(positions, _keep_of_queries(keep, q_len, q_offset))
     if is_graph and not (is_first and q_len == kv_len):
-        torch._assert_async(
-            ~starts.any(),
+        assert_async(
+            ~starts,
             "position_ids restart inside a row, where the cache is not empty or has free places: in code that torch.compile "
             "traces, their documents are not known. Pack rows without a cache, or give each document a row",
         )
