@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -19,17 +20,21 @@ RESULTS = Path(__file__).parent / "results"
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure.")
 @click.option("--quick", is_flag=True, help="A minute's version: fewer and shorter rows, written to OUT only where -o says so.")
+@click.option("--only", multiple=True, metavar="TITLE", help="A section to measure, once for each; all by default.")
 @click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the report.")
-def main(device: str, quick: bool, out: Path | None) -> None:
+def main(device: str, quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     """Measure flexmask side by side with its peers, and write tables and plots.
 
-    Without -o a whole run replaces the committed results in benchmarks/results.
+    Without -o a run that is not quick replaces the committed results in benchmarks/results.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device; measure with --device cpu")
     console = Console(stderr=True)
     torch.manual_seed(0)
-    found = sections(device, quick=quick)
+    makers = sections(device, quick=quick)
+    if unknown := [title for title in only if title not in makers]:
+        raise click.BadParameter(f"got {unknown[0]!r}, wanted one of {', '.join(makers)}", param_hint="--only")
+    found = [make() for title, make in makers.items() if not only or title in only]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(len(row.candidates) for section in found for row in section.rows))
@@ -42,7 +47,8 @@ def main(device: str, quick: bool, out: Path | None) -> None:
                 progress.console.print(_said(row), highlight=False, soft_wrap=True)
     folder = out or (None if quick else RESULTS)
     if folder:
-        write(found, device, folder, f"python -m benchmarks --device {device}{' --quick' if quick else ''}")
+        chosen = "".join(f" --only {shlex.quote(title)}" for title in only)
+        write(found, device, folder, f"python -m benchmarks --device {device}{' --quick' if quick else ''}{chosen}")
         console.print(f"written to {folder}")
 
 

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Measurement", "measure", "wait"]
+__all__ = ["Measurement", "measure", "measure_kernels", "wait"]
 
+#: Time for all runs of a candidate. That of a GPU costs more, and varies less.
+SECONDS = {"cpu": 2.0, "cuda": 0.3}
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -41,7 +44,7 @@ def measure(
     prepare: Callable[[], Any] = lambda: None,
     *,
     device: str = "cpu",
-    seconds: float = 2.0,
+    seconds: float | None = None,
     most: int = 51,
 ) -> Measurement:
     """Measures ``run(prepare())``, of which only ``run`` counts.
@@ -50,9 +53,11 @@ def measure(
         run: what is measured.
         prepare: makes the argument of each run, before its time starts.
         device: ``"cpu"`` or ``"cuda"``, whose work is waited for.
-        seconds: time for all runs; slow ones are run three times, or once where one alone takes as long as all may.
+        seconds: time for all runs, those of SECONDS by default; slow ones are run three times, or once where one alone takes as
+            long as all may.
         most: runs at the most.
     """
+    seconds = SECONDS[device] if seconds is None else seconds
     torch.empty(30 * 2**20, dtype=torch.uint8)  # as in a model, glibc keeps memory of this size once it was freed
     first = _timed(run, prepare(), device)  # compiles, loads, and grows the allocator
     if first > seconds:
@@ -63,6 +68,25 @@ def measure(
             _timed(run, prepare(), device)
     times = [_timed(run, prepare(), device) for _ in range(runs)]
     return Measurement(statistics.median(times), runs, _peak(run, prepare(), device))
+
+
+def measure_kernels(run: Callable[[], object], *, seconds: float = 0.1, most: int = 20) -> Measurement:
+    """Measures for how long a GPU is busy with ``run()``: the sum of its kernels' times, the mean of all runs.
+
+    Args:
+        run: what is measured.
+        seconds: time for all runs; there are at least three.
+        most: runs at the most.
+    """
+    _timed(lambda _: run(), None, "cuda")  # compiles
+    single = _timed(lambda _: run(), None, "cuda")
+    runs = max(3, min(most, int(seconds / single)))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(runs):
+            run()
+        wait("cuda")
+    busy = sum(event.self_device_time_total for event in profiler.key_averages())
+    return Measurement(busy * 1e-6 / runs, runs, _peak(lambda _: run(), None, "cuda"))
 
 
 def _timed(run: Callable[[Any], object], argument: Any, device: str) -> float:

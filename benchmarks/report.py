@@ -24,13 +24,15 @@ CURVES = {
 
 
 def write(sections: list[Section], device: str, folder: Path, command: str) -> None:
-    """Writes ``<device>.md`` and the plots ``<device>-time.png`` and ``<device>-memory.png``."""
+    """Writes ``<device>.md``, and the plots ``<device>-time.png`` and ``<device>-memory.png`` of a section BlockMask."""
     folder.mkdir(parents=True, exist_ok=True)
-    sweep = [row for row in sections[0].rows if row.name == sections[0].rows[0].name]
-    for kind in ("time", "memory"):
-        _plot(sweep, kind, folder / f"{device}-{kind}.png")
     parts = [f"# Measurements on {device.upper()}", _machine(device, command)]
-    parts += [f"![{kind} of a BlockMask over the sequence length]({device}-{kind}.png)" for kind in ("time", "memory")]
+    for section in sections:
+        if section.title == "BlockMask":
+            sweep = [row for row in section.rows if row.name == section.rows[0].name]
+            for kind in ("time", "memory"):
+                _plot(sweep, kind, folder / f"{device}-{kind}.png")
+                parts.append(f"![{kind} of a BlockMask over the sequence length]({device}-{kind}.png)")
     parts += [_table(section) for section in sections]
     (folder / f"{device}.md").write_text("\n\n".join(parts) + "\n")
 

@@ -19,6 +19,7 @@ import flexmask
 from benchmarks.compiled import compiled_training
 from benchmarks.gym import generated, same_blocks
 from benchmarks.huggingface import DOCUMENT, HEADS, IMPLEMENTATIONS, LAYERS, make_lowered, training_step
+from benchmarks.kernels import attention_kernels
 from benchmarks.measuring import Measurement, measure, wait
 from benchmarks.pictures import drawings
 from benchmarks.plans import decoding_by_plan, lowering_by_plan
@@ -37,21 +38,30 @@ MOST_EAGER, MOST_COMPILED = 2**30, 2**34
 TRAINED = ("flexmask", "sdpa")
 
 
-def sections(device: str, *, quick: bool) -> list[Section]:
-    """All sections for a device; ``quick`` ones take about a minute."""
-    found = [_block_masks(device, quick), _decoding(device), _attention(device, quick)]
-    found += [lowering_by_plan(device, quick=quick), decoding_by_plan(device)]
-    found += [short_sequences(device, quick=quick), dropout(device, quick=quick)]
-    found += [named_scores(device, quick=quick), decoding_step(device)]
+def sections(device: str, *, quick: bool) -> dict[str, Callable[[], Section]]:
+    """What makes each section for a device, by its title; ``quick`` ones take about a minute."""
+    found: dict[str, Callable[[], Section]] = {"BlockMask": partial(_block_masks, device, quick)}
     if find_spec("attn_gym") and not quick:
-        found.insert(1, _generators(device))
+        found["attention-gym"] = partial(_generators, device)
+    found |= {
+        "Decoding": partial(_decoding, device),
+        "Attention": partial(_attention, device, quick),
+        "BlockMask by plan": partial(lowering_by_plan, device, quick=quick),
+        "Decoding by plan": partial(decoding_by_plan, device),
+        "Short sequences": partial(short_sequences, device, quick=quick),
+        "Dropout": partial(dropout, device, quick=quick),
+        "Scores by name": partial(named_scores, device, quick=quick),
+        "A decoding step": partial(decoding_step, device),
+    }
     if not quick and device == "cpu":
-        found.append(compiled_training())
-    if find_spec("flexmask_transformers") and not quick and device == "cpu":
-        found += [_model_masks(), _training()]
-    found += [] if quick else [_kernels(device)]
-    found += [_pictures(quick)] if device == "cpu" else []
-    return found + ([_long(device)] if device == "cuda" else [])
+        found["A compiled training step"] = compiled_training
+        if find_spec("flexmask_transformers"):
+            found |= {"Masks in Transformers": _model_masks, "A training step in Transformers": _training}
+    if not quick:
+        found["Kernels"] = partial(_kernels, device)
+    if device == "cpu":
+        return found | {"Pictures": partial(_pictures, quick)}
+    return found | {"Attention kernels": partial(attention_kernels, device), "262,144 packed tokens": partial(_long, device)}
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

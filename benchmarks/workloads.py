@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask import Mask, causal, document, from_dense, h, key_padding, kv, prefix_lm, q, sliding_window
 from flexmask.lowering.mask_mod import MaskMod
-from flexmask.masks import prefix_tree
+from flexmask.masks import chunked, prefix_tree, sink_window
 
 __all__ = [
     "Workload",
@@ -18,6 +18,7 @@ __all__ = [
     "dilated_work",
     "even_work",
     "heads_work",
+    "kernel_workloads",
     "packed_work",
     "prefix_work",
     "table_work",
@@ -174,3 +175,37 @@ def workloads(device: str, *, quick: bool) -> list[Workload]:
     found += [prefix_work(length, device) for length in (32 * k, 128 * k)]
     found += [tree_work(32 * k, device), packed_work(8 * k, device, batch=16), heads_work(8 * k, 16)]
     return [*found, dilated_work(8 * k), dilated_work(32 * k), table_work(8 * k, device)]
+
+
+def kernel_workloads(length: int, device: str) -> list[Workload]:
+    """One sequence, of masks whose kernels are measured."""
+    ids = _documents(1, length, device, DOCUMENT)
+    kept = torch.tensor([length - length // 4], device=device)
+    cu_seqlens = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
+    ragged = document(cu_seqlens=cu_seqlens)
+    return [
+        causal_work(length),
+        even_work(length, device),
+        Workload(
+            "causal & ragged documents",
+            length,
+            lambda: causal() & ragged,
+            lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]),
+            1,
+        ),
+        Workload("ragged documents", length, lambda: ragged, lambda b, h, q, kv: ids[b, q] == ids[b, kv], 1),
+        window_work(length),
+        Workload("key padding", length, lambda: key_padding(kept), lambda b, h, q, kv: kv < kept[b], 1),
+        Workload(
+            "sinks and a window of 256",
+            length,
+            lambda: sink_window(sinks=4, size=256),
+            lambda b, h, q, kv: (q >= kv) & ((q - kv < 256) | (kv < 4)),
+        ),
+        Workload(
+            "causal chunks of 1,000",
+            length,
+            lambda: causal() & chunked(1000),
+            lambda b, h, q, kv: (q >= kv) & (q // 1000 == kv // 1000),
+        ),
+    ]

@@ -19,6 +19,7 @@ from benchmarks.workloads import (
     dilated_work,
     even_work,
     heads_work,
+    kernel_workloads,
     packed_work,
     prefix_work,
     table_work,
@@ -56,6 +57,7 @@ SHORT = [
     tree_work(400, "cpu", 20),
     heads_work(300, 3),
     table_work(300, "cpu"),
+    *kernel_workloads(1200, "cpu"),
 ]
 
 
