@@ -26,7 +26,7 @@ from flexmask._checks import (
 )
 from flexmask._sync import resolve_device
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table, constant
 
 #: The most queries, keys, heads or sequences.
 MAX_SIZE = 2**30
@@ -176,8 +176,8 @@ def _offset(q_offset: object) -> int | Tensor:
 
 def _function(step: Step, heads: int | None, device: torch.device | None) -> ScoreMod:
     if isinstance(step, Softcap):
-        cap = step.cap
-        return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
+        cap = constant(step.cap)
+        return lambda score, b, h, q, kv: float(cap) * torch.tanh(score / float(cap))
     if isinstance(step, Bias):
         table = step.on(heads, device)
         per_batch, per_head = table.size(0) > 1, table.size(1) > 1

@@ -40,9 +40,11 @@ class Alibi:
             return lambda h, distance: -slopes[h] * distance.abs()
         if heads is None:
             raise LoweringError("alibi() takes its slopes from the number of heads: give heads=, or alibi(slopes=...)")
-        fewer = 1 << (heads.bit_length() - 1)  # the slopes of so many heads, then every other one of those of twice as many
+        number = constant(heads)
 
         def bias(h: Tensor, distance: Tensor) -> Tensor:
+            heads = int(number)
+            fewer = 1 << (heads.bit_length() - 1)  # the slopes of so many heads, then every other one of those of twice as many
             exponent = (h + 1) * (8 / fewer)
             if heads > fewer:
                 exponent = torch.where(h < fewer, exponent, (2 * (h - fewer) + 1) * (4 / fewer))
@@ -67,11 +69,12 @@ class Relative:
 
     def by_distance(self, heads: int | None, device: torch.device | None) -> ByDistance:
         """The bias of heads by the distance, from a table of all distances up to the greatest, which kernels look up."""
-        table, most = on_device(self.table, device), self.max_distance
+        table, number = on_device(self.table, device), constant(self.max_distance)
+        most = int(number)
         check_heads("relative_bias", f"a table of {table.size(1)} heads", table.size(1), heads)
         distances = torch.arange(-most, most + 1, device=table.device)
         values = table[t5_buckets(distances, table.size(0), most, bidirectional=self.bidirectional)]
-        return lambda h, distance: values[distance.clamp(-most, most) + most, h]
+        return lambda h, distance: values[distance.clamp(-int(number), int(number)) + int(number), h]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +117,14 @@ class Softcap:
 
     def text(self) -> str:
         return f"softcap({self.cap})"
+
+
+def constant(number: float) -> str:
+    """A number that a function holds for a kernel, as text, which is a constant of the kernel.
+
+    ``torch.compile`` takes a number that changes for a variable, and not all kernels of FlexAttention compile with one.
+    """
+    return f"{int(number)}" if isinstance(number, int) else f"{float(number)}"  # int and float read a variable, which f"" keeps
 
 
 Step: TypeAlias = Alibi | Relative | Bias | Softcap
