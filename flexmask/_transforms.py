@@ -74,6 +74,15 @@ def is_static(size: int) -> bool:
     return has_static_value(size)
 
 
+def constant(number: float) -> str:
+    """A number that a function holds for a kernel, as text, which ``int`` or ``float`` reads there.
+
+    ``torch.compile`` makes a variable of a number that changes, with which not all kernels of FlexAttention compile, and a
+    constant of a text.
+    """
+    return f"{int(number)}" if isinstance(number, int) else f"{float(number)}"  # f"" alone would keep a variable
+
+
 def is_observed(tensor: Tensor) -> bool:
     """Whether operations on a tensor are computed by something else than its device, or recorded: tensors without values, graphs,
     and modes such as those of selective checkpoints."""

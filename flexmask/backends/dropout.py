@@ -19,8 +19,9 @@ from flexmask._checks import checked_int
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 
 BITS = 0xFFFFFFFF
-#: An odd number near 2**32 divided by the golden ratio, and the factors of a 32-bit mixing function.
-STEP = 0x9E3779B1
+#: An odd number near 2**32 divided by the golden ratio, less 2**32, as kernels multiply by it in 32 bits with a sign; and the
+#: factors of a 32-bit mixing function.
+STEP = 0x9E3779B1 - 2**32
 FIRST, SECOND = 0x7FEB352D, 0x45D9F3B
 #: Initial states: two for rows, and one for keys.
 STARTS = 0, 0x85EBCA6B, 0xC2B2AE35

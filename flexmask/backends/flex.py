@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexmask._transforms import are_ints, has_values, is_captured, is_transformed
+from flexmask._transforms import are_ints, constant, has_values, is_captured, is_transformed
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
@@ -133,12 +133,12 @@ def _call_with_dropout(
     ``score_mod`` at each use, so that hashing there would take minutes to compile.
     """
     first, second = (part.contiguous() for part in hashes.rows.unbind(-1))
-    keys = hashes.keys.flatten()
+    keys, share_dropped = hashes.keys.flatten(), constant(p)
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
             score = score_mod(score, b, h, q_idx, kv_idx)
-        keep = keep_weights(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], p)
+        keep = keep_weights(first[b, h, q_idx], second[b, h, q_idx], keys[kv_idx], float(share_dropped))
         return torch.where(keep > 0, score, -math.inf)
 
     out, remaining = _call_with_lse(query, key, value, score_mod=dropped, **options)
@@ -151,6 +151,9 @@ def _call_with_dropout(
 def _call_with_lse(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     call = _uncompiled if _inference_only(query) else _call  # the compiled CPU kernels return no logsumexp
     out, aux = call(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        # Where a graph has no gradient of the output, as nothing else uses it, torch does not compile the backward pass.
+        return out, aux.lse + (out * 0).sum(-1)
     return out, aux.lse
 
 

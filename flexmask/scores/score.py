@@ -25,8 +25,9 @@ from flexmask._checks import (
     not_plain_reason,
 )
 from flexmask._sync import resolve_device
+from flexmask._transforms import constant
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
-from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table, constant
+from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table
 
 #: The most queries, keys, heads or sequences.
 MAX_SIZE = 2**30

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask._checks import kind_of, not_plain_reason
+from flexmask._transforms import constant
 from flexmask.errors import LoweringError, OperandError
 
 #: A table of numbers: a tensor, or nested tuples.
@@ -117,14 +118,6 @@ class Softcap:
 
     def text(self) -> str:
         return f"softcap({self.cap})"
-
-
-def constant(number: float) -> str:
-    """A number that a function holds for a kernel, as text, which is a constant of the kernel.
-
-    ``torch.compile`` takes a number that changes for a variable, and not all kernels of FlexAttention compile with one.
-    """
-    return f"{int(number)}" if isinstance(number, int) else f"{float(number)}"  # int and float read a variable, which f"" keeps
 
 
 Step: TypeAlias = Alibi | Relative | Bias | Softcap
