@@ -40,6 +40,9 @@ class Column(Index):
     def _make_key(self) -> Key:
         return Key("Column", id(self.values), self.axis)
 
+    def _make_digest(self) -> str:
+        return f"Column {id(self.values)} {self.axis}"  # of its values, which a device would be waited for
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Widened(Index):

@@ -132,7 +132,7 @@ def test_decoding_takes_lists_at_any_length(length: int) -> None:
 def masks_without_host_sync(device: str) -> dict[str, fm.Mask]:
     """Masks whose sizes follow from the shapes of their data. On ``meta`` data has no values: reading one is an error."""
     lengths = torch.tensor([600, 900], device=device)
-    documents = torch.tensor([[500, 300, 200], [1, 998, 0]], device=device)
+    documents = torch.tensor([[500, 300, 200], [1, 999, 0]], device=device)
     return {
         "full": fm.full(),
         "causal": fm.causal(),
@@ -157,6 +157,16 @@ def test_no_host_sync(name: str) -> None:
     offset = torch.tensor([700, 800], device="meta")
     assert mask.block_mask(1000, device="meta").kv_indices.shape[-2:] == (8, 8)
     assert mask.block_mask(1, 1000, q_offset=offset, device="meta").kv_indices.shape[-2:] == (1, 8)
+
+
+@pytest.mark.parametrize("name", masks_without_host_sync("meta"))
+def test_no_tensor_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host would wait for its values."""
+    mask = masks_without_host_sync("cpu")[name]
+    monkeypatch.setattr(torch.Tensor, "__repr__", None)
+    for device_is_far in (False, True):
+        monkeypatch.setattr(_sync, "needs_sync", lambda tensor, is_far=device_is_far: is_far)
+        mask.block_mask(1000), mask.block_mask(1, 1000, q_offset=torch.tensor([3, 5]))
 
 
 def test_data_along_queries_needs_no_host_sync() -> None:
@@ -309,10 +319,10 @@ def test_lists_of_a_million_tokens_are_small(mask: fm.Mask, most: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*masks_without_host_sync("meta"), "ids"])
 def test_no_host_sync_on_cuda(name: str) -> None:
-    """torch raises an error at a host sync. The first lowering copies lists and counts ids."""
+    """torch raises an error at a host sync. The first lowering of a kind copies lists and counts ids."""
     ids = fm.document(torch.arange(1000, device="cuda") // 300)
     mask, offset = {**masks_without_host_sync("cuda"), "ids": ids}[name], torch.tensor([3, 5], device="cuda")
-    mask.block_mask(1000, device="cuda")
+    mask.block_mask(1000, device="cuda"), mask.block_mask(1, 1000, q_offset=offset)
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = mask.block_mask(1000, device="cuda")
