@@ -69,6 +69,7 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     """
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
+    is_triton = "BACKEND" not in (call.kernel_options or {})
     if isinstance(call.score_mod, PlacedScore):
         call = call._replace(score_mod=call.score_mod.function())
     elif call.score_mod is not None and not torch.compiler.is_compiling():
@@ -76,13 +77,14 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, key, call.q_offset, block_size)
     elif isinstance(mask, Mask):
-        setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size}
+        form = "class" if is_triton else "auto"
+        setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size, "form": form}
         made = partial(mask.block_mask, q_len, key.shape[2], q_offset=call.q_offset, **setting)
         mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
     proved: dict[str, object] = {}
     if isinstance(mask, LoweredMask):
         are_runs = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
-        mask = mask.block_mask
+        mask = mask.triton_block_mask if is_triton else mask.block_mask
         if are_runs:
             # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
             # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
@@ -99,7 +101,7 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
     chosen = dict(call.kernel_options or {})
-    if "BACKEND" not in chosen:
+    if is_triton:
         chosen = proved | ({"FORCE_USE_FLEX_ATTENTION": True} if _is_prefill(query, key, mask) else {}) | chosen
     if chosen:
         options["kernel_options"] = chosen

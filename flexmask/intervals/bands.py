@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, product
 from math import inf
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flexmask._transforms import are_ints
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Or, Truth
+from flexmask.expr.packing import DocumentTable
+from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.solve import Span, has_same_sides, separate
 
@@ -62,13 +65,51 @@ def band_of(context: Context) -> Band:
 def queries_have_keys(context: Context) -> bool:
     """Whether each query is at the position of a key."""
     end, kv_len = context.q_end, context.kv_len
-    if end is None:
-        return False
-    if are_ints(end, kv_len):
-        return end <= kv_len
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # <= would be a guard of the graph
+    return end is not None and _is_known(end, kv_len, operator.le)
 
-    return statically_known_true(end <= kv_len)
+
+def compares_classes(context: Context) -> bool:
+    """Whether a query attends to the keys of its class, as of its document: to those whose own row has the same first key.
+
+    Row i is that of key i, and the mask is ``f(q) == f(kv)``, or several, and conditions on keys alone. A condition on the query
+    is one of ``f(q)``. So each class is as a whole visible to its queries, or to none, but for its keys that no query attends to.
+    """
+    if not isinstance(context.q_offset, int) or context.q_offset or not _is_known(context.q_len, context.kv_len, operator.eq):
+        return False
+    form = separate(context.mask)
+    return form.kept("classes", lambda: _compares_classes(form))
+
+
+def _compares_classes(mask: Mask) -> bool:
+    parts: tuple[Mask, ...] = (mask,)
+    match mask:
+        case And(several):
+            parts = several
+    values = set()  # which all queries of a class have in common
+    for part in parts:
+        if isinstance(part, Compare) and part.sign == "==" and _has_own_key(part):
+            values.add(part.right.key)
+            match part.right:
+                case Lookup(DocumentTable("starts", source), indices):  # tokens of one run of ids
+                    values.add(Lookup(source, indices).key)
+    return bool(values) and all("q" not in part.symbols or _is_of(part, values) for part in parts)
+
+
+def _is_of(condition: Mask, values: set[Any]) -> bool:
+    """Whether a condition compares one of some values of the query, with a number or with that of the key."""
+    if not isinstance(condition, Compare):
+        return False
+    one, other = condition.left, condition.right
+    return (one.key in values and isinstance(other, Constant)) or (other.key in values and condition.sign == "==")
+
+
+def _is_known(one: int, other: int, relation: Callable[[int, int], bool]) -> bool:
+    """Whether sizes are in a relation, of symbols whether all sizes of the graph are."""
+    if are_ints(one, other):
+        return relation(one, other)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # a comparison would be a guard of the graph
+
+    return statically_known_true(relation(one, other))
 
 
 def band(mask: Mask, *, own_keys: bool) -> Band:

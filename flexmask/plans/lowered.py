@@ -29,7 +29,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.mask_mod import MaskMod, interval_mod
+from flexmask.lowering.mask_mod import MaskMod, class_mod, classes, interval_mod
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
@@ -54,6 +54,8 @@ class LoweredMask:
         block_size: queries and keys in a block of :attr:`block_mask`.
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
+        by_class: whether a query attends to the keys whose row has the same first key: see
+            :func:`flexmask.intervals.bands.compares_classes`.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class LoweredMask:
         block_size: tuple[int, int] = (128, 128),
         lists: tuple[Tensor, ...] = (),
         band: Band = READ,
+        by_class: bool = False,
     ) -> None:
         self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
-        self._lists = lists
+        self.by_class, self._lists = by_class, lists
+        self._classes: tuple[Tensor, Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -91,11 +95,24 @@ class LoweredMask:
     @property
     def block_mask(self) -> BlockMask:
         """The BlockMask with the blocks that torch's ``create_block_mask`` lists."""
+        return self._block_mask(self.mask_mod)
+
+    @property
+    def triton_block_mask(self) -> BlockMask:
+        """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
+        if not self.by_class or self.cells is not None or not _sync.needs_sync(self.bounds):
+            return self.block_mask
+        found = self._classes or classes(self._rows())
+        if not torch.compiler.is_compiling():
+            self._classes = found
+        return self._block_mask(class_mod(*found))
+
+    def _block_mask(self, mask_mod: MaskMod) -> BlockMask:
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
         if not torch.compiler.is_compiling():
             self._lists = tensors
         lists = list(zip(tensors[::2], tensors[1::2], strict=True))
-        return from_lists(lists, self.mask_mod, self.shape[2:], self.block_size)
+        return from_lists(lists, mask_mod, self.shape[2:], self.block_size)
 
     def dense(self) -> Tensor:
         """The mask as ``bool[B, H, q_len, kv_len]``."""
@@ -159,14 +176,14 @@ class LoweredMask:
     def flatten(self) -> tuple[list[Any], Any]:
         """The sizes and the tensors, and what :meth:`unflatten` takes with them."""
         cells = [] if self.cells is None else [self.cells]
-        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.band)
+        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.band, self.by_class)
 
     @classmethod
     def unflatten(cls, leaves: Iterable[Any], layout: Any) -> Self:
         """The LoweredMask of the two results of :meth:`flatten`."""
         *shape, (bounds, *rest) = leaves
-        cells, block_size, band = layout
-        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), band)
+        cells, block_size, *kind = layout
+        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), *kind)
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

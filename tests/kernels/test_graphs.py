@@ -63,13 +63,17 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_gradients(backend: Any) -> None:
-    """Of masks without data, which the graph makes whole, and of one with data."""
+    """Of masks without data, which the graph makes whole, and of some with data."""
     window, ends = fm.sliding_window(size=50), torch.tensor([130, 7])
     made: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
         "causal": (lambda ends: fm.causal(), lambda b, q, kv: kv <= q),
         "window": (lambda ends: fm.causal() & window, lambda b, q, kv: (kv <= q) & (q - kv < 50)),
         "sink": (lambda ends: fm.masks.sink_window(4, size=50), lambda b, q, kv: (kv <= q) & ((q - kv < 50) | (kv < 4))),
         "padding": (lambda ends: fm.causal() & fm.key_padding(ends), lambda b, q, kv: (kv <= q) & (kv < ends[b])),
+        "documents": (
+            lambda ends: fm.document(lengths=torch.stack((ends, 130 - ends), 1)) & fm.key_padding(ends + 100),
+            lambda b, q, kv: ((q < ends[b]) == (kv < ends[b])) & (kv < ends[b] + 100),
+        ),
     }
     masks, meanings = zip(*made.values(), strict=True)
     query, key, value = inputs(130)  # from 128 on torch takes the kernel for prompts

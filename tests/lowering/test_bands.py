@@ -14,6 +14,7 @@ import flexmask as fm
 from flexmask import _sync
 from flexmask.expr.names import NAMES
 from flexmask.intervals.bands import Band, End
+from flexmask.lowering.mask_mod import Form
 from tests.support.examples import EXAMPLES
 from tests.support.exhaustive import each_run
 from tests.support.strategies import Case, Shape
@@ -194,7 +195,50 @@ def test_named_masks(name: str) -> None:
     for arguments, allowed in EXAMPLES[name]:
         mask, shape = NAMES[name](**arguments), Shape(4, 4, batch=2)
         wanted = Case(mask, allowed).expected(shape)
-        assert torch.equal(cells(mask.mask_mod(4, batch=2), 2, 1, 4, 4), wanted.expand(2, 1, 4, 4))
+        for form in FORMS:
+            assert torch.equal(cells(mask.mask_mod(4, batch=2, form=form), 2, 1, 4, 4), wanted.expand(2, 1, 4, 4))
+
+
+FORMS: tuple[Form, ...] = ("auto", "class")
+#: Masks of classes, and others, by whether they are: of 6 queries and as many keys.
+CLASSES = {
+    "document([0, 0, 1, 1, -1, 2])": True,
+    "document(lengths=[2, 4])": True,
+    "document(cu_seqlens=[0, 2, 4], padding=True)": True,
+    "document([0, 0, 1, 1, -1, -1], contiguous=True)": True,
+    "document(position_ids=[0, 1, 0, 1, 2, 0])": True,
+    "document([0, 0, 1, 1, 2, 2]) & document(lengths=[3, 3])": True,
+    "document([3, 3, 1, 1, 1, 1]) & key_padding(lengths=[3]) & (kv != 1)": True,
+    "per_document(full, lengths=[2, 4])": True,
+    "(table([0, 0, 1, 1, 2, 2])[q] == table([0, 0, 1, 1, 2, 2])[kv]) & (table([0, 0, 1, 1, 2, 2])[q] != 1)": True,
+    "(table([0, 0, 1, 1, 2, 2])[q] // 2 == table([0, 0, 1, 1, 2, 2])[kv] // 2) & (table([0, 0, 1, 1, 2, 2])[q] < 1)": False,
+    "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": False,
+    "document([0, 0, 1, 1, 1, 1]) & (q != 3)": False,
+    "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": False,
+    "causal & document([0, 0, 1, 1, 1, 1])": False,
+    "document([0, 0, 1, 1, 1, 1]) | causal": False,
+    "key_padding(lengths=[3])": False,
+    "full": False,
+}
+
+
+@pytest.mark.parametrize("text", CLASSES)
+@pytest.mark.usefixtures("elsewhere")
+def test_classes(text: str) -> None:
+    mask = fm.parse(text)
+    wanted, lowered = mask.dense(6), mask.plan(6)()
+    assert lowered.by_class == CLASSES[text]
+    for found in (mask.mask_mod(6, form="class"), lowered.triton_block_mask.mask_mod):
+        assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
+        assert ("intervals" not in tensors_of(found)) == CLASSES[text]
+    assert not mask.plan(5, 6)().by_class
+    assert not mask.plan(6)(q_offset=torch.tensor([0])).by_class
+
+
+def test_classes_are_intervals_on_the_cpu() -> None:
+    mask = fm.document(lengths=[2, 4])
+    for found in (mask.mask_mod(6, form="class"), mask.plan(6)().triton_block_mask.mask_mod):
+        assert computed_by(found) == [(READ, READ)] * 2
 
 
 #: Parts of conjunctions, and what they mean.
@@ -235,10 +279,10 @@ def test_conjunctions(seed: int) -> None:
     offset = draw.choice([0, 0, draw.randint(0, n - 1)])
     q_len = n - offset
     mask = fm.parse(" & ".join(text for text, _ in parts))
-    found = cells(mask.mask_mod(q_len, n, batch=2, q_offset=offset), 2, 1, q_len, n)
     b, _, q, kv = torch.meshgrid(*map(torch.arange, (2, 1, q_len, n)), indexing="ij")
     wanted = torch.stack([meaning(b, q + offset, kv) for _, meaning in parts]).all(0)
-    assert torch.equal(found, wanted)
+    for form in FORMS:
+        assert torch.equal(cells(mask.mask_mod(q_len, n, batch=2, q_offset=offset, form=form), 2, 1, q_len, n), wanted)
 
 
 @pytest.mark.usefixtures("elsewhere")
