@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -183,9 +183,10 @@ def kernel_workloads(length: int, device: str) -> list[Workload]:
     kept = torch.tensor([length - length // 4], device=device)
     cu_seqlens = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
     ragged = document(cu_seqlens=cu_seqlens)
+    ends = torch.tensor([*range(0, length, DOCUMENT), length], device=device)
     return [
         causal_work(length),
-        even_work(length, device),
+        replace(even_work(length, device), mask=lambda: causal() & document(cu_seqlens=ends)),
         Workload(
             "causal & ragged documents",
             length,
