@@ -170,7 +170,8 @@ def check_backend(name: object) -> None:
 def ordered_backends(call: Call) -> list[Backend]:
     """The backends in the order in which ``backend="auto"`` tries them: those that prefer the query's device come first."""
     automatic = [backend for backend in _BACKENDS.values() if backend.automatic]
-    return sorted(automatic, key=lambda backend: not backend.is_preferred(call))
+    first = [backend for backend in automatic if backend.is_preferred(call)]  # in a graph a symbol, which does not sort
+    return first + [backend for backend in automatic if backend not in first]
 
 
 def select(call: Call, name: str = "auto") -> Backend:

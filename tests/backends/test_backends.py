@@ -88,6 +88,18 @@ def test_auto_takes_it_where_it_prefers_the_device(dense: list[Call]) -> None:
     attention(QUERY, QUERY, QUERY, MASK, backend=chosen)
 
 
+@pytest.mark.slow  # torch 2.15 is what failed
+@pytest.mark.usefixtures("dense")
+def test_a_preference_by_length_in_a_graph_for_all_lengths() -> None:
+    own = Backend("own", supports=lambda call: None, run=lambda call: call.query + 1, preferred_on=("cpu",), preferred_from=8)
+    register_backend(own)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: attention(x, x, x, "causal"), dynamic=True, fullgraph=True, backend="eager")
+    for length in (5, 9, 6, 12):
+        x = torch.randn(1, 1, length, 8)
+        torch.testing.assert_close(compiled(x), attention(x, x, x, "causal", backend="sdpa" if length < 8 else "own"))
+
+
 def test_checks_and_the_command_line_know_it(dense: list[Call]) -> None:
     assert own_backends(make_setting(MASK, 9)) == ("sdpa", "dense")
     assert_equivalent(MASK, 9, dtypes=(torch.float32, torch.float64))
