@@ -19,13 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure.")
-@click.option("--quick", is_flag=True, help="A minute's version: fewer and shorter rows, written to OUT only where -o says so.")
-@click.option("--only", multiple=True, metavar="TITLE", help="A section to measure, once for each; all by default.")
+@click.option("--quick", is_flag=True, help="A minute's version: fewer and shorter rows.")
+@click.option("--only", multiple=True, metavar="TITLE", help="A section to measure; may be given several times.")
 @click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the report.")
 def main(device: str, quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     """Measure flexmask side by side with its peers, and write tables and plots.
 
-    Without -o a run that is not quick replaces the committed results in benchmarks/results.
+    Without -o, --quick and --only the results replace those in benchmarks/results.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device; measure with --device cpu")
@@ -45,7 +45,7 @@ def main(device: str, quick: bool, only: tuple[str, ...], out: Path | None) -> N
                     row.found[name] = candidate()
                     progress.advance(task)
                 progress.console.print(_said(row), highlight=False, soft_wrap=True)
-    folder = out or (None if quick else RESULTS)
+    folder = out or (None if quick or only else RESULTS)
     if folder:
         chosen = "".join(f" --only {shlex.quote(title)}" for title in only)
         write(found, device, folder, f"python -m benchmarks --device {device}{' --quick' if quick else ''}{chosen}")

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Measurement", "measure", "measure_kernels", "wait"]
 
-#: Time for all runs of a candidate. That of a GPU costs more, and varies less.
+#: Time for all runs of a candidate.
 SECONDS = {"cpu": 2.0, "cuda": 0.3}
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -27,7 +27,7 @@ class Measurement:
     """What was measured of one candidate.
 
     Attributes:
-        seconds: the median of the runs.
+        seconds: the median of the runs, of kernels the mean.
         runs: how many there were, without those that warm up.
         peak: bytes held at the most beyond those before the run, its result included; None where the system does not say.
         note: what else there is to say of it.

@@ -41,8 +41,9 @@ def _machine(device: str, command: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
     versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return (
-        f"{name}; {versions}. `{command}`: medians; all candidates of a row in one process, one after the other. Memory is the "
-        "most that was held beyond what was there before, the result included. A dash: not measured."
+        f"{name}; {versions}. `{command}`: medians, of kernels the mean; all candidates of a row in one process, one "
+        "after the other. Memory is the most that was held beyond what was there before, the result included. A dash: not "
+        "measured."
     )
 
 

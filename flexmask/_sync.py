@@ -15,7 +15,7 @@ from flexmask.errors import LoweringError, OperandError
 T = TypeVar("T")
 
 #: The most bytes in the message of an assertion on CUDA.
-MOST_SAID = 254
+MAX_MESSAGE = 254
 
 
 def needs_sync(tensor: Tensor) -> bool:
@@ -44,10 +44,10 @@ def assert_async(condition: Tensor, message: str) -> None:
 
     Args:
         condition: the truth values.
-        message: of the error, whose end is left out where a device takes no longer one.
+        message: of the error; cut at 254 bytes on other devices than the CPU.
     """
-    if condition.device.type != "cpu" and len(said := message.encode()) > MOST_SAID:
-        message = said[: MOST_SAID - 3].decode(errors="ignore") + "..."
+    if condition.device.type != "cpu" and len(encoded := message.encode()) > MAX_MESSAGE:
+        message = encoded[: MAX_MESSAGE - 3].decode(errors="ignore") + "..."
     torch._assert_async(condition if condition.numel() == 1 else condition.all(), message)
 
 

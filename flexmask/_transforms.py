@@ -74,7 +74,7 @@ def is_static(size: int) -> bool:
     return has_static_value(size)
 
 
-def constant(number: float) -> str:
+def number_text(number: float) -> str:
     """A number that a function holds for a kernel, as text, which ``int`` or ``float`` reads there.
 
     ``torch.compile`` makes a variable of a number that changes, with which not all kernels of FlexAttention compile, and a

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexmask._transforms import are_ints, constant, has_values, is_captured, is_transformed
+from flexmask._transforms import are_ints, has_values, is_captured, is_transformed, number_text
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
 from flexmask.backends.dropout import Hashes, keep_weights
@@ -69,7 +69,8 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     """
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, q_len, _ = query.shape
-    is_triton = "BACKEND" not in (call.kernel_options or {})
+    given = call.kernel_options or {}
+    is_flash = given.get("BACKEND") == "FLASH"
     if isinstance(call.score_mod, PlacedScore):
         call = call._replace(score_mod=call.score_mod.function())
     elif call.score_mod is not None and not torch.compiler.is_compiling():
@@ -77,14 +78,14 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, key, call.q_offset, block_size)
     elif isinstance(mask, Mask):
-        form = "class" if is_triton else "auto"
+        form = "auto" if is_flash else "class"
         setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size, "form": form}
         made = partial(mask.block_mask, q_len, key.shape[2], q_offset=call.q_offset, **setting)
         mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
     proved: dict[str, object] = {}
     if isinstance(mask, LoweredMask):
         are_runs = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
-        mask = mask.triton_block_mask if is_triton else mask.block_mask
+        mask = mask.block_mask if is_flash else mask.triton_block_mask
         if are_runs:
             # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
             # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
@@ -100,8 +101,8 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
             query, key = (F.pad(tensor, (0, MIN_CPU_HEAD - query.shape[-1])) for tensor in (query, key))
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": call.enable_gqa}
-    chosen = dict(call.kernel_options or {})
-    if is_triton:
+    chosen = dict(given)
+    if "BACKEND" not in chosen:
         chosen = proved | ({"FORCE_USE_FLEX_ATTENTION": True} if _is_prefill(query, key, mask) else {}) | chosen
     if chosen:
         options["kernel_options"] = chosen
@@ -135,7 +136,7 @@ def _call_with_dropout(
     ``score_mod`` at each use, so that hashing there would take minutes to compile.
     """
     first, second = (part.contiguous() for part in hashes.rows.unbind(-1))
-    keys, share_dropped = hashes.keys.flatten(), constant(p)
+    keys, share_dropped = hashes.keys.flatten(), number_text(p)
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
@@ -155,7 +156,8 @@ def _call_with_lse(query: Tensor, key: Tensor, value: Tensor, **options: Any) ->
     out, aux = call(query, key, value, return_aux=AuxRequest(lse=True), **options)
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         # Where a graph has no gradient of the output, as nothing else uses it, torch does not compile the backward pass.
-        return out, aux.lse + (out * 0).sum(-1)
+        unused = torch.zeros((), dtype=torch.bool, device=out.device)
+        return out, aux.lse + torch.where(unused, out[..., 0], 0)
     return out, aux.lse
 
 

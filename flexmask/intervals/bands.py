@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, product
 from math import inf
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from flexmask._transforms import are_ints
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
@@ -65,16 +64,23 @@ def band_of(context: Context) -> Band:
 def queries_have_keys(context: Context) -> bool:
     """Whether each query is at the position of a key."""
     end, kv_len = context.q_end, context.kv_len
-    return end is not None and _is_known(end, kv_len, operator.le)
+    if end is None:
+        return False
+    if are_ints(end, kv_len):
+        return end <= kv_len
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # <= would be a guard of the graph
+
+    return statically_known_true(end <= kv_len)
 
 
 def compares_classes(context: Context) -> bool:
-    """Whether a query attends to the keys of its class, as of its document: to those whose own row has the same first key.
+    """Whether a query attends to the keys of its class, as of its document, where there are as many queries as keys.
 
-    Row i is that of key i, and the mask is ``f(q) == f(kv)``, or several, and conditions on keys alone. A condition on the query
-    is one of ``f(q)``. So each class is as a whole visible to its queries, or to none, but for its keys that no query attends to.
+    Row i is that of key i. The mask is ``f(q) == f(kv)``, or several, and conditions: on keys alone, and on the query if they
+    compare ``f(q)`` with a number. So the queries of a class attend to the same keys, which are those whose own row has the same
+    first key and holds the key itself.
     """
-    if not isinstance(context.q_offset, int) or context.q_offset or not _is_known(context.q_len, context.kv_len, operator.eq):
+    if not isinstance(context.q_offset, int) or context.q_offset:
         return False
     form = separate(context.mask)
     return form.kept("classes", lambda: _compares_classes(form))
@@ -85,31 +91,16 @@ def _compares_classes(mask: Mask) -> bool:
     match mask:
         case And(several):
             parts = several
-    values = set()  # which all queries of a class have in common
-    for part in parts:
-        if isinstance(part, Compare) and part.sign == "==" and _has_own_key(part):
-            values.add(part.right.key)
-            match part.right:
-                case Lookup(DocumentTable("starts", source), indices):  # tokens of one run of ids
-                    values.add(Lookup(source, indices).key)
-    return bool(values) and all("q" not in part.symbols or _is_of(part, values) for part in parts)
-
-
-def _is_of(condition: Mask, values: set[Any]) -> bool:
-    """Whether a condition compares one of some values of the query, with a number or with that of the key."""
-    if not isinstance(condition, Compare):
+    same = [part for part in parts if isinstance(part, Compare) and part.sign == "==" and _has_own_key(part)]
+    if not same or any("q" in part.left.symbols or "kv" in part.right.symbols for part in same):
         return False
-    one, other = condition.left, condition.right
-    return (one.key in values and isinstance(other, Constant)) or (other.key in values and condition.sign == "==")
-
-
-def _is_known(one: int, other: int, relation: Callable[[int, int], bool]) -> bool:
-    """Whether sizes are in a relation, of symbols whether all sizes of the graph are."""
-    if are_ints(one, other):
-        return relation(one, other)
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # a comparison would be a guard of the graph
-
-    return statically_known_true(relation(one, other))
+    values = {part.right.key for part in same}  # which all queries of a class have in common
+    for part in same:
+        match part.right:
+            case Lookup(DocumentTable("starts", source), indices):  # of a run of one id
+                values.add(Lookup(source, indices).key)
+    rest = [part for part in parts if part not in same and "q" in part.symbols]
+    return all(isinstance(part, Compare) and part.left.key in values and isinstance(part.right, Constant) for part in rest)
 
 
 def band(mask: Mask, *, own_keys: bool) -> Band:

@@ -41,7 +41,7 @@ class Column(Index):
         return Key("Column", id(self.values), self.axis)
 
     def _make_digest(self) -> str:
-        return f"Column {id(self.values)} {self.axis}"  # of its values, which a device would be waited for
+        return f"Column {id(self.values)} {self.axis}"  # no graph is kept for it, and reading the values would force a host sync
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

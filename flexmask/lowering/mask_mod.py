@@ -19,6 +19,7 @@ from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
+from flexmask.lowering.classes import class_mod, classes
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -48,7 +49,7 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         return _expression_mod(context)
     bounds = bounds or analyze(context)
     if has_interval_form(bounds):
-        if form == "class" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
+        if form == "class" and has_class_form(context) and _sync.needs_sync(bounds.lower.lo):
             return class_mod(*classes(bounds.lower))
         sizes = context.full_batch, context.heads, context.q_len
         return interval_mod(bounds.lower, sizes, band_of(context))
@@ -61,6 +62,11 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
 def has_interval_form(bounds: RowBounds) -> bool:
     """Whether the key intervals of a mask are few enough to be tested one by one."""
     return bounds.exact and bounds.lower.slots <= MOST
+
+
+def has_class_form(context: Context) -> bool:
+    """Whether a mask is that of classes of queries and keys."""
+    return context.q_len == context.kv_len and compares_classes(context)
 
 
 def tested_count(slots: int) -> int:
@@ -113,29 +119,6 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
         return reduce(operator.or_, visible)
 
     return visible_key
-
-
-def classes(rows: Rows) -> tuple[Tensor, Tensor]:
-    """The first key of each row, ``int32[B', H', q_len]``, and that of the row at each key; -1 where it does not hold the key."""
-    lo, hi = rows.lo, rows.hi
-    first = torch.where(lo < hi, lo, rows.kv_len).amin(-1)
-    at = torch.arange(lo.shape[2], device=lo.device)[:, None]
-    return first, torch.where(((lo <= at) & (at < hi)).any(-1), first, -1)
-
-
-def class_mod(of_rows: Tensor, of_keys: Tensor) -> MaskMod:
-    """``of_rows[row] == of_keys[key]``, of the tensors of :func:`classes`.
-
-    A kernel of Triton that reads both ends of an interval by row converts the layout of all its cells in each step, where heads
-    have 64 channels: on an H100 the forward pass of ``document`` took 2.2 to 2.6 times as long.
-    """
-    (rows, axes), (keys, _) = (without_unit_axes(tensor, 2) for tensor in (of_rows, of_keys))
-
-    def same_class(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        batch_and_head = [(b, h)[axis] for axis in axes]
-        return rows[(*batch_and_head, q_idx)] == keys[(*batch_and_head, kv_idx)]
-
-    return same_class
 
 
 def _read_ends(rows: Rows, count: int, q_len: int, *, reads_low: bool) -> tuple[tuple[int, ...], list[tuple[Tensor, Tensor]]]:

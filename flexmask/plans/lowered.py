@@ -17,7 +17,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 
 from flexmask import _sync
 from flexmask._checks import check_flag, kind_of
-from flexmask._transforms import is_captured, vectorized
+from flexmask._transforms import can_keep_tensors, is_captured, vectorized
 from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Truth
@@ -29,7 +29,8 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.mask_mod import MaskMod, class_mod, classes, interval_mod
+from flexmask.lowering.classes import class_mod, classes
+from flexmask.lowering.mask_mod import MaskMod, interval_mod
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
@@ -54,7 +55,7 @@ class LoweredMask:
         block_size: queries and keys in a block of :attr:`block_mask`.
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
-        by_class: whether a query attends to the keys whose row has the same first key: see
+        by_class: whether a query attends to the keys of its class, where there are as many queries as keys: see
             :func:`flexmask.intervals.bands.compares_classes`.
     """
 
@@ -100,10 +101,10 @@ class LoweredMask:
     @property
     def triton_block_mask(self) -> BlockMask:
         """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
-        if not self.by_class or self.cells is not None or not _sync.needs_sync(self.bounds):
+        if not self.by_class or self.cells is not None or not _sync.needs_sync(self.bounds) or self.shape[2] != self.shape[3]:
             return self.block_mask
         found = self._classes or classes(self._rows())
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and can_keep_tensors() and not torch.is_inference_mode_enabled():
             self._classes = found
         return self._block_mask(class_mod(*found))
 

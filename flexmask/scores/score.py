@@ -25,7 +25,7 @@ from flexmask._checks import (
     not_plain_reason,
 )
 from flexmask._sync import resolve_device
-from flexmask._transforms import constant
+from flexmask._transforms import number_text
 from flexmask.errors import ExpressionError, FlexmaskError, OperandError, TextError
 from flexmask.scores.steps import Alibi, Bias, Relative, Softcap, Step, check_cells, checked_table
 
@@ -177,7 +177,7 @@ def _offset(q_offset: object) -> int | Tensor:
 
 def _function(step: Step, heads: int | None, device: torch.device | None) -> ScoreMod:
     if isinstance(step, Softcap):
-        cap = constant(step.cap)
+        cap = number_text(step.cap)
         return lambda score, b, h, q, kv: float(cap) * torch.tanh(score / float(cap))
     if isinstance(step, Bias):
         table = step.on(heads, device)

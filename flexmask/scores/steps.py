@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmask._checks import kind_of, not_plain_reason
-from flexmask._transforms import constant
+from flexmask._transforms import number_text
 from flexmask.errors import LoweringError, OperandError
 
 #: A table of numbers: a tensor, or nested tuples.
@@ -41,13 +41,13 @@ class Alibi:
             return lambda h, distance: -slopes[h] * distance.abs()
         if heads is None:
             raise LoweringError("alibi() takes its slopes from the number of heads: give heads=, or alibi(slopes=...)")
-        number = constant(heads)
+        number = number_text(heads)
 
         def bias(h: Tensor, distance: Tensor) -> Tensor:
-            heads = int(number)
-            fewer = 1 << (heads.bit_length() - 1)  # the slopes of so many heads, then every other one of those of twice as many
+            total = int(number)
+            fewer = 1 << (total.bit_length() - 1)  # the slopes of so many heads, then every other one of those of twice as many
             exponent = (h + 1) * (8 / fewer)
-            if heads > fewer:
+            if total > fewer:
                 exponent = torch.where(h < fewer, exponent, (2 * (h - fewer) + 1) * (4 / fewer))
             return -torch.exp2(-exponent) * distance.abs()
 
@@ -70,8 +70,8 @@ class Relative:
 
     def by_distance(self, heads: int | None, device: torch.device | None) -> ByDistance:
         """The bias of heads by the distance, from a table of all distances up to the greatest, which kernels look up."""
-        table, number = on_device(self.table, device), constant(self.max_distance)
-        most = int(number)
+        table, number = on_device(self.table, device), number_text(self.max_distance)
+        most = int(number)  # not that of self, which may be a variable of the graph
         check_heads("relative_bias", f"a table of {table.size(1)} heads", table.size(1), heads)
         distances = torch.arange(-most, most + 1, device=table.device)
         values = table[t5_buckets(distances, table.size(0), most, bidirectional=self.bidirectional)]

@@ -8,18 +8,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmask as fm
 from flexmask import scores
 from flexmask.backends import Call, backend, backend_names, choose_backend, flash, flex
 from flexmask.backends.backend import get_backend
 from flexmask.errors import LoweringError
+from flexmask.lowering.classes import class_mod
 from flexmask.lowering.flash import flash_block_size
 from flexmask.scores.placed import placed_score
 
 HOPPER, BLACKWELL = 9, 10
 PADDED = fm.causal() & fm.key_padding(lengths=[100, 300])
+
+
+def with_mod(mask_mod: Any) -> BlockMask:
+    found = fm.causal().block_mask(8, 300)
+    found.mask_mod = mask_mod
+    return found
 
 
 def tensors(q_len: int = 8, dims: tuple[int, int] = (64, 64), heads: int = 2, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,6 +74,10 @@ WIDE = tensors(dims=(256, 256))
         (HOPPER, tensors(), {"mask": fm.from_mask_mod(lambda b, h, q, kv: torch.sin(q) > 0)}, "operations of a traced function"),
         (
             HOPPER, tensors(), {"mask": create_block_mask(lambda b, h, q, kv: q >= kv, 2, 2, 8, 300, device="cpu")},
+            r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
+        ),
+        (
+            HOPPER, tensors(), {"mask": with_mod(class_mod(torch.zeros(1, 1, 8), torch.zeros(1, 1, 300)))},
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (BLACKWELL, tensors(200), {"mask": fm.causal().block_mask(200, 300)}, r"takes blocks of \(256, 128\) here, and"),

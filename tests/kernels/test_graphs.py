@@ -93,6 +93,31 @@ def test_gradients(backend: Any) -> None:
     assert attentions() >= 3 * len(made)  # backward takes two for each
 
 
+def test_documents_of_several_lengths(backend: Any) -> None:
+    """They are compared by class, without an order of positions, also at lengths that are symbols."""
+    code: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        code.append(graph.print_readable(print_output=False))
+        return backend(graph, inputs)
+
+    def step(x: Tensor, ends: Tensor) -> Tensor:
+        query, key, value = x.chunk(3, -1)
+        return fm.attention(query, key, value, fm.document(cu_seqlens=ends), backend="flex")
+
+    compiled = torch.compile(step, backend=compiler, fullgraph=True)
+    for tokens in (130, 257, 384):
+        x, ends = torch.randn(1, 1, tokens, 48, requires_grad=True), torch.tensor([0, 50, tokens])
+        number = torch.arange(tokens) < 50
+        query, key, value = x.chunk(3, -1)
+        found, wanted = compiled(x, ends), oracle.attention(query, key, value, number[:, None] == number)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted)]
+        for one, other in ((found, wanted), grads):
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+    assert len(code) == 2
+    assert all("same_class" in graph for graph in code)
+
+
 def test_contiguous_blocks(backend: Any) -> None:
     """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone.
 

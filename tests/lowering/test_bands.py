@@ -212,6 +212,10 @@ CLASSES = {
     "per_document(full, lengths=[2, 4])": True,
     "(table([0, 0, 1, 1, 2, 2])[q] == table([0, 0, 1, 1, 2, 2])[kv]) & (table([0, 0, 1, 1, 2, 2])[q] != 1)": True,
     "(table([0, 0, 1, 1, 2, 2])[q] // 2 == table([0, 0, 1, 1, 2, 2])[kv] // 2) & (table([0, 0, 1, 1, 2, 2])[q] < 1)": False,
+    "document([[0, 0, 1, 1, 1, 1]]) & (table([[1, 1, 1, 0, 1, 1]])[b, kv] == 1)": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == table([0, 0, 1, 1, 1, 1])[q])": False,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 0, 1, 1, 1, 1])[q] == table([0, 5, 1, 1, 1, 1])[q])": False,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == 1)": False,
     "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": False,
     "document([0, 0, 1, 1, 1, 1]) & (q != 3)": False,
     "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": False,
@@ -231,8 +235,27 @@ def test_classes(text: str) -> None:
     for found in (mask.mask_mod(6, form="class"), lowered.triton_block_mask.mask_mod):
         assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
         assert ("intervals" not in tensors_of(found)) == CLASSES[text]
-    assert not mask.plan(5, 6)().by_class
+    assert mask.plan()(6).by_class == CLASSES[text]
     assert not mask.plan(6)(q_offset=torch.tensor([0])).by_class
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_classes_are_of_as_many_queries_as_keys() -> None:
+    mask = fm.document(lengths=[2, 4])
+    for q_len in (5, 6):
+        for found in (mask.mask_mod(q_len, 6, form="class"), mask.plan(q_len, 6)().triton_block_mask.mask_mod):
+            assert ("intervals" not in tensors_of(found)) == (q_len == 6)
+            assert torch.equal(cells(found, 1, 1, q_len, 6), mask.dense(q_len, 6))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_classes_that_inference_made_are_not_those_of_training() -> None:
+    lowered = fm.document(lengths=[2, 4]).plan(6)()
+    with torch.inference_mode():
+        lowered.triton_block_mask  # noqa: B018
+    held = tensors_of(lowered.triton_block_mask.mask_mod)
+    assert not held["rows"].is_inference()
+    assert tensors_of(lowered.triton_block_mask.mask_mod)["rows"].data_ptr() == held["rows"].data_ptr()
 
 
 def test_classes_are_intervals_on_the_cpu() -> None:

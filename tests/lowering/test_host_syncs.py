@@ -297,7 +297,7 @@ def test_the_watch_can_fail() -> None:
 
 
 def test_a_message_of_another_device_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA takes at most 254 bytes, and any longer message would be an error of its own where nothing is wrong."""
+    """CUDA takes at most 254 bytes: with a longer message each assertion fails, also one that holds."""
     said: list[str] = []
     monkeypatch.setattr(torch, "_assert_async", lambda holds, message: said.append(message))
     for device in ("cpu", "meta"):
