@@ -32,6 +32,7 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
+from flexmask.lowering.classes import classes
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
@@ -220,8 +221,9 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
+    of_class = classes(rows) if cells is None and compares_classes(context) else ()
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
-    return LoweredMask(shape, ends, cells, block_size, lists, band_of(context), compares_classes(context))
+    return LoweredMask(shape, ends, cells, block_size, lists, band_of(context), of_class)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

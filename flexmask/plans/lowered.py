@@ -17,7 +17,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 
 from flexmask import _sync
 from flexmask._checks import check_flag, kind_of
-from flexmask._transforms import can_keep_tensors, is_captured, vectorized
+from flexmask._transforms import is_captured, vectorized
 from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Truth
@@ -29,7 +29,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.classes import class_mod, classes
+from flexmask.lowering.classes import class_mod
 from flexmask.lowering.mask_mod import MaskMod, interval_mod
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
@@ -55,8 +55,8 @@ class LoweredMask:
         block_size: queries and keys in a block of :attr:`block_mask`.
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
-        by_class: whether a query attends to the keys of its class, where there are as many queries as keys: see
-            :func:`flexmask.intervals.bands.compares_classes`.
+        classes: empty, or the classes of queries and of keys where a query attends to the keys of its class, if there are as many
+            queries as keys: the tensors of :func:`flexmask.lowering.classes.classes`.
     """
 
     def __init__(
@@ -67,11 +67,10 @@ class LoweredMask:
         block_size: tuple[int, int] = (128, 128),
         lists: tuple[Tensor, ...] = (),
         band: Band = READ,
-        by_class: bool = False,
+        classes: tuple[Tensor, ...] = (),
     ) -> None:
         self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
-        self.by_class, self._lists = by_class, lists
-        self._classes: tuple[Tensor, Tensor] | None = None
+        self.classes, self._lists = classes, lists
 
     @property
     def device(self) -> torch.device:
@@ -101,12 +100,9 @@ class LoweredMask:
     @property
     def triton_block_mask(self) -> BlockMask:
         """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
-        if not self.by_class or self.cells is not None or not _sync.needs_sync(self.bounds) or self.shape[2] != self.shape[3]:
+        if not self.classes or not _sync.needs_sync(self.bounds) or self.shape[2] != self.shape[3]:
             return self.block_mask
-        found = self._classes or classes(self._rows())
-        if not torch.compiler.is_compiling() and can_keep_tensors() and not torch.is_inference_mode_enabled():
-            self._classes = found
-        return self._block_mask(class_mod(*found))
+        return self._block_mask(class_mod(*self.classes))
 
     def _block_mask(self, mask_mod: MaskMod) -> BlockMask:
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
@@ -177,14 +173,16 @@ class LoweredMask:
     def flatten(self) -> tuple[list[Any], Any]:
         """The sizes and the tensors, and what :meth:`unflatten` takes with them."""
         cells = [] if self.cells is None else [self.cells]
-        return [*self.shape, [self.bounds, *cells, *self._lists]], (len(cells), self.block_size, self.band, self.by_class)
+        tensors = [self.bounds, *cells, *self.classes, *self._lists]
+        return [*self.shape, tensors], (len(cells), len(self.classes), self.block_size, self.band)
 
     @classmethod
     def unflatten(cls, leaves: Iterable[Any], layout: Any) -> Self:
         """The LoweredMask of the two results of :meth:`flatten`."""
         *shape, (bounds, *rest) = leaves
-        cells, block_size, *kind = layout
-        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, tuple(rest[cells:]), *kind)
+        cells, count, block_size, band = layout
+        classes, lists = tuple(rest[cells : cells + count]), tuple(rest[cells + count :])
+        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, lists, band, classes)
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import flexmask as fm
 from flexmask import _sync
@@ -231,12 +232,12 @@ CLASSES = {
 def test_classes(text: str) -> None:
     mask = fm.parse(text)
     wanted, lowered = mask.dense(6), mask.plan(6)()
-    assert lowered.by_class == CLASSES[text]
+    assert bool(lowered.classes) == CLASSES[text]
     for found in (mask.mask_mod(6, form="class"), lowered.triton_block_mask.mask_mod):
         assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
         assert ("intervals" not in tensors_of(found)) == CLASSES[text]
-    assert mask.plan()(6).by_class == CLASSES[text]
-    assert not mask.plan(6)(q_offset=torch.tensor([0])).by_class
+    assert bool(mask.plan()(6).classes) == CLASSES[text]
+    assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -249,13 +250,14 @@ def test_classes_are_of_as_many_queries_as_keys() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_classes_that_inference_made_are_not_those_of_training() -> None:
-    lowered = fm.document(lengths=[2, 4]).plan(6)()
-    with torch.inference_mode():
-        lowered.triton_block_mask  # noqa: B018
-    held = tensors_of(lowered.triton_block_mask.mask_mod)
-    assert not held["rows"].is_inference()
-    assert tensors_of(lowered.triton_block_mask.mask_mod)["rows"].data_ptr() == held["rows"].data_ptr()
+def test_classes_are_data_of_a_lowered_mask() -> None:
+    """Other values may be written into its tensors, as into those that a CUDA graph reads."""
+    plan = fm.plan("document(cu_seqlens=cu)", 6)
+    kept, other = plan(cu=torch.tensor([0, 2, 6])), plan(cu=torch.tensor([0, 5, 6]))
+    mask_mod = kept.triton_block_mask.mask_mod
+    tree_map(lambda one, two: one.copy_(two) if isinstance(one, Tensor) else one, kept, other)
+    assert torch.equal(cells(mask_mod, 1, 1, 6, 6), other.dense())
+    assert torch.equal(cells(kept[0].triton_block_mask.mask_mod, 1, 1, 6, 6), other.dense())
 
 
 def test_classes_are_intervals_on_the_cpu() -> None:
