@@ -98,7 +98,7 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
         return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE {said}"
     return (
         f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "
-        "ROWS_GUARANTEED_SAFE, left unset, could give NaN"
+        "ROWS_GUARANTEED_SAFE could give NaN and is left unset"
     )
 
 
