@@ -17,6 +17,7 @@ from benchmarks.rows import Row, Section
 from benchmarks.workloads import Workload, kernel_workloads
 from flexmask import MaskCache, attention, plan
 from flexmask.backends import choose_backend
+from flexmask.backends.varlen import OLDEST
 from flexmask.errors import LoweringError
 
 __all__ = ["attention_kernels"]
@@ -25,8 +26,6 @@ HEADS, WIDTHS = 16, (64, 128)
 LENGTHS = (2048, 8192, 65536)
 #: The most tokens for which a table of all cells is measured.
 MOST_DENSE = 8192
-#: The first torch whose variable-length attention flexmask takes.
-VARLEN = "2.15"
 
 #: A call with query, key and value.
 Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,7 +59,7 @@ def _makers(work: Workload, device: str) -> dict[str, Callable[[], Run]]:
     sample = torch.empty(1, HEADS, work.length, WIDTHS[0], device=device, dtype=torch.bfloat16, requires_grad=True)
     if choose_backend(sample, sample, sample, work.mask()) == "flash":
         makers["flexmask flash"] = partial(_by_backend, "flash", work)
-    if torch.__version__ >= VARLEN and _is_varlen(work):
+    if torch.__version__ >= OLDEST and _is_varlen(work):
         makers["flexmask varlen"] = partial(_by_backend, "varlen", work)
     if work.length <= MOST_DENSE:
         makers["dense SDPA"] = partial(_dense, work, device)

@@ -162,11 +162,17 @@ def test_no_host_sync(name: str) -> None:
 @pytest.mark.parametrize("name", masks_without_host_sync("meta"))
 def test_no_tensor_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host would wait for its values."""
-    mask = masks_without_host_sync("cpu")[name]
-    monkeypatch.setattr(torch.Tensor, "__repr__", None)
+    mask, printed = masks_without_host_sync("cpu")[name], list[str]()
+
+    def text(tensor: Tensor) -> str:
+        printed.append(str(tensor.shape))
+        return printed[-1]
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", text)
     for device_is_far in (False, True):
         monkeypatch.setattr(_sync, "needs_sync", lambda tensor, is_far=device_is_far: is_far)
         mask.block_mask(1000), mask.block_mask(1, 1000, q_offset=torch.tensor([3, 5]))
+    assert printed == []
 
 
 def test_data_along_queries_needs_no_host_sync() -> None:
