@@ -107,6 +107,7 @@ def test_the_example_is_about_ten_lines() -> None:
     assert 8 <= len([line for line in code.splitlines() if line.strip()]) <= 12
 
 
+@pytest.mark.slow
 def test_the_example_works_in_the_command_line(installed: Path) -> None:
     shown = {}
     for line in re.findall(r"^flexmask (.*)$", README, re.MULTILINE):
@@ -121,6 +122,7 @@ def test_the_example_works_in_the_command_line(installed: Path) -> None:
     assert "# . . . # ." in shown["render"]
 
 
+@pytest.mark.slow
 def test_the_example_works_in_python_and_its_picture_is_true(installed: Path) -> None:
     (block,) = re.findall(r"```python\n(import flexmask\n.*?)```", README, re.DOTALL)
     lines = re.findall(r"^ {8}([■⬚ ]+)$", README, re.MULTILINE)

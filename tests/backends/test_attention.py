@@ -657,14 +657,14 @@ SHARED_MEMORY: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16, torch.float16])])
-def test_flex_on_the_cpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", each_run(SHARED_MEMORY, "views of a stack"))
+def test_flex_on_the_cpu(place: str, dtype: torch.dtype) -> None:
     """Without AVX-512 torch's kernel overwrites scores of heads of 8 channels, which shows in most of 20 calls."""
     mask, visible = fm.causal().block_mask(20), torch.ones(20, 20, dtype=torch.bool).tril()
     atol = 1e-6 if dtype is torch.float32 else 2e-2
     with torch.no_grad():
-        for drawn in SHARED_MEMORY.values():
-            for _ in range(20):
-                query, key, value = (tensor.to(dtype) for tensor in drawn())
-                found = attention(query, key, value, mask, backend="flex").double()
-                wanted = oracle.attention(query, key, value, visible)
-                torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
+        for _ in range(20):
+            query, key, value = (tensor.to(dtype) for tensor in SHARED_MEMORY[place]())
+            found = attention(query, key, value, mask, backend="flex").double()
+            wanted = oracle.attention(query, key, value, visible)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=atol)

@@ -247,6 +247,7 @@ def test_a_sign_of_life_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == 0
     assert b"preparing" in shown
     assert b"\x1b" not in done.stdout
+    (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=0))
     monkeypatch.syspath_prepend(tmp_path)
     piped = CliRunner(env=PLAIN).invoke(main, ran)
     assert (piped.stdout, piped.stderr) == (done.stdout.decode(), "")

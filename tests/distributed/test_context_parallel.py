@@ -89,6 +89,7 @@ def many_checks(rank: int) -> None:
     checks.report()
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, two_ranks)
 

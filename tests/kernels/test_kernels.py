@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import flexmask as fm
 from flexmask.lowering import block_lists
 from tests.kernels.cases import BUILT, CASES, Case, Shown, alibi, attended, block_mask, inputs
-from tests.kernels.interpreted import IS_NEWER, virtual_gpu
+from tests.kernels.interpreted import virtual_gpu
 from tests.support import oracle
 from tests.support.dropout import kept_of
 from tests.support.exhaustive import each_run, exhaustive
@@ -29,12 +29,10 @@ pytestmark = pytest.mark.kernels
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 #: The cases of each run, which differ in their kernels. Masks of one interval share the kernel of one test below.
 OFTEN = [
-    *("two intervals", "not separable, with full blocks", "ragged, of two lengths", "grouped heads that differ"),
-    *("packed lists of heads", "decoding, packed lists", "dropout"),
+    *("two intervals", "four intervals", "not separable, with full blocks", "ragged, of two lengths", "fewer queries than keys"),
+    *("grouped heads that differ", "heads of 64, values of 32", "views of one projection", "scores", "dropout"),
+    *("packed lists of heads", "packed lists, read off a range", "decoding, packed lists", "decoding with gradients"),
 ]
-if IS_NEWER:
-    OFTEN += ["four intervals", "chunks", "fewer queries than keys", "heads of 64, values of 32", "views of one projection"]
-    OFTEN += ["packed lists, read off a range", "decoding", "decoding with gradients", "scores"]
 FORWARD, BACKWARD = "fused_flex_attention", "fused_flex_attention_backward"
 
 
@@ -84,7 +82,7 @@ def check(case: Case, dtype: torch.dtype = torch.float32, change: Callable[[Bloc
 
 @pytest.mark.parametrize(
     ("gpu", "names"),
-    [("H100", BUILT if IS_NEWER else BUILT[:1]), *exhaustive([("H100", BUILT[1:]), ("A100", BUILT)])],
+    [("H100", ["documents", "decoding"]), *exhaustive([("H100", BUILT), ("A100", BUILT)])],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_kernels_are_built(gpu: str, names: list[str]) -> None:
@@ -196,7 +194,7 @@ OF_NUMBERS: dict[str, tuple[Callable[..., fm.Mask], Callable[..., Shown], list[t
 }
 
 
-@pytest.mark.parametrize("name", each_run(OF_NUMBERS, *(["chunks", "sinks"] if IS_NEWER else [])))
+@pytest.mark.parametrize("name", each_run(OF_NUMBERS, "sinks"))
 def test_two_kernels_for_all_numbers(name: str) -> None:
     (mask, shown, numbers), before = OF_NUMBERS[name], graphs()
     for each in numbers:
@@ -204,10 +202,9 @@ def test_two_kernels_for_all_numbers(name: str) -> None:
     assert graphs() - before == 2
 
 
-@pytest.mark.parametrize("lengths", [(256, 330, 440)] if IS_NEWER else exhaustive([((256, 330, 440),)]), ids=str)
-def test_one_kernel_for_all_lengths_from_the_second_on(lengths: tuple[int, ...]) -> None:
+def test_one_kernel_for_all_lengths_from_the_second_on() -> None:
     before = graphs()
-    for length in lengths:
+    for length in (256, 330, 440):
         check(Case(fm.causal() & (fm.kv >= 30), lambda b, h, q, kv: (kv <= q) & (kv >= 30), length))
     assert graphs() - before == 2
 
@@ -339,10 +336,9 @@ MUTANTS: dict[str, Callable[[BlockMask], None]] = {
 
 
 def test_mutants_are_found() -> None:
-    """One compilation serves all of them. One of each sort is enough for the oldest torch."""
+    """One compilation serves all of them."""
     mask = fm.causal() & fm.key_padding(lengths=[384, 384])  # no key is padding, but the ends are read
-    names = MUTANTS if IS_NEWER else ("bounds", "kv block missing", "full_q block elsewhere")
-    for change in (MUTANTS[name] for name in names):
+    for change in MUTANTS.values():
         with pytest.raises(AssertionError, match=r"close|exactly 0"):
             check(Case(mask, CASES["causal"].shown, 384, heads=(1, 1)), change=change)
 

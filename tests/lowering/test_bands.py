@@ -236,7 +236,13 @@ def test_classes(text: str) -> None:
     for found in (mask.mask_mod(6, form="class"), lowered.triton_block_mask.mask_mod):
         assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
         assert ("intervals" not in tensors_of(found)) == CLASSES[text]
-    assert bool(mask.plan()(6).classes) == CLASSES[text]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_plans_that_have_classes() -> None:
+    mask = fm.document(lengths=[2, 4])
+    assert mask.plan()(6).classes
+    assert not (mask & (fm.q != 3)).plan()(6).classes
     assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
 
 

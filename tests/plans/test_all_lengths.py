@@ -237,14 +237,20 @@ def test_an_index_that_leaves_its_table() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_plan() -> None:
-    plan, rng, before = fm.plan(MASKS["cu_seqlens"][0], block_size=BLOCK_SIZE, compile=True), random.Random(1), GRAPHS.captures
-    for batch, tokens, documents in SIZES:
-        data = stops(rng, batch, tokens, documents)
-        check(plan, data, oracle.both(CAUSAL, of_runs(data)), batch, tokens)
+@pytest.mark.parametrize("name", each_run(["padding", "cu_seqlens"], "padding"))
+def test_a_compiled_plan(name: str) -> None:
+    text, draw, meaning = MASKS[name]
+    plan, rng, before = fm.plan(text, block_size=BLOCK_SIZE, compile=True), random.Random(1), GRAPHS.captures
+    for sizes in SIZES:
+        data = draw(rng, *sizes)
+        check(plan, data, meaning(data), *sizes[:2])
     assert GRAPHS.captures == before + 1
-    with pytest.raises(LoweringError, match="cover 20 of 30 tokens"):
-        plan(30, x=torch.tensor([[0, 9, 20], [0, 3, 20]]))
+    wrong, error = {
+        "padding": ([20, 31], "31 is not between 0 and 30"),
+        "cu_seqlens": ([[0, 9, 20], [0, 3, 20]], "cover 20 of 30 tokens"),
+    }[name]
+    with pytest.raises(LoweringError, match=error):
+        plan(30, x=torch.tensor(wrong))
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ class TestCompile:
         assert_close(compiled(ids).logits, ours(ids).logits, **CLOSE)
         torch.compiler.reset()
 
-    @pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
+    @pytest.mark.parametrize("name", ["gemma3", "t5", pytest.param("bert", marks=pytest.mark.exhaustive)])
     def test_one_graph_for_all_padding(self, name: str) -> None:
         eager, ours = one_layer(name)
         counters.clear()
