@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from flexmask.backends import flash
 from tests.kernels.interpreted import virtual_gpu
 from tests.kernels.on_flash import CASES
-from tests.support.exhaustive import one_in
 
 if not flash._is_installed():
     pytest.skip("FlashAttention 4 is not installed: pip install --pre flash-attn-4", allow_module_level=True)
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.kernels
 GPUS = {"H100": virtual_gpu.H100, "B200": virtual_gpu.B200}
 
 
-@pytest.mark.parametrize(("gpu", "name"), one_in(len(GPUS) * len(CASES), GPUS, CASES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("gpu", "name"), product(GPUS, CASES))
 def test_kernels_are_compiled(gpu: str, name: str) -> None:
     """One for the forward pass, and in training one for the backward pass."""
     command = [sys.executable, "-m", "tests.kernels.on_flash", gpu, name]

@@ -91,6 +91,7 @@ def test_gradients(backend: Any) -> None:
     assert attentions() >= 3 * len(made)  # backward takes two for each
 
 
+@pytest.mark.exhaustive
 def test_documents_of_several_lengths(backend: Any) -> None:
     """They are compared by class, without an order of positions, also at lengths that are symbols."""
     code: list[str] = []
@@ -167,7 +168,7 @@ def test_changing_lengths(backend: Any) -> None:
 
 
 #: How many masks share a graph.
-SHARE = 8
+SHARE = 4
 
 
 @pytest.mark.parametrize("first", each_run(range(0, len(EXAMPLES), SHARE), 16))

@@ -16,6 +16,7 @@ import flexmask as fm
 from flexmask import _sync, q
 from flexmask.backends import flex
 from tests.support.examples import EXAMPLES, OWN_MASKS
+from tests.support.exhaustive import each_run
 
 if torch.__version__ < "2.15":
     pytest.skip("torch packs the intervals of a mask_mod from 2.15 on", allow_module_level=True)
@@ -87,7 +88,7 @@ def kind(mask_mod: Callable[..., Tensor]) -> Any:
     return (*ends, held["axes"], len(ends))
 
 
-@pytest.fixture(params=["cpu", "elsewhere"])
+@pytest.fixture(params=each_run(["cpu", "elsewhere"], "elsewhere"))
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one kernel serves most masks, and where ends are computed, as on a GPU."""
     if request.param == "elsewhere":
@@ -119,7 +120,7 @@ def test_other_axes(name: str, intervals: Callable[..., int | None]) -> None:
     assert intervals(*attended(mask)) == kind(mask.mask_mod)[-1]
 
 
-@pytest.mark.parametrize("name", ["sequences", "all axes", "4 intervals"])
+@pytest.mark.parametrize("name", each_run(["sequences", "all axes", "4 intervals"], "all axes"))
 def test_symbolic_sizes(name: str, intervals: Callable[..., int | None]) -> None:
     mask = OTHERS[name]
     found = intervals(lambda x: fm.attention(x, x, x, mask, backend="flex"), torch.zeros(2, 2, 8, 16), dynamic=True)

@@ -246,7 +246,7 @@ def test_a_compiled_plan(name: str) -> None:
         check(plan, data, meaning(data), *sizes[:2])
     assert GRAPHS.captures == before + 1
     wrong, error = {
-        "padding": ([20, 31], "31 is not between 0 and 30"),
+        "padding": ([20, 31], "must be at most kv_len = 30, got 31"),
         "cu_seqlens": ([[0, 9, 20], [0, 3, 20]], "cover 20 of 30 tokens"),
     }[name]
     with pytest.raises(LoweringError, match=error):
