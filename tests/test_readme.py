@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exhaustive import each_run
 from tests.support.pages import blocks_of, run_page
 
 ROOT = Path(__file__).parent.parent
@@ -18,10 +19,12 @@ URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 WEB = rf"{URLS['Source']}/(?:blob|tree)/main/|{URLS['Source'].replace('github.com', 'raw.githubusercontent.com')}/main/"
 
 
-def test_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block after the others, as a reader would type them."""
+@pytest.mark.parametrize("backend", each_run(["aot_eager", "inductor"], "aot_eager"))
+def test_code_runs(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block after the others, as a reader would type them. Inductor takes 15 seconds on a new machine."""
     monkeypatch.chdir(tmp_path)
-    assert {"layer", "packed", "plan", "block_mask", "cache"} <= set(run_page(README))
+    found = run_page(README, lambda code: code.replace("fullgraph=True)", f"fullgraph=True, backend={backend!r})"))
+    assert {"layer", "packed", "plan", "block_mask", "cache", "compiled"} <= set(found)
     assert (tmp_path / "mask.png").is_file()
 
 

@@ -21,7 +21,7 @@ GPUS = {"H100": virtual_gpu.H100, "B200": virtual_gpu.B200}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("gpu", "name"), product(GPUS, CASES))
+@pytest.mark.parametrize(("gpu", "name"), list(product(GPUS, CASES)))
 def test_kernels_are_compiled(gpu: str, name: str) -> None:
     """One for the forward pass, and in training one for the backward pass."""
     command = [sys.executable, "-m", "tests.kernels.on_flash", gpu, name]

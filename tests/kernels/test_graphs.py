@@ -63,10 +63,9 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_gradients(backend: Any) -> None:
-    """Of a mask without data, which the graph makes whole, and of some with data."""
+    """Of key intervals, and of classes."""
     ends = torch.tensor([130, 7])
     made: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
-        "sink": (lambda ends: fm.masks.sink_window(4, size=50), lambda b, q, kv: (kv <= q) & ((q - kv < 50) | (kv < 4))),
         "padding": (lambda ends: fm.causal() & fm.key_padding(ends), lambda b, q, kv: (kv <= q) & (kv < ends[b])),
         "documents": (
             lambda ends: fm.document(lengths=torch.stack((ends, 130 - ends), 1)) & fm.key_padding(ends + 100),

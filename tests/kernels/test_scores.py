@@ -57,9 +57,8 @@ def test_scores(backend: Any, in_graph: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_dropout(backend: Any) -> None:
     """The hashes of rows and keys are computed in the graph, from indices that its kernels count in 32 bits."""
-    for p in (0.1, 0.3):
-        call = partial(fm.attention, mask="causal", dropout_p=p, dropout_seed=3)
-        check(call, torch.compile(partial(call, backend="flex"), backend=backend, fullgraph=True), 2)
+    call = partial(fm.attention, mask="causal", dropout_p=0.3, dropout_seed=3)
+    check(call, torch.compile(partial(call, backend="flex"), backend=backend, fullgraph=True), 2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of infinite values, which are not asked for
