@@ -654,10 +654,10 @@ SHARED_MEMORY: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16, torch.float16])])
-@pytest.mark.parametrize("place", each_run(SHARED_MEMORY, "views of a stack"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", SHARED_MEMORY)
 def test_flex_on_the_cpu(place: str, dtype: torch.dtype) -> None:
     """Without AVX-512 torch's kernel overwrites scores of heads of 8 channels, which shows in most of 20 calls."""
     mask, visible = fm.causal().block_mask(20), torch.ones(20, 20, dtype=torch.bool).tril()
