@@ -654,6 +654,7 @@ SHARED_MEMORY: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -154,6 +154,7 @@ class TestKernelOptions:
         module(torch.zeros(1, 3, 16))
         assert options["kernel_options"] == {"num_stages": 2}
 
+    @pytest.mark.slow
     @pytest.mark.exhaustive
     def test_a_kernel_with_them(self) -> None:
         x = torch.randn(1, 2, 40, 32)

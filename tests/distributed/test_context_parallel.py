@@ -104,6 +104,7 @@ def test_three_ranks() -> None:
     run_ranks(3, three_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_four_ranks() -> None:
     run_ranks(4, four_ranks)

@@ -63,6 +63,7 @@ def test_other_data_than_it_was_captured_with() -> None:
     check_other_data(fm.plan(TEXT, LENGTH, batch=1))
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_compiled_plan_takes_other_data_and_checks_its_values() -> None:
     """In one test, since it takes seconds to compile."""
