@@ -62,16 +62,23 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def test_gradients(backend: Any) -> None:
-    """Of key intervals, and of classes."""
-    ends = torch.tensor([130, 7])
-    made: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
-        "padding": (lambda ends: fm.causal() & fm.key_padding(ends), lambda b, q, kv: (kv <= q) & (kv < ends[b])),
-        "documents": (
-            lambda ends: fm.document(lengths=torch.stack((ends, 130 - ends), 1)) & fm.key_padding(ends + 100),
-            lambda b, q, kv: ((q < ends[b]) == (kv < ends[b])) & (kv < ends[b] + 100),
-        ),
-    }
+ENDS, WINDOW = torch.tensor([130, 7]), fm.sliding_window(size=50)
+#: Masks that a graph makes, and what they mean. The last two have data.
+MADE: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
+    "causal": (lambda ends: fm.causal(), lambda b, q, kv: kv <= q),
+    "window": (lambda ends: fm.causal() & WINDOW, lambda b, q, kv: (kv <= q) & (q - kv < 50)),
+    "sink": (lambda ends: fm.masks.sink_window(4, size=50), lambda b, q, kv: (kv <= q) & ((q - kv < 50) | (kv < 4))),
+    "padding": (lambda ends: fm.causal() & fm.key_padding(ends), lambda b, q, kv: (kv <= q) & (kv < ENDS[b])),
+    "documents": (
+        lambda ends: fm.document(lengths=torch.stack((ends, 130 - ends), 1)) & fm.key_padding(ends + 100),
+        lambda b, q, kv: ((q < ENDS[b]) == (kv < ENDS[b])) & (kv < ENDS[b] + 100),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", each_run(["causal, window, sink", "padding, documents"], "padding, documents"))
+def test_gradients(backend: Any, names: str) -> None:
+    made = {name: MADE[name] for name in names.split(", ")}
     masks, meanings = zip(*made.values(), strict=True)
     query, key, value = inputs(130)  # from 128 on torch takes the kernel for prompts
     tensors = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
@@ -79,7 +86,7 @@ def test_gradients(backend: Any) -> None:
     def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> list[Tensor]:
         return attend(query, key, value, [mask(ends) for mask in masks])
 
-    found = torch.compile(step, backend=backend, fullgraph=True)(*tensors, ends)
+    found = torch.compile(step, backend=backend, fullgraph=True)(*tensors, ENDS)
     b, q, kv = torch.meshgrid(torch.arange(BATCH), torch.arange(130), torch.arange(130), indexing="ij")
     for name, out, meaning in zip(made, found, meanings, strict=True):
         wanted = oracle.attention(*tensors, meaning(b, q, kv)[:, None])
