@@ -82,7 +82,7 @@ def check(case: Case, dtype: torch.dtype = torch.float32, change: Callable[[Bloc
 
 @pytest.mark.parametrize(
     ("gpu", "names"),
-    [("H100", ["documents"]), *exhaustive([("H100", BUILT), ("A100", BUILT)])],
+    [("H100", BUILT[:1]), *exhaustive([("H100", BUILT[1:]), ("A100", BUILT)])],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_kernels_are_built(gpu: str, names: list[str]) -> None:

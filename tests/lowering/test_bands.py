@@ -238,11 +238,12 @@ def test_classes(text: str) -> None:
         assert ("intervals" not in tensors_of(found)) == CLASSES[text]
 
 
+@pytest.mark.parametrize("text", each_run(CLASSES, "document(lengths=[2, 4])", "document([0, 0, 1, 1, 1, 1]) & (q != 3)"))
 @pytest.mark.usefixtures("elsewhere")
-def test_plans_that_have_classes() -> None:
-    mask = fm.document(lengths=[2, 4])
-    assert mask.plan()(6).classes
-    assert not (mask & (fm.q != 3)).plan()(6).classes
+def test_classes_of_other_plans(text: str) -> None:
+    """Those for all lengths have the same, and those of steps none."""
+    mask = fm.parse(text)
+    assert bool(mask.plan()(6).classes) == CLASSES[text]
     assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
 
 
