@@ -42,7 +42,8 @@ def main(device: str, quick: bool, only: tuple[str, ...], out: Path | None) -> N
             for row in section.rows:
                 for name, candidate in row.candidates.items():
                     progress.update(task, description=f"{section.title}: {row.name}, {row.length:,}: {name}")
-                    row.found[name] = candidate()
+                    if measured := candidate():
+                        row.found[name] = measured
                     progress.advance(task)
                 progress.console.print(_said(row), highlight=False, soft_wrap=True)
     folder = out or (None if quick or only else RESULTS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from benchmarks.measuring import Measurement
 
-__all__ = ["Row", "Section"]
+__all__ = ["Candidate", "Row", "Section"]
+
+#: Measures something, or says in a warning why it cannot be.
+Candidate: TypeAlias = Callable[[], Measurement | None]
 
 
 @dataclass
@@ -16,7 +20,7 @@ class Row:
 
     name: str
     length: int
-    candidates: dict[str, Callable[[], Measurement]]
+    candidates: Mapping[str, Candidate]
     found: dict[str, Measurement] = field(default_factory=dict)
 
 

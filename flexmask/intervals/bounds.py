@@ -407,13 +407,13 @@ class _Analysis:
         memo, place = self.place_of(column)
         data = self.column_data(column) if memo is not None and can_keep_tensors() else None
         context = self.context
-        key = context.kv_len, context.batch, context.heads, context.device
+        place, setting = (place, context.batch, context.heads), (context.kv_len, context.device)
         known = None if data is None else cast("_sync.Stamped[ValueRuns] | None", cast(Any, memo).get(place))
-        if data is not None and known is not None and known.stamp.holds(data, key):
+        if data is not None and known is not None and known.stamp.holds(data, setting):
             return known.result
         runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
         if data is not None:
-            cast(Any, memo)[place] = _sync.Stamped(_sync.Stamp(data, key), runs)
+            cast(Any, memo)[place] = _sync.Stamped(_sync.Stamp(data, setting), runs)
         return runs
 
     def place_of(self, column: Index) -> tuple[dict[Any, Any] | None, Any]:

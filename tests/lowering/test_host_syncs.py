@@ -286,6 +286,17 @@ def test_a_decoding_step_at_positions_that_only_the_device_knows() -> None:
             assert not has_sync(mask, 1, kv_len=SHORT, q_offset=offset), name
 
 
+def test_steps_between_whole_sequences_count_no_ids_again() -> None:
+    mask, offset = fm.document(torch.arange(SHORT) // 300), torch.tensor([3, 5])
+    watch = Watch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sync, "needs_sync", lambda tensor: True)
+        mask.block_mask(SHORT), mask.block_mask(1, SHORT, q_offset=offset)
+        with watch:
+            mask.block_mask(SHORT), mask.block_mask(1, SHORT, q_offset=offset)
+    assert watch.reads == 0
+
+
 def test_the_watch_can_fail() -> None:
     with Watch() as watch:
         assert torch.tensor([1, 0]).nonzero().numel()
