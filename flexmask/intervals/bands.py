@@ -22,13 +22,17 @@ Fused: TypeAlias = Literal["whole", "causal"] | None
 #: A position that follows from that of the query: ``(size, n)`` is ``q // size * size + n``, so ``(1, n)`` is ``q + n``, and
 #: ``(0, n)`` is ``n``.
 Place: TypeAlias = tuple[int, int]
-#: One end of a key interval: the innermost of some places, none where no key is left out on that side, else ``"read"``.
-End: TypeAlias = tuple[Place, ...] | Literal["read"]
-#: The key intervals of a row, each by where it begins and where it ends: one, or several of which no end is read.
+#: One end of a key interval: the innermost of some places, none where no key is left out on that side, else ``"read"``, or
+#: ``"shared"`` where it is read and the same for all queries.
+End: TypeAlias = tuple[Place, ...] | Literal["read", "shared"]
+#: The key intervals of a row, each by where it begins and where it ends: one, several of which no end is read, or those before
+#: and behind a gap (:func:`has_gap`).
 Band: TypeAlias = tuple[tuple[End, End], ...]
 #: The band of all keys, and that of a mask of which nothing is known.
 WHOLE: Band = (((), ()),)
 READ: Band = (("read", "read"),)
+#: The band of all keys but those of a gap, which begins at the same key for all queries.
+AROUND_GAP: Band = (((), "shared"), ("read", ()))
 #: The place of the query, and the one behind it.
 HERE, NEXT = (1, 0), (1, 1)
 #: The comparisons that hold for equal values.
@@ -120,7 +124,8 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
             lows, highs = ends_of(found)
             if lows == {()} or highs == {()}:
                 return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
-            return _computed(found)
+            computed = _computed(found)
+            return AROUND_GAP if computed == READ and all(map(_is_beside_gap, parts)) else computed
         case And(parts):
             has_own_key = own_keys and any(map(_has_own_key, parts))
             bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part))]
@@ -129,7 +134,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
                 for chosen in product(*bands)
             ]
             if not has_own_key:
-                return tuple(found) if len(found) == 1 else _computed(found)
+                return tuple(found) if len(found) == 1 or has_gap(found) else _computed(found)
             if [high for _, high in found] == [(NEXT,)]:
                 return (("read", (NEXT,)),)
             return (((HERE,) if [low for low, _ in found] == [(HERE,)] else "read", "read"),)
@@ -142,6 +147,14 @@ def ends_of(band: Iterable[tuple[End, End]]) -> tuple[set[End], set[End]]:
     """Where the intervals of bands begin, and where they end."""
     lows, highs = zip(*band, strict=True)
     return set(lows), set(highs)
+
+
+def has_gap(band: Sequence[tuple[End, End]]) -> bool:
+    """Whether a band is all keys up to an end that is computed, but those of a gap of which the ends are read."""
+    match band:
+        case [((), "shared"), ("read", high)]:
+            return not isinstance(high, str)
+    return False
 
 
 def share_a_key(masks: Sequence[Mask], context: Context) -> bool:
@@ -177,7 +190,8 @@ def reach(place: Place) -> tuple[float, float]:
 
 def _computed(intervals: list[tuple[End, End]]) -> Band:
     """A band of several intervals."""
-    return tuple(intervals) if len(intervals) <= MOST and "read" not in chain.from_iterable(intervals) else READ
+    is_computed = not any(isinstance(end, str) for end in chain.from_iterable(intervals))
+    return tuple(intervals) if len(intervals) <= MOST and is_computed else READ
 
 
 def _end(end: Index | None, side: Literal[-1, 1]) -> End:
@@ -195,13 +209,21 @@ def _inner_end(ends: Iterable[End], side: Literal[-1, 1]) -> End:
     """Where an intersection of intervals begins, at side 1, or ends: the places that no other makes needless."""
     greatest: dict[int, int] = {}
     for end in ends:
-        if end == "read":
-            return "read"
+        if isinstance(end, str):
+            return end
         for size, n in end:
             greatest[size] = max(greatest.get(size, -MAX_LENGTH), side * n)
     places = [(size, side * n) for size, n in sorted(greatest.items())]
     spread = {place: sorted(side * distance for distance in reach(place)) for place in places}
     return tuple(place for place in places if not any(spread[other][0] >= spread[place][1] for other in places if other != place))
+
+
+def _is_beside_gap(mask: Mask) -> bool:
+    """Whether a leaf is all keys up to the same one in each row, or all from one on."""
+    match mask:
+        case Span(None, Index() as stop):
+            return "q" not in stop.symbols
+    return isinstance(mask, Span) and mask.stop is None
 
 
 def _has_own_key(mask: Mask) -> bool:
@@ -221,7 +243,7 @@ def _holds_query(mask: Mask) -> bool:
             return all(map(_holds_query, parts))
         case Span():
             ((low, high),) = band(mask, own_keys=False)
-            if low == "read" or high == "read":
+            if isinstance(low, str) or isinstance(high, str):
                 return False
             return all(reach(place)[1] <= 0 for place in low) and all(reach(place)[0] >= 1 for place in high)
     return mask == Truth(True) or _is_around_query(mask)

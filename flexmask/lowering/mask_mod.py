@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.intervals.bands import READ, Band, Place, band_of, compares_classes
+from flexmask.intervals.bands import READ, Band, Place, band_of, compares_classes, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure, without_unit_axes
 from flexmask.intervals.context import Context
@@ -101,43 +101,76 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
         count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
-    axes: tuple[int, ...] = ()
     intervals: list[Any] = list(band)
-    if "read" in chain.from_iterable(band):
-        low, high = band[0] if rows.slots == 1 else READ[0]
-        axes, ((lo, hi), *more) = _read_ends(rows, count, sizes[2], reads_low=low == "read")
-        first = (lo,) if low == "read" else low, (hi,) if high == "read" else high
-        intervals = [first, *(((lo,), (hi,)) for lo, hi in more)]
+    if has_gap(band) and rows.slots <= 2:
+        high = band[1][1]
+        stop, start = _around_gap(rows, sizes[2], high)
+        intervals = [((), (_read(stop, sizes, 0), *high)), ((_read(start, sizes, 2),), high)]
+    elif any(isinstance(end, str) for end in chain.from_iterable(band)):
+        low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
+        lo, hi = rows.lo, rows.hi
+        if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
+            hi = torch.where(lo < hi, hi, 0)
+        # Two tensors for each slot, also for one without use: torch compiles again where one tensor serves for both ends.
+        unused = [
+            (torch.full_like(lo[..., 0], rows.kv_len), torch.full_like(lo[..., 0], rows.kv_len))
+            for _ in range(count - rows.slots)
+        ]
+        ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
+        intervals = [((_read(lo, sizes, 2),), (_read(hi, sizes, 2),)) for lo, hi in ends]
+        intervals[0] = tuple(read if end == "read" else end for end, read in zip((low, high), intervals[0], strict=True))
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row = tuple([(b, h, q_idx)[axis] for axis in axes])
         visible = []
         for lows, highs in intervals:
-            tests = [kv_idx >= (low[row] if isinstance(low, Tensor) else _position(low, q_idx)) for low in lows]
-            tests += [kv_idx < (high[row] if isinstance(high, Tensor) else _position(high, q_idx)) for high in highs]
+            tests = [kv_idx >= _position(low, (b, h, q_idx)) for low in lows]
+            tests += [kv_idx < _position(high, (b, h, q_idx)) for high in highs]
             visible.append(reduce(operator.and_, tests) if tests else kv_idx >= 0)
         return reduce(operator.or_, visible)
 
     return visible_key
 
 
-def _read_ends(rows: Rows, count: int, q_len: int, *, reads_low: bool) -> tuple[tuple[int, ...], list[tuple[Tensor, Tensor]]]:
-    """The axes of the tensors of ``interval_mod``, and the tensors of at least ``count`` intervals, with unused ones."""
-    lo, hi = rows.lo, rows.hi
-    if not reads_low:  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
-        hi = torch.where(lo < hi, hi, 0)
-    (lows, axes), (highs, _) = (without_unit_axes(end, 3) for end in (lo, hi))
+def _around_gap(rows: Rows, q_len: int, high: Any) -> tuple[Tensor, Tensor]:
+    """Where the keys before the gap of each row end, the same for all queries, and where those behind it begin.
+
+    Args:
+        rows: intervals of all keys up to ``high``, but those of the gap.
+        q_len: the number of queries.
+        high: the places of which the innermost is where the rows end.
+    """
+    lo, hi = rows.lo[..., 0], rows.hi[..., 0]
+    at = torch.arange(q_len if any(size for size, _ in high) else 1, device=lo.device)
+    end = torch.full_like(at, rows.kv_len)
+    for place in high:
+        end = end.clamp(max=_position(place, (at, at, at)))
+    is_whole = (lo == 0) & (hi == end)
+    is_cut = (lo == 0) & ~is_whole
+    stop = torch.where(is_cut, hi, 0).amax(2, keepdim=True)
+    behind = rows.lo[..., 1] if rows.slots > 1 else rows.kv_len
+    return stop, torch.where(is_whole, 0, torch.where(is_cut, behind, lo)).to(torch.int32)
+
+
+class _Read(NamedTuple):
+    """The ends of rows, of the axes of sequences, heads and queries that have these numbers."""
+
+    tensor: Tensor
+    axes: tuple[int, ...]
+
+
+def _read(end: Tensor, sizes: tuple[int, int, int], axis: int) -> _Read:
+    """An end of all rows, of the axes that it has, or else of the one of a number."""
+    found, axes = without_unit_axes(end, 3)
     if not axes:  # a kernel indexes by something
-        axes, lows, highs = (2,), lows.expand(q_len, -1), highs.expand(q_len, -1)
-    pairs = [(lo.contiguous(), hi.contiguous()) for lo, hi in zip(lows.unbind(-1), highs.unbind(-1), strict=True)]
-    while len(pairs) < count:  # two tensors, as for a used slot: torch compiles again where one tensor serves for both ends
-        pairs.append((torch.full_like(pairs[0][0], rows.kv_len), torch.full_like(pairs[0][0], rows.kv_len)))
-    return axes, pairs
+        found, axes = found.expand(sizes[axis]), (axis,)
+    return _Read(found.contiguous(), axes)
 
 
-def _position(place: Place, q_idx: Tensor) -> Tensor | int:
-    """The position of a key, of a query."""
-    size, n = place
+def _position(place: Place | _Read, indices: tuple[Tensor, Tensor, Tensor]) -> Tensor | int:
+    """The position of a key, for a sequence, a head and a query."""
+    if isinstance(place, _Read):
+        return place.tensor[tuple([indices[axis] for axis in place.axes])]
+    (size, n), q_idx = place, indices[2]
     if not size:
         return n
     return (q_idx if size == 1 else q_idx // size * size) + n

@@ -69,7 +69,7 @@ def _lookback_of(form: Mask) -> Lookback:
 
 def _of_span(span: Span) -> Lookback:
     ((low, high),) = band(span, own_keys=False)
-    if low == "read" or high == "read":
+    if isinstance(low, str) or isinstance(high, str):
         return UNKNOWN
     furthest, nearest = reach(low[0]) if low else (-MAX_LENGTH, -MAX_LENGTH)
     least, most = reach(high[0]) if high else (MAX_LENGTH + 1, MAX_LENGTH + 1)

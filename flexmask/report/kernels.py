@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.bands import KINDS, band_of
+from flexmask.intervals.bands import KINDS, band_of, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
@@ -38,9 +38,10 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         bits = "evaluates each cell"
     else:
         ends = [end for interval in band for end in interval]
-        reads = "read" in ends
+        gap = has_gap(band) and bounds.lower.slots <= 2
+        reads = "read" in ends and not gap
         count = tested_count(bounds.lower.slots) if reads else len(band)
-        read = ends.count("read") if count == 1 else 2 * count * reads
+        read = sum(isinstance(end, str) for end in ends) if count == 1 or gap else 2 * count * reads
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"

@@ -113,10 +113,14 @@ def test_backends(backend: Any, name: str) -> None:
 def test_compiled_at_changing_lengths(backend: Any, name: str) -> None:
     skip_missing(backend)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *given, mask: attention(*given, mask, backend=backend, enable_gqa=True), fullgraph=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        return attention(query, key, value, mask, backend=backend, enable_gqa=True)
+
+    compiled = torch.compile(attend, fullgraph=True)
     for length in LENGTHS:
         mask, given = MASKS[name](length), tensors(length, 128)
-        check(compiled(*given, mask=mask), given, mask)
+        check(compiled(*given, mask), given, mask)
 
 
 @needs_gpu

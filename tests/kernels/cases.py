@@ -75,6 +75,8 @@ def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 CAUSAL, DOCUMENTS = fm.causal(), fm.causal() & fm.document(lengths=LENGTHS)
 PIECES = (fm.kv < 9) | ((fm.kv > 60) & (fm.kv < 70)) | ((fm.kv > 140) & (fm.kv < 180)) | (fm.kv == fm.q)
 
+#: By query, the keys of a window.
+WIDTHS = torch.arange(256) * 7 % 40
 CASES: dict[str, Case] = {
     # kinds of masks
     "causal": Case(CAUSAL, is_causal),
@@ -90,6 +92,10 @@ CASES: dict[str, Case] = {
     ),
     "two intervals": Case(
         CAUSAL & (fm.sliding_window(size=32) | (fm.kv < 10)), lambda b, h, q, kv: (kv <= q) & ((q - kv < 32) | (kv < 10)), 384
+    ),
+    "a gap in each row": Case(
+        CAUSAL & ((fm.kv < fm.table(torch.tensor([50, 130]))[fm.b]) | (fm.kv > fm.q - fm.table(WIDTHS)[fm.q])),
+        lambda b, h, q, kv: (kv <= q) & ((kv < torch.tensor([50, 130])[b]) | (q - kv < WIDTHS[q])),
     ),
     "four intervals": Case(
         PIECES, lambda b, h, q, kv: (kv < 9) | ((kv > 60) & (kv < 70)) | ((kv > 140) & (kv < 180)) | (kv == q)

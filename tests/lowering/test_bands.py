@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.exhaustive import each_run
 from tests.support.strategies import Case, Shape
 
 READ: Literal["read"] = "read"
+SHARED: Literal["shared"] = "shared"
 #: An end: ``n`` for the place ``q + n``, another place, a list of places, "read", or None where no key is left out.
 Ends: TypeAlias = tuple[Any, Any]
 #: The text of a mask, where its key interval begins and ends, or a list for several, and its cells.
@@ -65,6 +66,31 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
         "sink_window(1, left=0) | (kv > q + 3)",
         (READ, READ),
         lambda q, kv: (kv == q) | ((kv < 1) & (kv <= q)) | (kv > q + 3),
+    ),
+    "two tables": (  # of which each row may be one interval or none
+        "(kv < 3) | (kv >= table([8, 3, 9, 0, 5])[q])",
+        [(None, SHARED), (READ, None)],
+        lambda q, kv: (kv < 3) | (kv >= torch.tensor([8, 3, 9, 0, 5])[q]),
+    ),
+    "a prefix and a window of data": (
+        "causal & ((kv < 2) | (q - kv < table([1, 0, 9, 2, 1])[q]))",
+        [(None, SHARED), (READ, 1)],
+        lambda q, kv: (kv <= q) & ((kv < 2) | (q - kv < torch.tensor([1, 0, 9, 2, 1])[q])),
+    ),
+    "a gap that begins anywhere": (
+        "causal & ((kv < table([1, 0, 2, 2, 1])[q]) | (kv > 2))",
+        (READ, READ),
+        lambda q, kv: (kv <= q) & ((kv < torch.tensor([1, 0, 2, 2, 1])[q]) | (kv > 2)),
+    ),
+    "a gap in a window": (
+        "(kv >= q - 3) & ((kv < 1) | (kv > table([1, 0, 2, 2, 3])[q]))",
+        (READ, READ),
+        lambda q, kv: (kv >= q - 3) & ((kv < 1) | (kv > torch.tensor([1, 0, 2, 2, 3])[q])),
+    ),
+    "a gap in chunks before the query": (
+        "block_causal(2) & causal(offset=-1) & ((kv < 1) | (kv > table([1, 0, 2, 2, 3])[q]))",
+        [(None, SHARED), (READ, 0)],
+        lambda q, kv: (kv < q) & ((kv < 1) | (kv > torch.tensor([1, 0, 2, 2, 3])[q])),
     ),
     "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
     "padding on the left": ("causal & key_padding(start=2)", (READ, 1), lambda q, kv: (kv <= q) & (kv >= 2)),
@@ -124,8 +150,10 @@ def band_of(ends: Ends | list[Ends]) -> Band:
     """A band of the table."""
 
     def end_of(end: Any) -> End:
-        if end is None or end == READ:
-            return end or ()
+        if end is None:
+            return ()
+        if end in (READ, SHARED):
+            return cast(End, end)
         return tuple((1, place) if isinstance(place, int) else place for place in (end if isinstance(end, list) else [end]))
 
     pairs = ends if isinstance(ends, list) else [ends]
@@ -133,9 +161,13 @@ def band_of(ends: Ends | list[Ends]) -> Band:
 
 
 def computed_by(mask_mod: Any) -> list[tuple[End, ...]]:
-    """The ends that a mask_mod computes."""
-    ends = tensors_of(mask_mod)["intervals"]
-    return [tuple(READ if any(isinstance(place, Tensor) for place in end) else end for end in pair) for pair in ends]
+    """The ends that a mask_mod computes, and how it reads the others."""
+
+    def end_of(end: Any) -> End:
+        read = [place.axes for place in end if isinstance(place[0], Tensor)]
+        return (READ if 2 in read[0] else SHARED) if read else end
+
+    return [tuple(map(end_of, pair)) for pair in tensors_of(mask_mod)["intervals"]]
 
 
 def tensors_of(mask_mod: Any) -> dict[str, Any]:
@@ -187,7 +219,7 @@ def test_one_kernel_serves_most_masks_on_the_cpu() -> None:
     for text in (text for name, (text, _, _) in BANDS.items() if "pieces" not in name):
         found = fm.parse(text).mask_mod(5, 8, batch=2)
         assert computed_by(found) == [(READ, READ)] * 2
-        assert tensors_of(found)["axes"] == (0, 2)
+        assert {place.axes for pair in tensors_of(found)["intervals"] for end in pair for place in end} == {(0, 2)}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
