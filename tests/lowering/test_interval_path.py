@@ -80,12 +80,13 @@ def kind(mask_mod: Callable[..., Tensor]) -> Any:
     """What the code of an interval form depends on: the ends that it computes, its axes and how many intervals it tests."""
     names, cells = mask_mod.__code__.co_freevars, mask_mod.__closure__ or ()
     held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    if "axes" not in held:
+    if "intervals" not in held:
         return None
     ends = [
-        tuple("read" if any(isinstance(place, Tensor) for place in end) else end for end in pair) for pair in held["intervals"]
+        tuple(tuple(place.axes if isinstance(place[0], Tensor) else place for place in end) for end in pair)
+        for pair in held["intervals"]
     ]
-    return (*ends, held["axes"], len(ends))
+    return (*ends, len(ends))
 
 
 @pytest.fixture(params=each_run(["cpu", "elsewhere"], "elsewhere"))
