@@ -14,7 +14,7 @@ from flexmask.expr.mask import And, Compare, Mask, Or, Truth
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.solve import Span, has_same_sides, separate
+from flexmask.intervals.solve import Span, at_key, has_same_sides, separate
 
 #: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
 Fused: TypeAlias = Literal["whole", "causal"] | None
@@ -128,7 +128,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
             return AROUND_GAP if computed == READ and all(map(_is_beside_gap, parts)) else computed
         case And(parts):
             has_own_key = own_keys and any(map(_has_own_key, parts))
-            bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part))]
+            bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part, parts))]
             found = [
                 (_inner_end((low for low, _ in chosen), 1), _inner_end((high for _, high in chosen), -1))
                 for chosen in product(*bands)
@@ -227,13 +227,21 @@ def _is_beside_gap(mask: Mask) -> bool:
 
 
 def _has_own_key(mask: Mask) -> bool:
-    """Whether each row of a leaf holds the key at the query."""
-    return isinstance(mask, Compare) and "kv" in mask.symbols and mask.sign in REFLEXIVE and has_same_sides(mask)
+    """Whether each row of a leaf, or of one of several that are joined, holds the key at the query."""
+    match mask:
+        case Or(parts):
+            return any(map(_has_own_key, parts))
+        case Compare(sign):
+            return "kv" in mask.symbols and sign in REFLEXIVE and has_same_sides(mask)
+    return False
 
 
-def _is_around_query(mask: Mask) -> bool:
-    """Whether each row of a leaf holds the key at the query, or no key at all."""
-    return _has_own_key(mask) or (isinstance(mask, Compare) and "kv" not in mask.symbols)
+def _is_around_query(mask: Mask, others: Sequence[Mask] = ()) -> bool:
+    """Whether each row of a leaf holds the key at the query, or no key at all, where others hold too: one may be the same
+    condition on the query as a leaf is on the key."""
+    if not isinstance(mask, Compare) or "kv" not in mask.symbols:
+        return isinstance(mask, Compare) or _has_own_key(mask)
+    return _has_own_key(mask) or any("kv" not in other.symbols and at_key(other).key == mask.key for other in others)
 
 
 def _holds_query(mask: Mask) -> bool:

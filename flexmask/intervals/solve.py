@@ -46,11 +46,12 @@ def is_separable(mask: Mask) -> TypeGuard[Compare]:
 def has_same_sides(mask: Compare) -> bool:
     """Whether both sides are the same expression, of ``q`` and of ``kv``."""
 
-    def compare() -> bool:
-        mirrored = mask.right.replace(lambda node: kv if node.key == q.key else None)
-        return bool(mirrored.key == mask.left.key)
+    return mask.kept("same_sides", lambda: bool(at_key(mask.right).key == mask.left.key))
 
-    return mask.kept("same_sides", compare)
+
+def at_key(node: Any) -> Any:
+    """The same mask or index of the key's position in place of the query's."""
+    return node.replace(lambda part: kv if part.key == q.key else None)
 
 
 #: Of more piecewise values than these a comparison is not solved: each may double the number of conditions.

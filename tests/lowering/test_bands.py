@@ -107,6 +107,21 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
     "a query that sees all": ("causal | (q == 2)", (None, READ), lambda q, kv: (kv <= q) | (q == 2)),
     "documents": ("document(lengths=[2, 6])", (READ, READ), lambda q, kv: (q < 2) == (kv < 2)),
     "causal documents": ("causal & document(lengths=[2, 6])", (READ, 1), lambda q, kv: (kv <= q) & ((q < 2) == (kv < 2))),
+    "examples and a test": (
+        "in_context([0, 0, 1, 2, 2, 2, 2, 2], test_start=3)",  # of which padding is left out among queries and keys
+        (READ, 1),
+        lambda q, kv: (kv <= q) & ((q >= 3) | ((q < 2) == (kv < 2))),
+    ),
+    "documents or later queries": (
+        "causal & ((table([0, 0, 1, 1, 1, 2, 2, 2])[q] == table([0, 0, 1, 1, 1, 2, 2, 2])[kv]) | (q > 3))",
+        (READ, 1),
+        lambda q, kv: (kv <= q) & ((q > 3) | ((q < 2) == (kv < 2))),
+    ),
+    "another condition on keys than on queries": (
+        "causal & document(lengths=[2, 6]) & (table([0, 1, 0])[q % 3] < 1) & (table([0, 0, 1])[kv % 3] < 1)",
+        (READ, READ),
+        lambda q, kv: (kv <= q) & ((q < 2) == (kv < 2)) & (q % 3 != 1) & (kv % 3 != 2),
+    ),
     "later keys of documents": (
         "(kv >= q) & document(lengths=[2, 6])",
         (0, READ),
