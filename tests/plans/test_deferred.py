@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
+from flexmask.expr import form
 from flexmask.expr.deferral import FUNCTIONS
 from tests.support import oracle
 from tests.support.exhaustive import each_run, exhaustive
@@ -258,6 +259,13 @@ def test_a_mask_that_leaves_its_graph() -> None:
     torch.testing.assert_close(layer(x, cache=fm.KVCache(LENGTH)), layer(x, mask))
 
 
+@pytest.fixture
+def few_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is kept at first: behind a graph break the compiler follows each one that is, which takes seconds for a thousand."""
+    monkeypatch.setattr(form, "MADE", form.Kept(99))
+
+
+@pytest.mark.usefixtures("few_forms")
 def test_a_mask_made_before_and_after_a_graph_break() -> None:
     torch._dynamo.reset()
     n = torch.tensor([20, 3])
@@ -268,6 +276,7 @@ def test_a_mask_made_before_and_after_a_graph_break() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_forms")
 def test_a_mask_prints_as_outside_of_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
 
