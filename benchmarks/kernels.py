@@ -113,10 +113,14 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
     end.send("compiled")
     while True:
         kernel, length, backward = end.recv()
+        try:
+            if (kernel, length) not in failed:
+                step = _step(runs[kernel, length], (1, HEADS, length, kernel[1]), device, backward=backward)
+                end.send(measure_kernels(step))
+        except Exception:
+            failed[kernel, length] = traceback.format_exc()
         if (kernel, length) in failed:
             end.send(failed[kernel, length])
-            continue
-        end.send(measure_kernels(_step(runs[kernel, length], (1, HEADS, length, kernel[1]), device, backward=backward)))
         torch.cuda.empty_cache()
 
 

@@ -23,7 +23,7 @@ Fused: TypeAlias = Literal["whole", "causal"] | None
 #: ``(0, n)`` is ``n``.
 Place: TypeAlias = tuple[int, int]
 #: One end of a key interval: the innermost of some places, none where no key is left out on that side, else ``"read"``, or
-#: ``"shared"`` where it is read and the same for all queries.
+#: ``"shared"`` where a gap that is the same for all queries begins.
 End: TypeAlias = tuple[Place, ...] | Literal["read", "shared"]
 #: The key intervals of a row, each by where it begins and where it ends: one, several of which no end is read, or those before
 #: and behind a gap (:func:`has_gap`).
@@ -31,8 +31,6 @@ Band: TypeAlias = tuple[tuple[End, End], ...]
 #: The band of all keys, and that of a mask of which nothing is known.
 WHOLE: Band = (((), ()),)
 READ: Band = (("read", "read"),)
-#: The band of all keys but those of a gap, which begins at the same key for all queries.
-AROUND_GAP: Band = (((), "shared"), ("read", ()))
 #: The place of the query, and the one behind it.
 HERE, NEXT = (1, 0), (1, 1)
 #: The comparisons that hold for equal values.
@@ -112,7 +110,8 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
 
     A part of which each row holds the key at the query, or no key, does not change an end that is right behind the query, nor a
     beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
-    may have gaps. A condition of the query alone is an end that is read: behind all keys where it holds, 0 elsewhere.
+    may have gaps. A condition of the query alone is an end that is read: behind all keys where it holds, 0 elsewhere. All keys
+    before one that is the same for all queries, and all keys from one on, leave a gap: :func:`has_gap`.
     """
     match mask:
         case Truth(True):
@@ -125,7 +124,10 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
             if lows == {()} or highs == {()}:
                 return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
             computed = _computed(found)
-            return AROUND_GAP if computed == READ and all(map(_is_beside_gap, parts)) else computed
+            if computed != READ or WHOLE[0] in found or not all(map(_adjoins_gap, parts)):
+                return computed
+            stops = [high for low, high in found if low == ()]
+            return (((), "shared" if "read" in stops else max(stops)), ("read", ()))
         case And(parts):
             has_own_key = own_keys and any(map(_has_own_key, parts))
             bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part, parts))]
@@ -150,10 +152,13 @@ def ends_of(band: Iterable[tuple[End, End]]) -> tuple[set[End], set[End]]:
 
 
 def has_gap(band: Sequence[tuple[End, End]]) -> bool:
-    """Whether a band is all keys up to an end that is computed, but those of a gap of which the ends are read."""
+    """Whether each row has all keys up to an end that is computed, without those of one gap, of which the end is read.
+
+    It begins at the same key for all queries, which is a number or read.
+    """
     match band:
-        case [((), "shared"), ("read", high)]:
-            return not isinstance(high, str)
+        case [((), stop), ("read", high)]:
+            return stop != "read" and not isinstance(high, str)
     return False
 
 
@@ -218,7 +223,7 @@ def _inner_end(ends: Iterable[End], side: Literal[-1, 1]) -> End:
     return tuple(place for place in places if not any(spread[other][0] >= spread[place][1] for other in places if other != place))
 
 
-def _is_beside_gap(mask: Mask) -> bool:
+def _adjoins_gap(mask: Mask) -> bool:
     """Whether a leaf is all keys up to the same one in each row, or all from one on."""
     match mask:
         case Span(None, Index() as stop):
@@ -237,8 +242,10 @@ def _has_own_key(mask: Mask) -> bool:
 
 
 def _is_around_query(mask: Mask, others: Sequence[Mask] = ()) -> bool:
-    """Whether each row of a leaf holds the key at the query, or no key at all, where others hold too: one may be the same
-    condition on the query as a leaf is on the key."""
+    """Whether each row of a part of a conjunction holds the key at the query, or the conjunction has no key there.
+
+    A condition on the key alone does if the same one on the query is another part.
+    """
     if not isinstance(mask, Compare) or "kv" not in mask.symbols:
         return isinstance(mask, Compare) or _has_own_key(mask)
     return _has_own_key(mask) or any("kv" not in other.symbols and at_key(other).key == mask.key for other in others)

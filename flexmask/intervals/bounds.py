@@ -407,7 +407,8 @@ class _Analysis:
         memo, place = self.place_of(column)
         data = self.column_data(column) if memo is not None and can_keep_tensors() else None
         context = self.context
-        place, setting = (place, context.batch, context.heads), (context.kv_len, context.device)
+        place = place, *(size for axis, size in (("b", context.batch), ("h", context.heads)) if axis in column.symbols)
+        setting = context.kv_len, context.device
         known = None if data is None else cast("_sync.Stamped[ValueRuns] | None", cast(Any, memo).get(place))
         if data is not None and known is not None and known.stamp.holds(data, setting):
             return known.result

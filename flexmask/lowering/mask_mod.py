@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -80,17 +80,18 @@ def _expression_mod(context: Context) -> MaskMod:
 
 
 def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> MaskMod:
-    """``OR over i of lo[i][row] <= kv < hi[i][row]``.
+    """``OR over i of lo[i][row] <= kv < hi[i][row]``, or around a gap ``(kv < stop[b, h] | kv >= start[row]) & kv < hi(q)``.
 
     Args:
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
         band: the ends that are computed.
 
-    The tensors have the axes of the intervals whose size is not 1, or that of the queries. So torch recognizes the function as
-    intervals and applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an
-    index is multiplied by 0. Each slot has two tensors, not a place on another axis: torch would take the size of that axis for
-    dynamic once it changes, which its CPU kernels do not support.
+    Each tensor has its axes whose size is not 1, or that of the queries. So torch recognizes the function as intervals and
+    applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an index is
+    multiplied by 0. A tensor without a batch axis serves any batch, as the lists of a BlockMask do. Each slot has two tensors,
+    not a place on another axis: torch would take the size of that axis for dynamic once it changes, which its CPU kernels do not
+    support.
 
     Outside of compiled code, where a mask is a part of its graph, a kernel serves several numbers of intervals. On the CPU one
     serves most masks: all ends of two intervals are read at their full size, which costs 3 % of a window of 256. Elsewhere all
@@ -102,10 +103,13 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
     intervals: list[Any] = list(band)
-    if has_gap(band) and rows.slots <= 2:
-        high = band[1][1]
-        stop, start = _around_gap(rows, sizes[2], high)
-        intervals = [((), (_read(stop, sizes, 0), *high)), ((_read(start, sizes, 2),), high)]
+    if has_gap(band):
+        before, behind = band[0][1], cast("tuple[Place, ...]", band[1][1])
+        stop, start = _around_gap(rows, sizes[2], behind)
+        intervals = [
+            ((), (_read(stop, sizes[2]), *behind) if before == "shared" else before),
+            ((_read(start, sizes[2]),), behind),
+        ]
     elif any(isinstance(end, str) for end in chain.from_iterable(band)):
         low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
         lo, hi = rows.lo, rows.hi
@@ -117,21 +121,26 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
             for _ in range(count - rows.slots)
         ]
         ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
-        intervals = [((_read(lo, sizes, 2),), (_read(hi, sizes, 2),)) for lo, hi in ends]
+        intervals = [((_read(lo, sizes[2]),), (_read(hi, sizes[2]),)) for lo, hi in ends]
         intervals[0] = tuple(read if end == "read" else end for end, read in zip((low, high), intervals[0], strict=True))
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def bound(end: Place | _Read) -> Tensor | int:
+            if isinstance(end, _Read):
+                return end.tensor[tuple([(b, h, q_idx)[axis] for axis in end.axes])]
+            return _position(end, q_idx)
+
         visible = []
         for lows, highs in intervals:
-            tests = [kv_idx >= _position(low, (b, h, q_idx)) for low in lows]
-            tests += [kv_idx < _position(high, (b, h, q_idx)) for high in highs]
+            tests = [kv_idx >= bound(low) for low in lows]
+            tests += [kv_idx < bound(high) for high in highs]
             visible.append(reduce(operator.and_, tests) if tests else kv_idx >= 0)
         return reduce(operator.or_, visible)
 
     return visible_key
 
 
-def _around_gap(rows: Rows, q_len: int, high: Any) -> tuple[Tensor, Tensor]:
+def _around_gap(rows: Rows, q_len: int, high: tuple[Place, ...]) -> tuple[Tensor, Tensor]:
     """Where the keys before the gap of each row end, the same for all queries, and where those behind it begin.
 
     Args:
@@ -143,7 +152,7 @@ def _around_gap(rows: Rows, q_len: int, high: Any) -> tuple[Tensor, Tensor]:
     at = torch.arange(q_len if any(size for size, _ in high) else 1, device=lo.device)
     end = torch.full_like(at, rows.kv_len)
     for place in high:
-        end = end.clamp(max=_position(place, (at, at, at)))
+        end = end.clamp(max=_position(place, at))
     is_whole = (lo == 0) & (hi == end)
     is_cut = (lo == 0) & ~is_whole
     stop = torch.where(is_cut, hi, 0).amax(2, keepdim=True)
@@ -152,25 +161,23 @@ def _around_gap(rows: Rows, q_len: int, high: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Read(NamedTuple):
-    """The ends of rows, of the axes of sequences, heads and queries that have these numbers."""
+    """An end of each row, ``tensor[(b, h, q)[axis] for axis in axes]``."""
 
     tensor: Tensor
     axes: tuple[int, ...]
 
 
-def _read(end: Tensor, sizes: tuple[int, int, int], axis: int) -> _Read:
-    """An end of all rows, of the axes that it has, or else of the one of a number."""
+def _read(end: Tensor, q_len: int) -> _Read:
+    """An end ``[B, H, q_len]`` without the axes of size 1. A kernel indexes by something: at least by the query."""
     found, axes = without_unit_axes(end, 3)
-    if not axes:  # a kernel indexes by something
-        found, axes = found.expand(sizes[axis]), (axis,)
+    if not axes:
+        found, axes = found.expand(q_len), (2,)
     return _Read(found.contiguous(), axes)
 
 
-def _position(place: Place | _Read, indices: tuple[Tensor, Tensor, Tensor]) -> Tensor | int:
-    """The position of a key, for a sequence, a head and a query."""
-    if isinstance(place, _Read):
-        return place.tensor[tuple([indices[axis] for axis in place.axes])]
-    (size, n), q_idx = place, indices[2]
+def _position(place: Place, q_idx: Tensor) -> Tensor | int:
+    """The position of a key, of a query."""
+    size, n = place
     if not size:
         return n
     return (q_idx if size == 1 else q_idx // size * size) + n

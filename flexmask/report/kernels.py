@@ -38,7 +38,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         bits = "evaluates each cell"
     else:
         ends = [end for interval in band for end in interval]
-        gap = has_gap(band) and bounds.lower.slots <= 2
+        gap = has_gap(band)
         reads = "read" in ends and not gap
         count = tested_count(bounds.lower.slots) if reads else len(band)
         read = sum(isinstance(end, str) for end in ends) if count == 1 or gap else 2 * count * reads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import warnings
 from itertools import product
 from typing import Any
 
@@ -12,11 +12,9 @@ from torch import Tensor
 
 import flexmask as fm
 from flexmask import attention, h, kv, q
+from flexmask.backends import flash
 from tests.support import oracle
 from tests.support.gpu import needs_gpu
-
-#: FlashAttention's compiler warns of its own functions.
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTH, LENGTHS = 700, (700, 300, 515)
 #: Two sequences of packed documents, in fractions of a length.
@@ -43,6 +41,8 @@ MASKS: dict[str, Any] = {
     "prefixes": lambda length: fm.prefix_lm([length // 2, 9]),
     "sinks": lambda length: fm.masks.sink_window(4, size=50),
     "chunks": lambda length: fm.causal() & fm.masks.chunked(100),
+    "a gap in each row": lambda length: fm.masks.multi_item([length // 2, 9], positions=[n % 37 for n in range(length)]),
+    "examples and a test": lambda length: fm.masks.in_context(ids(length), test_start=length // 2),
     "heads": lambda length: fm.causal() & (q - kv < 64 * (h + 1)),
     "documents in padded queries": lambda length: fm.document(ids(length)) & fm.query_padding(lengths=[length // 2, 0]),
     "diagonals": lambda length: fm.causal() & ((q - kv) % 3 == 0),
@@ -73,8 +73,10 @@ COMPILED = ["causal", "documents", "causal documents", "window", "causal padding
 def skip_missing(backend: str) -> None:
     if torch.__version__ < NEWER.get(backend, "0"):
         pytest.skip(f"{backend} takes torch {NEWER[backend]}")
-    if backend == "flash" and find_spec("flash_attn") is None:
+    if backend == "flash" and not flash._is_installed():
         pytest.skip("FlashAttention 4 is not installed")
+    if backend == "flash":  # whose compiler warns of its own functions
+        warnings.simplefilter("ignore")
 
 
 def tensors(length: int, width: int = 64) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,11 +69,11 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
     ),
     "two tables": (  # of which each row may be one interval or none
         "(kv < 3) | (kv >= table([8, 3, 9, 0, 5])[q])",
-        [(None, SHARED), (READ, None)],
+        [(None, (0, 3)), (READ, None)],
         lambda q, kv: (kv < 3) | (kv >= torch.tensor([8, 3, 9, 0, 5])[q]),
     ),
     "a prefix and a window of data": (
-        "causal & ((kv < 2) | (q - kv < table([1, 0, 9, 2, 1])[q]))",
+        "causal & ((kv < table([5, 2])[1]) | (q - kv < table([1, 0, 9, 2, 1])[q]))",
         [(None, SHARED), (READ, 1)],
         lambda q, kv: (kv <= q) & ((kv < 2) | (q - kv < torch.tensor([1, 0, 9, 2, 1])[q])),
     ),
@@ -89,7 +89,7 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
     ),
     "a gap in chunks before the query": (
         "block_causal(2) & causal(offset=-1) & ((kv < 1) | (kv > table([1, 0, 2, 2, 3])[q]))",
-        [(None, SHARED), (READ, 0)],
+        [(None, [(0, 1), 0]), (READ, 0)],
         lambda q, kv: (kv < q) & ((kv < 1) | (kv > torch.tensor([1, 0, 2, 2, 3])[q])),
     ),
     "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
@@ -179,8 +179,7 @@ def computed_by(mask_mod: Any) -> list[tuple[End, ...]]:
     """The ends that a mask_mod computes, and how it reads the others."""
 
     def end_of(end: Any) -> End:
-        read = [place.axes for place in end if isinstance(place[0], Tensor)]
-        return (READ if 2 in read[0] else SHARED) if read else end
+        return READ if any(isinstance(place[0], Tensor) for place in end) else end
 
     return [tuple(map(end_of, pair)) for pair in tensors_of(mask_mod)["intervals"]]
 
@@ -225,9 +224,22 @@ def test_bands_are_arithmetic_elsewhere_than_on_the_cpu(name: str) -> None:
     text, band, meaning = BANDS[name]
     q, kv = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
     found = fm.parse(text).mask_mod(5, 8)
-    assert computed_by(found)[0] == band_of(band)[0]
+    wanted = [tuple(READ if end == SHARED else end for end in pair) for pair in band_of(band)]
+    assert computed_by(found)[: len(wanted)] == wanted
     assert len(computed_by(found)) >= len(band_of(band))
     assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("prefix", ["table([2, 5])[b]", "table([2])[b]", "2", "2 + h"])
+def test_around_a_gap(prefix: str) -> None:
+    """Two values are read, the first without the query where it varies; of a mask without a batch they serve any."""
+    mask = fm.parse(f"causal & ((kv < {prefix}) | (kv > q - table([0, 1, 2, 0, 1, 9, 0, 1])[q]))")
+    sizes: dict[str, Any] = {"batch": 2 if "5" in prefix else None, "heads": 2 if "h" in prefix else None}
+    found = mask.block_mask(8, **sizes).mask_mod
+    first = [end.axes for end in tensors_of(found)["intervals"][0][1] if isinstance(end[0], Tensor)]
+    assert first == {"table([2, 5])[b]": [(0,)], "table([2])[b]": [(2,)], "2": [], "2 + h": [(1,)]}[prefix]
+    assert torch.equal(cells(found, 2, 2, 8, 8), mask.dense(8, **sizes).expand(2, 2, 8, 8))
 
 
 def test_one_kernel_serves_most_masks_on_the_cpu() -> None:
