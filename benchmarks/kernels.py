@@ -113,14 +113,14 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
     end.send("compiled")
     while True:
         kernel, length, backward = end.recv()
-        try:
-            if (kernel, length) not in failed:
+        found: Measurement | str | None = failed.get((kernel, length))
+        if found is None:
+            try:
                 step = _step(runs[kernel, length], (1, HEADS, length, kernel[1]), device, backward=backward)
-                end.send(measure_kernels(step))
-        except Exception:
-            failed[kernel, length] = traceback.format_exc()
-        if (kernel, length) in failed:
-            end.send(failed[kernel, length])
+                found = measure_kernels(step)
+            except Exception:
+                found = traceback.format_exc()
+        end.send(found)
         torch.cuda.empty_cache()
 
 
