@@ -11,10 +11,8 @@ from flexmask._transforms import are_ints
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Or, Truth
-from flexmask.expr.packing import DocumentTable
-from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.intervals.solve import Span, at_key, has_same_sides, separate
+from flexmask.intervals.solve import Span, at_key, has_same_sides, is_separable, separate
 
 #: ``"whole"`` for all keys, ``"causal"`` for ``is_causal``; None for another mask.
 Fused: TypeAlias = Literal["whole", "causal"] | None
@@ -76,33 +74,20 @@ def queries_have_keys(context: Context) -> bool:
 
 
 def compares_classes(context: Context) -> bool:
-    """Whether a query attends to the keys of its class, as of its document, where there are as many queries as keys.
+    """Whether a query attends to the keys of its class, as of its document: ``f(q) == g(kv)``, or several, and other conditions.
 
-    Row i is that of key i. The mask is ``f(q) == f(kv)``, or several, and conditions: on keys alone, and on the query if they
-    compare ``f(q)`` with a number. So the queries of a class attend to the same keys, which are those whose own row has the same
-    first key and holds the key itself.
+    These are on queries alone or on keys alone. So two queries attend to the same keys, or have none in common.
     """
-    if not isinstance(context.q_offset, int) or context.q_offset:
+    if not isinstance(context.q_offset, int) or context.q_offset:  # for a step, classes of all keys are not worth their time
         return False
     form = separate(context.mask)
     return form.kept("classes", lambda: _compares_classes(form))
 
 
 def _compares_classes(mask: Mask) -> bool:
-    parts: tuple[Mask, ...] = (mask,)
-    match mask:
-        case And(several):
-            parts = several
-    same = [part for part in parts if isinstance(part, Compare) and part.sign == "==" and _has_own_key(part)]
-    if not same or any("q" in part.left.symbols or "kv" in part.right.symbols for part in same):
-        return False
-    values = {part.right.key for part in same}  # which all queries of a class have in common
-    for part in same:
-        match part.right:
-            case Lookup(DocumentTable("starts", source), indices):  # of a run of one id
-                values.add(Lookup(source, indices).key)
-    rest = [part for part in parts if part not in same and "q" in part.symbols]
-    return all(isinstance(part, Compare) and part.left.key in values and isinstance(part.right, Constant) for part in rest)
+    parts = mask.operands if isinstance(mask, And) else (mask,)
+    mixed = [part for part in parts if {"q", "kv"} <= part.symbols]
+    return bool(mixed) and all(is_separable(part) and part.sign == "==" for part in mixed)
 
 
 def band(mask: Mask, *, own_keys: bool) -> Band:

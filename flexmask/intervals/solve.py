@@ -30,6 +30,9 @@ class Span(Mask):
     start: Index | None
     stop: Index | None
 
+    def _make_symbols(self) -> frozenset[str]:
+        return super(Span, self)._make_symbols() | {"kv"}
+
     def write(self, bare: bool) -> tuple[str, int]:
         parts = [f"kv >= {self.start}"] * (self.start is not None) + [f"kv < {self.stop}"] * (self.stop is not None)
         return f"({' & '.join(parts)})", 7

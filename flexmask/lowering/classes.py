@@ -15,11 +15,20 @@ from flexmask.intervals.rows import Rows
 
 
 def classes(rows: Rows) -> tuple[Tensor, Tensor]:
-    """The first key of each row, ``int32[B', H', q_len]``, and that of the row at each key; -1 where it does not hold the key."""
+    """The first key of each row, ``int32[B', H', q_len]``, and that of the rows with each key, ``int32[B', H', kv_len]``.
+
+    It is ``kv_len`` for a row without keys, and -1 for a key of no row.
+
+    Args:
+        rows: of which any two are the same, or have no key in common.
+    """
     lo, hi = rows.lo, rows.hi
-    first = torch.where(lo < hi, lo, rows.kv_len).amin(-1)
-    at = torch.arange(lo.shape[2], device=lo.device)[:, None]
-    return first, torch.where(((lo <= at) & (at < hi)).any(-1), first, -1)
+    first = lo.amin(-1)  # slots without use are behind all keys
+    places, shape = lo.flatten(2).long(), (*lo.shape[:2], rows.kv_len + 1)
+    ends, firsts = (lo.new_zeros(shape).scatter(2, places, values.flatten(2)) for values in (hi, first[..., None].expand_as(lo)))
+    keys = torch.arange(rows.kv_len, device=lo.device)
+    begins = torch.where(ends[..., :-1] > 0, keys, 0).cummax(2).values  # of the interval that is the last one to begin
+    return first, torch.where(keys < ends.gather(2, begins), firsts.gather(2, begins), -1)
 
 
 def class_mod(of_rows: Tensor, of_keys: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -49,7 +49,7 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         return _expression_mod(context)
     bounds = bounds or analyze(context)
     if has_interval_form(bounds):
-        if form == "class" and has_class_form(context) and _sync.needs_sync(bounds.lower.lo):
+        if form == "class" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
             return class_mod(*classes(bounds.lower))
         sizes = context.full_batch, context.heads, context.q_len
         return interval_mod(bounds.lower, sizes, band_of(context))
@@ -62,11 +62,6 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
 def has_interval_form(bounds: RowBounds) -> bool:
     """Whether the key intervals of a mask are few enough to be tested one by one."""
     return bounds.exact and bounds.lower.slots <= MOST
-
-
-def has_class_form(context: Context) -> bool:
-    """Whether a mask is that of classes of queries and keys."""
-    return context.q_len == context.kv_len and compares_classes(context)
 
 
 def tested_count(slots: int) -> int:

@@ -55,8 +55,8 @@ class LoweredMask:
         block_size: queries and keys in a block of :attr:`block_mask`.
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
-        classes: empty, or the classes of queries and of keys where a query attends to the keys of its class, if there are as many
-            queries as keys: the tensors of :func:`flexmask.lowering.classes.classes`.
+        classes: empty, or the classes of queries and of keys where a query attends to the keys of its class: the tensors of
+            :func:`flexmask.lowering.classes.classes`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LoweredMask:
     @property
     def triton_block_mask(self) -> BlockMask:
         """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
-        if not self.classes or not _sync.needs_sync(self.bounds) or self.shape[2] != self.shape[3]:
+        if not self.classes or not _sync.needs_sync(self.bounds):
             return self.block_mask
         return self._block_mask(class_mod(*self.classes))
 

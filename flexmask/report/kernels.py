@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.bands import KINDS, band_of, has_gap
+from flexmask.intervals.bands import KINDS, band_of, compares_classes, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
-from flexmask.lowering.mask_mod import has_class_form, has_interval_form, tested_count
+from flexmask.lowering.mask_mod import has_interval_form, tested_count
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.report.stats import stats
 
@@ -45,8 +45,8 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
-        if has_class_form(context):
-            cells = "whether the rows of the query and of the key begin with the same key, two values that are read from memory"
+        if compares_classes(context):
+            cells = "whether the query and the key are in one class, of which two values are read from memory"
     if refusal := flash_refusal(context.named):
         bits, chosen = f"no: {refusal}", "flex"
     else:

@@ -32,6 +32,7 @@ MASKS: dict[str, Any] = {
     "no mask": lambda length: None,
     "causal": lambda length: fm.causal(),
     "documents": lambda length: fm.document(ids(length)),
+    "crossed documents": lambda length: fm.document(ids(length), kv_ids=2 - ids(length)),
     "causal documents": lambda length: fm.causal() & fm.document(ids(length)),
     "window": lambda length: fm.sliding_window(size=100),
     "both sides of a window": lambda length: fm.sliding_window(left=70, right=9),

@@ -98,28 +98,30 @@ def test_gradients(backend: Any, names: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_documents_of_several_lengths(backend: Any) -> None:
-    """They are compared by class, without an order of positions, also at lengths that are symbols."""
+@pytest.mark.parametrize("more", [0, 64])
+def test_documents_of_several_lengths(backend: Any, more: int) -> None:
+    """They are compared by class, without an order of positions, also at lengths that are symbols, and with more keys."""
     code: list[str] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         code.append(graph.print_readable(print_output=False))
         return backend(graph, inputs)
 
-    def step(x: Tensor, ends: Tensor) -> Tensor:
-        query, key, value = x.chunk(3, -1)
-        return fm.attention(query, key, value, fm.document(cu_seqlens=ends), backend="flex")
+    def step(query: Tensor, keys: Tensor, ends: Tensor, key_ends: Tensor) -> Tensor:
+        mask = fm.masks.cross_document(q_cu_seqlens=ends, kv_cu_seqlens=key_ends) if more else fm.document(cu_seqlens=ends)
+        return attend(query, keys, keys, [mask])[0]
 
     compiled = torch.compile(step, backend=compiler, fullgraph=True)
     for tokens in (130, 257, 384):
-        x, ends = torch.randn(1, 1, tokens, 48, requires_grad=True), torch.tensor([0, 50, tokens])
-        number = torch.arange(tokens) < 50
-        query, key, value = x.chunk(3, -1)
-        found, wanted = compiled(x, ends), oracle.attention(query, key, value, number[:, None] == number)
-        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted)]
-        for one, other in ((found, wanted), grads):
+        query, keys = torch.randn(1, 1, tokens, 16, requires_grad=True), torch.randn(1, 1, tokens + more, 16, requires_grad=True)
+        ends = torch.tensor([0, 50, tokens]), torch.tensor([0, 50 + more // 2, tokens + more])
+        is_first = torch.arange(tokens) < 50, torch.arange(tokens + more) < 50 + more // 2
+        found = compiled(query, keys, *ends)
+        wanted = oracle.attention(query, keys, keys, is_first[0][:, None] == is_first[1])
+        grads = [torch.autograd.grad(out.square().sum(), (query, keys)) for out in (found, wanted)]
+        for one, other in ((found, wanted), *zip(*grads, strict=True)):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
-    assert len(code) == 2
+    assert len(code) == 2 + bool(more)  # the numbers of blocks of queries and of keys are the same at 257 alone
     assert all("same_class" in graph for graph in code)
 
 

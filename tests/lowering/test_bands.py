@@ -273,12 +273,14 @@ CLASSES = {
     "(table([0, 0, 1, 1, 2, 2])[q] == table([0, 0, 1, 1, 2, 2])[kv]) & (table([0, 0, 1, 1, 2, 2])[q] != 1)": True,
     "(table([0, 0, 1, 1, 2, 2])[q] // 2 == table([0, 0, 1, 1, 2, 2])[kv] // 2) & (table([0, 0, 1, 1, 2, 2])[q] < 1)": False,
     "document([[0, 0, 1, 1, 1, 1]]) & (table([[1, 1, 1, 0, 1, 1]])[b, kv] == 1)": True,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == table([0, 0, 1, 1, 1, 1])[q])": False,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 0, 1, 1, 1, 1])[q] == table([0, 5, 1, 1, 1, 1])[q])": False,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == 1)": False,
-    "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": False,
-    "document([0, 0, 1, 1, 1, 1]) & (q != 3)": False,
-    "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": False,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == table([0, 0, 1, 1, 1, 1])[q])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 0, 1, 1, 1, 1])[q] == table([0, 5, 1, 1, 1, 1])[q])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == 1)": True,
+    "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (q != 3)": True,
+    "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": True,
+    "document([0, 2, 1, 1, -1, 2], kv_ids=[2, 1, 2, 2, 0, 3])": True,
+    "cross_document(q_lengths=[1, 2, 3], kv_lengths=[3, 1, 2])": True,
     "causal & document([0, 0, 1, 1, 1, 1])": False,
     "document([0, 0, 1, 1, 1, 1]) | causal": False,
     "key_padding(lengths=[3])": False,
@@ -307,12 +309,16 @@ def test_classes_of_other_plans(text: str) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_classes_are_of_as_many_queries_as_keys() -> None:
-    mask = fm.document(lengths=[2, 4])
-    for q_len in (5, 6):
-        for found in (mask.mask_mod(q_len, 6, form="class"), mask.plan(q_len, 6)().triton_block_mask.mask_mod):
-            assert ("intervals" not in tensors_of(found)) == (q_len == 6)
-            assert torch.equal(cells(found, 1, 1, q_len, 6), mask.dense(q_len, 6))
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 6), (6, 5), (6, 9), (9, 6), (1, 6), (6, 1)])
+def test_classes_of_other_numbers_of_keys(q_len: int, kv_len: int) -> None:
+    masks = [
+        fm.document(torch.arange(q_len) // 2, kv_ids=3 - torch.arange(kv_len) // 3),
+        fm.masks.cross_document(q_cu_seqlens=[0, 1, q_len], kv_cu_seqlens=[0, kv_len - 1, kv_len]),
+    ]
+    for mask in masks:
+        for found in (mask.mask_mod(q_len, kv_len, form="class"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
+            assert "intervals" not in tensors_of(found)
+            assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
 
 
 @pytest.mark.usefixtures("elsewhere")
