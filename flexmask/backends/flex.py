@@ -78,7 +78,7 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, key, call.q_offset, block_size)
     elif isinstance(mask, Mask):
-        form = "auto" if is_flash else "class"
+        form = "auto" if is_flash else "triton"
         setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size, "form": form}
         made = partial(mask.block_mask, q_len, key.shape[2], q_offset=call.q_offset, **setting)
         mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)

@@ -23,12 +23,15 @@ from flexmask.lowering.classes import class_mod, classes
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-#: What a ``mask_mod`` computes: whether the key is in an interval of the row, or the expression of the mask, or whether the query
-#: and the key are in one class.
-Form: TypeAlias = Literal["auto", "interval", "expression", "class"]
+#: What a ``mask_mod`` computes: whether the key is in an interval of the row, the expression of the mask, or whichever code with
+#: the fewest instructions Triton has for the mask.
+Form: TypeAlias = Literal["auto", "interval", "expression", "triton"]
 
 #: The most intervals of a row that the interval form tests.
 MOST = 8
+#: The most keys of which two distances are added up as the halves of one number, and the signs of these.
+MOST_PACKED = 2**15
+SIGNS = 2**15 - 2**31
 
 
 def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = None) -> MaskMod:
@@ -44,15 +47,15 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         LoweringError: ``form`` is ``"interval"``, but the rows have too many intervals or the mask is not separable.
     """
     if not isinstance(form, str) or form not in get_args(Form):
-        raise ExpressionError(f"form must be 'auto', 'interval', 'expression' or 'class', got {form!r}")
+        raise ExpressionError(f"form must be 'auto', 'interval', 'expression' or 'triton', got {form!r}")
     if form == "expression":
         return _expression_mod(context)
     bounds = bounds or analyze(context)
     if has_interval_form(bounds):
-        if form == "class" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
+        if form == "triton" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
             return class_mod(*classes(bounds.lower))
         sizes = context.full_batch, context.heads, context.q_len
-        return interval_mod(bounds.lower, sizes, band_of(context))
+        return interval_mod(bounds.lower, sizes, band_of(context), packs=form == "triton")
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
         raise LoweringError(f"the mask has no interval form, which tests at most {MOST} intervals: {reason}")
@@ -74,13 +77,14 @@ def _expression_mod(context: Context) -> MaskMod:
     return mask_closure(replace(context, tables=context.tables.cloned()))
 
 
-def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> MaskMod:
+def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, packs: bool = False) -> MaskMod:
     """``OR over i of lo[i][row] <= kv < hi[i][row]``, or around a gap ``(kv < stop[b, h] | kv >= start[row]) & kv < hi(q)``.
 
     Args:
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
         band: the ends that are computed.
+        packs: whether intervals with an end that is read are tested as for Triton, on a GPU: both ends at once.
 
     Each tensor has its axes whose size is not 1, or that of the queries. So torch recognizes the function as intervals and
     applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an index is
@@ -90,9 +94,10 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
 
     Outside of compiled code, where a mask is a part of its graph, a kernel serves several numbers of intervals. On the CPU one
     serves most masks: all ends of two intervals are read at their full size, which costs 3 % of a window of 256. Elsewhere all
-    that is read costs registers and instructions of the innermost loop.
+    that is read costs registers and instructions of the innermost loop, and Triton converts the layout of all cells in each step
+    where a row has two values: see :func:`_is_between`, which torch does not recognize as an interval.
     """
-    count = rows.slots
+    is_packed, count = False, rows.slots
     if not torch.compiler.is_compiling():
         count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
@@ -106,6 +111,7 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
             ((_read(start, sizes[2]),), behind),
         ]
     elif any(isinstance(end, str) for end in chain.from_iterable(band)):
+        is_packed = packs and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_PACKED
         low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
         lo, hi = rows.lo, rows.hi
         if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
@@ -127,6 +133,10 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ) -> 
 
         visible = []
         for lows, highs in intervals:
+            if is_packed and lows and highs:
+                low, high = (_limited(bound(end), q_idx) for end in (*lows, *highs))
+                visible.append(_is_between(low, high, kv_idx))
+                continue
             tests = [kv_idx >= bound(low) for low in lows]
             tests += [kv_idx < bound(high) for high in highs]
             visible.append(reduce(operator.and_, tests) if tests else kv_idx >= 0)
@@ -176,3 +186,18 @@ def _position(place: Place, q_idx: Tensor) -> Tensor | int:
     if not size:
         return n
     return (q_idx if size == 1 else q_idx // size * size) + n
+
+
+def _limited(end: Tensor | int, q_idx: Tensor) -> Tensor:
+    """An end of a row as a tensor within the positions that :func:`_is_between` compares."""
+    return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_PACKED)
+
+
+def _is_between(low: Tensor, high: Tensor, kv_idx: Tensor) -> Tensor:
+    """``low <= kv < high`` for ends from 0 to 2**15, from one number of the row: two take up to 1.7 times the instructions.
+
+    ``kv - low`` and ``high - 1 - kv`` are its halves, both at least 0 for a visible key. A lower half below 0 takes 1 from the
+    upper one, but its own sign hides the key already.
+    """
+    row = (high - 1) * 2**16 - low
+    return ((row - kv_idx * (2**16 - 1)) & SIGNS) == 0

@@ -86,11 +86,7 @@ class LoweredMask:
     @property
     def mask_mod(self) -> MaskMod:
         """The mask as a function ``(b, h, q_idx, kv_idx) -> bool`` for FlexAttention."""
-        if self.cells is not None and self.cells.shape[2] > 1:
-            return _cells_mod(self.cells)
-        if self.cells is None:
-            return interval_mod(self._rows(), self.shape[:3], self.band)
-        return _both(interval_mod(self._rows(), self.shape[:3]), _cells_mod(self.cells))
+        return self._mask_mod()
 
     @property
     def block_mask(self) -> BlockMask:
@@ -100,9 +96,15 @@ class LoweredMask:
     @property
     def triton_block_mask(self) -> BlockMask:
         """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
-        if not self.classes or not _sync.needs_sync(self.bounds):
-            return self.block_mask
-        return self._block_mask(class_mod(*self.classes))
+        if self.classes and _sync.needs_sync(self.bounds):
+            return self._block_mask(class_mod(*self.classes))
+        return self._block_mask(self._mask_mod(packs=True))
+
+    def _mask_mod(self, *, packs: bool = False) -> MaskMod:
+        if self.cells is None:
+            return interval_mod(self._rows(), self.shape[:3], self.band, packs=packs)
+        of_cells = _cells_mod(self.cells)
+        return of_cells if self.cells.shape[2] > 1 else _both(interval_mod(self._rows(), self.shape[:3], packs=packs), of_cells)
 
     def _block_mask(self, mask_mod: MaskMod) -> BlockMask:
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 import flexmask as fm
 from flexmask import _sync
@@ -155,12 +154,6 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
 }
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done on a GPU, where no value is read on the host."""
-    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
-
-
 def band_of(ends: Ends | list[Ends]) -> Band:
     """A band of the table."""
 
@@ -259,83 +252,7 @@ def test_named_masks(name: str) -> None:
             assert torch.equal(cells(mask.mask_mod(4, batch=2, form=form), 2, 1, 4, 4), wanted.expand(2, 1, 4, 4))
 
 
-FORMS: tuple[Form, ...] = ("auto", "class")
-#: Masks of classes, and others, by whether they are: of 6 queries and as many keys.
-CLASSES = {
-    "document([0, 0, 1, 1, -1, 2])": True,
-    "document(lengths=[2, 4])": True,
-    "document(cu_seqlens=[0, 2, 4], padding=True)": True,
-    "document([0, 0, 1, 1, -1, -1], contiguous=True)": True,
-    "document(position_ids=[0, 1, 0, 1, 2, 0])": True,
-    "document([0, 0, 1, 1, 2, 2]) & document(lengths=[3, 3])": True,
-    "document([3, 3, 1, 1, 1, 1]) & key_padding(lengths=[3]) & (kv != 1)": True,
-    "per_document(full, lengths=[2, 4])": True,
-    "(table([0, 0, 1, 1, 2, 2])[q] == table([0, 0, 1, 1, 2, 2])[kv]) & (table([0, 0, 1, 1, 2, 2])[q] != 1)": True,
-    "(table([0, 0, 1, 1, 2, 2])[q] // 2 == table([0, 0, 1, 1, 2, 2])[kv] // 2) & (table([0, 0, 1, 1, 2, 2])[q] < 1)": False,
-    "document([[0, 0, 1, 1, 1, 1]]) & (table([[1, 1, 1, 0, 1, 1]])[b, kv] == 1)": True,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == table([0, 0, 1, 1, 1, 1])[q])": True,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 0, 1, 1, 1, 1])[q] == table([0, 5, 1, 1, 1, 1])[q])": True,
-    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == 1)": True,
-    "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": True,
-    "document([0, 0, 1, 1, 1, 1]) & (q != 3)": True,
-    "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": True,
-    "document([0, 2, 1, 1, -1, 2], kv_ids=[2, 1, 2, 2, 0, 3])": True,
-    "cross_document(q_lengths=[1, 2, 3], kv_lengths=[3, 1, 2])": True,
-    "causal & document([0, 0, 1, 1, 1, 1])": False,
-    "document([0, 0, 1, 1, 1, 1]) | causal": False,
-    "key_padding(lengths=[3])": False,
-    "full": False,
-}
-
-
-@pytest.mark.parametrize("text", CLASSES)
-@pytest.mark.usefixtures("elsewhere")
-def test_classes(text: str) -> None:
-    mask = fm.parse(text)
-    wanted, lowered = mask.dense(6), mask.plan(6)()
-    assert bool(lowered.classes) == CLASSES[text]
-    for found in (mask.mask_mod(6, form="class"), lowered.triton_block_mask.mask_mod):
-        assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
-        assert ("intervals" not in tensors_of(found)) == CLASSES[text]
-
-
-@pytest.mark.parametrize("text", each_run(CLASSES, "document(lengths=[2, 4])", "document([0, 0, 1, 1, 1, 1]) & (q != 3)"))
-@pytest.mark.usefixtures("elsewhere")
-def test_classes_of_other_plans(text: str) -> None:
-    """Those for all lengths have the same, and those of steps none."""
-    mask = fm.parse(text)
-    assert bool(mask.plan()(6).classes) == CLASSES[text]
-    assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
-
-
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 6), (6, 5), (6, 9), (9, 6), (1, 6), (6, 1)])
-def test_classes_of_other_numbers_of_keys(q_len: int, kv_len: int) -> None:
-    masks = [
-        fm.document(torch.arange(q_len) // 2, kv_ids=3 - torch.arange(kv_len) // 3),
-        fm.masks.cross_document(q_cu_seqlens=[0, 1, q_len], kv_cu_seqlens=[0, kv_len - 1, kv_len]),
-    ]
-    for mask in masks:
-        for found in (mask.mask_mod(q_len, kv_len, form="class"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
-            assert "intervals" not in tensors_of(found)
-            assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_classes_are_data_of_a_lowered_mask() -> None:
-    """Other values may be written into its tensors, as into those that a CUDA graph reads."""
-    plan = fm.plan("document(cu_seqlens=cu)", 6)
-    kept, other = plan(cu=torch.tensor([0, 2, 6])), plan(cu=torch.tensor([0, 5, 6]))
-    mask_mod = kept.triton_block_mask.mask_mod
-    tree_map(lambda one, two: one.copy_(two) if isinstance(one, Tensor) else one, kept, other)
-    assert torch.equal(cells(mask_mod, 1, 1, 6, 6), other.dense())
-    assert torch.equal(cells(kept[0].triton_block_mask.mask_mod, 1, 1, 6, 6), other.dense())
-
-
-def test_classes_are_intervals_on_the_cpu() -> None:
-    mask = fm.document(lengths=[2, 4])
-    for found in (mask.mask_mod(6, form="class"), mask.plan(6)().triton_block_mask.mask_mod):
-        assert computed_by(found) == [(READ, READ)] * 2
+FORMS: tuple[Form, ...] = ("auto", "triton")
 
 
 #: Parts of conjunctions, and what they mean.

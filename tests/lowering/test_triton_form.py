@@ -1,0 +1,160 @@
+"""The form of a ``mask_mod`` for Triton's kernels on a GPU: one value of each row where the others have two."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import flexmask as fm
+from flexmask.lowering.mask_mod import MOST_PACKED, _is_between
+from tests.lowering.test_bands import BANDS, READ, cells, computed_by, tensors_of
+from tests.support.exhaustive import each_run
+
+# ---------------------------------------------------------------- both ends of an interval
+
+
+def test_both_ends_are_compared_at_once() -> None:
+    """In 32 bits, as kernels have positions."""
+    ends = [0, 1, 2, 127, 128, 16383, 16384, 32766, 32767, 32768]
+    low, high, kv = (part.int() for part in torch.tensor([*product(ends, ends, ends[:-1])]).T)
+    assert torch.equal(_is_between(low, high, kv), (low <= kv) & (kv < high))
+
+
+#: Masks of one interval or several, by whether their ends are compared at once.
+PACKED = {
+    "causal": False,
+    "sliding_window(size=3)": False,
+    "causal & document([0, 0, 1, 1, 1, 1, 2, 2])": True,
+    "causal & key_padding(start=[2, 0])": True,
+    "(kv >= table([0, 3, 8, 2, 1, 0, 7, 5])[q]) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
+    "(kv >= table([0, 3, 8, 2, 1, 0, 7, 5])[q]) & (kv < 6)": True,
+    "(kv >= 2) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
+    "(kv > q - 3) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
+    "(kv > q + 90000) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
+    "(kv > q - 90000) & (kv < q - 90000 + table([0, 90000, 90001, 2, 3, 90008, 5, 6])[q])": True,
+    "block_diffusion(length=4, size=2)": True,
+    "multi_item(2, [0, 1, 2, 0, 1, 2])": False,
+    "(kv == 1) | (kv == 3) | ((kv >= 5) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q]))": True,
+}
+
+
+@pytest.mark.parametrize("text", PACKED)
+@pytest.mark.usefixtures("elsewhere")
+def test_masks(text: str) -> None:
+    mask = fm.parse(text)
+    for found in (mask.mask_mod(8, batch=2, form="triton"), mask.plan(8, batch=2)().triton_block_mask.mask_mod):
+        assert tensors_of(found)["is_packed"] == PACKED[text]
+        assert torch.equal(cells(found, 2, 1, 8, 8), mask.dense(8, batch=2).expand(2, 1, 8, 8))
+    assert not tensors_of(mask.mask_mod(8, batch=2))["is_packed"]  # what torch recognizes as intervals
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.usefixtures("elsewhere")
+def test_bands(name: str) -> None:
+    text, _, meaning = BANDS[name]
+    q, kv = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    for found in (fm.parse(text).mask_mod(5, 8, form="triton"), fm.plan(text, 5, 8, batch=1)().triton_block_mask.mask_mod):
+        assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
+
+
+@pytest.mark.parametrize("kv_len", [MOST_PACKED, MOST_PACKED + 1])
+@pytest.mark.usefixtures("elsewhere")
+def test_longer_masks_compare_each_end(kv_len: int) -> None:
+    low, high = torch.tensor([0, kv_len - 1, 7, 5, kv_len]), torch.tensor([1, kv_len, kv_len, 5, kv_len])
+    mask = (fm.kv >= fm.table(low)[fm.q]) & (fm.kv < fm.table(high)[fm.q])
+    found = mask.mask_mod(5, kv_len, form="triton")
+    assert tensors_of(found)["is_packed"] == (kv_len == MOST_PACKED)
+    kv = torch.arange(kv_len)
+    assert torch.equal(cells(found, 1, 1, 5, kv_len)[0, 0], (low[:, None] <= kv) & (kv < high[:, None]))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_cells_and_intervals() -> None:
+    mask = fm.document([0, 0, 1, 1, 1, 1], contiguous=True) & fm.causal() & fm.key_padding(keep=torch.tensor([1, 0, 1, 1, 0, 1]))
+    lowered = mask.plan(6)()
+    assert lowered.cells is not None
+    assert torch.equal(cells(lowered.triton_block_mask.mask_mod, 1, 1, 6, 6), mask.dense(6))
+
+
+# ---------------------------------------------------------------- classes
+
+#: Masks of classes, and others, by whether they are: of 6 queries and as many keys.
+CLASSES = {
+    "document([0, 0, 1, 1, -1, 2])": True,
+    "document(lengths=[2, 4])": True,
+    "document(cu_seqlens=[0, 2, 4], padding=True)": True,
+    "document([0, 0, 1, 1, -1, -1], contiguous=True)": True,
+    "document(position_ids=[0, 1, 0, 1, 2, 0])": True,
+    "document([0, 0, 1, 1, 2, 2]) & document(lengths=[3, 3])": True,
+    "document([3, 3, 1, 1, 1, 1]) & key_padding(lengths=[3]) & (kv != 1)": True,
+    "per_document(full, lengths=[2, 4])": True,
+    "(table([0, 0, 1, 1, 2, 2])[q] == table([0, 0, 1, 1, 2, 2])[kv]) & (table([0, 0, 1, 1, 2, 2])[q] != 1)": True,
+    "(table([0, 0, 1, 1, 2, 2])[q] // 2 == table([0, 0, 1, 1, 2, 2])[kv] // 2) & (table([0, 0, 1, 1, 2, 2])[q] < 1)": False,
+    "document([[0, 0, 1, 1, 1, 1]]) & (table([[1, 1, 1, 0, 1, 1]])[b, kv] == 1)": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == table([0, 0, 1, 1, 1, 1])[q])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 0, 1, 1, 1, 1])[q] == table([0, 5, 1, 1, 1, 1])[q])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (table([0, 5, 1, 1, 1, 1])[q] == 1)": True,
+    "document([0, 0, 1, 1, 1, 1]) & query_padding(lengths=[3])": True,
+    "document([0, 0, 1, 1, 1, 1]) & (q != 3)": True,
+    "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": True,
+    "document([0, 2, 1, 1, -1, 2], kv_ids=[2, 1, 2, 2, 0, 3])": True,
+    "cross_document(q_lengths=[1, 2, 3], kv_lengths=[3, 1, 2])": True,
+    "causal & document([0, 0, 1, 1, 1, 1])": False,
+    "document([0, 0, 1, 1, 1, 1]) | causal": False,
+    "key_padding(lengths=[3])": False,
+    "full": False,
+}
+
+
+@pytest.mark.parametrize("text", CLASSES)
+@pytest.mark.usefixtures("elsewhere")
+def test_classes(text: str) -> None:
+    mask = fm.parse(text)
+    wanted, lowered = mask.dense(6), mask.plan(6)()
+    assert bool(lowered.classes) == CLASSES[text]
+    for found in (mask.mask_mod(6, form="triton"), lowered.triton_block_mask.mask_mod):
+        assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
+        assert ("intervals" not in tensors_of(found)) == CLASSES[text]
+
+
+@pytest.mark.parametrize("text", each_run(CLASSES, "document(lengths=[2, 4])", "document([0, 0, 1, 1, 1, 1]) & (q != 3)"))
+@pytest.mark.usefixtures("elsewhere")
+def test_classes_of_other_plans(text: str) -> None:
+    """Those for all lengths have the same, and those of steps none."""
+    mask = fm.parse(text)
+    assert bool(mask.plan()(6).classes) == CLASSES[text]
+    assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 6), (6, 5), (6, 9), (9, 6), (1, 6), (6, 1)])
+def test_classes_of_other_numbers_of_keys(q_len: int, kv_len: int) -> None:
+    masks = [
+        fm.document(torch.arange(q_len) // 2, kv_ids=3 - torch.arange(kv_len) // 3),
+        fm.masks.cross_document(q_cu_seqlens=[0, 1, q_len], kv_cu_seqlens=[0, kv_len - 1, kv_len]),
+    ]
+    for mask in masks:
+        for found in (mask.mask_mod(q_len, kv_len, form="triton"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
+            assert "intervals" not in tensors_of(found)
+            assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_classes_are_data_of_a_lowered_mask() -> None:
+    """Other values may be written into its tensors, as into those that a CUDA graph reads."""
+    plan = fm.plan("document(cu_seqlens=cu)", 6)
+    kept, other = plan(cu=torch.tensor([0, 2, 6])), plan(cu=torch.tensor([0, 5, 6]))
+    mask_mod = kept.triton_block_mask.mask_mod
+    tree_map(lambda one, two: one.copy_(two) if isinstance(one, Tensor) else one, kept, other)
+    assert torch.equal(cells(mask_mod, 1, 1, 6, 6), other.dense())
+    assert torch.equal(cells(kept[0].triton_block_mask.mask_mod, 1, 1, 6, 6), other.dense())
+
+
+def test_classes_are_intervals_on_the_cpu() -> None:
+    mask = fm.document(lengths=[2, 4])
+    for found in (mask.mask_mod(6, form="triton"), mask.plan(6)().triton_block_mask.mask_mod):
+        assert computed_by(found) == [(READ, READ)] * 2
