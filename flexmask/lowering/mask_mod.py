@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
 from flexmask.intervals.bands import READ, Band, Place, band_of, compares_classes, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
-from flexmask.intervals.closures import mask_closure, without_unit_axes
+from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.classes import class_mod, classes
+from flexmask.lowering.ends import Ends, Read, is_within, position
+from flexmask.lowering.triton import MOST_PACKED, class_mod, classes, packed_mod
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -29,9 +30,6 @@ Form: TypeAlias = Literal["auto", "interval", "expression", "triton"]
 
 #: The most intervals of a row that the interval form tests.
 MOST = 8
-#: The most keys of which two distances are added up as the halves of one number, and the signs of these.
-MOST_PACKED = 2**15
-SIGNS = 2**15 - 2**31
 
 
 def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = None) -> MaskMod:
@@ -94,24 +92,20 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
 
     Outside of compiled code, where a mask is a part of its graph, a kernel serves several numbers of intervals. On the CPU one
     serves most masks: all ends of two intervals are read at their full size, which costs 3 % of a window of 256. Elsewhere all
-    that is read costs registers and instructions of the innermost loop, and Triton converts the layout of all cells in each step
-    where a row has two values: see :func:`_is_between`, which torch does not recognize as an interval.
+    that is read costs registers and instructions of the innermost loop.
     """
-    is_packed, count = False, rows.slots
+    count = rows.slots
     if not torch.compiler.is_compiling():
         count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
-    intervals: list[Any] = list(band)
+    intervals: list[tuple[Ends, Ends]] = [*cast("tuple[tuple[Ends, Ends], ...]", band)]
     if has_gap(band):
         before, behind = band[0][1], cast("tuple[Place, ...]", band[1][1])
         stop, start = _around_gap(rows, sizes[2], behind)
-        intervals = [
-            ((), (_read(stop, sizes[2]), *behind) if before == "shared" else before),
-            ((_read(start, sizes[2]),), behind),
-        ]
+        first: Ends = (Read.of(stop, sizes[2]), *behind) if before == "shared" else cast("tuple[Place, ...]", before)
+        intervals = [((), first), ((Read.of(start, sizes[2]),), behind)]
     elif any(isinstance(end, str) for end in chain.from_iterable(band)):
-        is_packed = packs and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_PACKED
         low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
         lo, hi = rows.lo, rows.hi
         if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
@@ -122,25 +116,15 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
             for _ in range(count - rows.slots)
         ]
         ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
-        intervals = [((_read(lo, sizes[2]),), (_read(hi, sizes[2]),)) for lo, hi in ends]
-        intervals[0] = tuple(read if end == "read" else end for end, read in zip((low, high), intervals[0], strict=True))
+        intervals = [((Read.of(lo, sizes[2]),), (Read.of(hi, sizes[2]),)) for lo, hi in ends]
+        starts, stops = intervals[0]
+        intervals[0] = starts if isinstance(low, str) else low, stops if isinstance(high, str) else high
+        if packs and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_PACKED:
+            return packed_mod(intervals)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        def bound(end: Place | _Read) -> Tensor | int:
-            if isinstance(end, _Read):
-                return end.tensor[tuple([(b, h, q_idx)[axis] for axis in end.axes])]
-            return _position(end, q_idx)
-
-        visible = []
-        for lows, highs in intervals:
-            if is_packed and lows and highs:
-                low, high = (_limited(bound(end), q_idx) for end in (*lows, *highs))
-                visible.append(_is_between(low, high, kv_idx))
-                continue
-            tests = [kv_idx >= bound(low) for low in lows]
-            tests += [kv_idx < bound(high) for high in highs]
-            visible.append(reduce(operator.and_, tests) if tests else kv_idx >= 0)
-        return reduce(operator.or_, visible)
+        row = b, h, q_idx
+        return reduce(operator.or_, [is_within(lows, highs, row, kv_idx) for lows, highs in intervals])
 
     return visible_key
 
@@ -157,47 +141,9 @@ def _around_gap(rows: Rows, q_len: int, high: tuple[Place, ...]) -> tuple[Tensor
     at = torch.arange(q_len if any(size for size, _ in high) else 1, device=lo.device)
     end = torch.full_like(at, rows.kv_len)
     for place in high:
-        end = end.clamp(max=_position(place, at))
+        end = end.clamp(max=position(place, at))
     is_whole = (lo == 0) & (hi == end)
     is_cut = (lo == 0) & ~is_whole
     stop = torch.where(is_cut, hi, 0).amax(2, keepdim=True)
     behind = rows.lo[..., 1] if rows.slots > 1 else rows.kv_len
     return stop, torch.where(is_whole, 0, torch.where(is_cut, behind, lo)).to(torch.int32)
-
-
-class _Read(NamedTuple):
-    """An end of each row, ``tensor[(b, h, q)[axis] for axis in axes]``."""
-
-    tensor: Tensor
-    axes: tuple[int, ...]
-
-
-def _read(end: Tensor, q_len: int) -> _Read:
-    """An end ``[B, H, q_len]`` without the axes of size 1. A kernel indexes by something: at least by the query."""
-    found, axes = without_unit_axes(end, 3)
-    if not axes:
-        found, axes = found.expand(q_len), (2,)
-    return _Read(found.contiguous(), axes)
-
-
-def _position(place: Place, q_idx: Tensor) -> Tensor | int:
-    """The position of a key, of a query."""
-    size, n = place
-    if not size:
-        return n
-    return (q_idx if size == 1 else q_idx // size * size) + n
-
-
-def _limited(end: Tensor | int, q_idx: Tensor) -> Tensor:
-    """An end of a row as a tensor within the positions that :func:`_is_between` compares."""
-    return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_PACKED)
-
-
-def _is_between(low: Tensor, high: Tensor, kv_idx: Tensor) -> Tensor:
-    """``low <= kv < high`` for ends from 0 to 2**15, from one number of the row: two take up to 1.7 times the instructions.
-
-    ``kv - low`` and ``high - 1 - kv`` are its halves, both at least 0 for a visible key. A lower half below 0 takes 1 from the
-    upper one, but its own sign hides the key already.
-    """
-    row = (high - 1) * 2**16 - low
-    return ((row - kv_idx * (2**16 - 1)) & SIGNS) == 0

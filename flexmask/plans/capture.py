@@ -32,8 +32,8 @@ from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
-from flexmask.lowering.classes import classes
 from flexmask.lowering.dense import cell_evaluator
+from flexmask.lowering.triton import classes
 from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists, lists_of
 from flexmask.plans.replay import Replay
 

@@ -29,8 +29,8 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
 from flexmask.lowering.block_lists import BlockList, grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
-from flexmask.lowering.classes import class_mod
 from flexmask.lowering.mask_mod import MaskMod, interval_mod
+from flexmask.lowering.triton import class_mod
 
 #: The most cells that a graph evaluates, for a mask that is not separable in q and kv.
 MAX_CELLS = 2**26
@@ -56,7 +56,7 @@ class LoweredMask:
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
         classes: empty, or the classes of queries and of keys where a query attends to the keys of its class: the tensors of
-            :func:`flexmask.lowering.classes.classes`.
+            :func:`flexmask.lowering.triton.classes`.
     """
 
     def __init__(

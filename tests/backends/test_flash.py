@@ -15,8 +15,8 @@ from flexmask import scores
 from flexmask.backends import Call, backend, backend_names, choose_backend, flash, flex
 from flexmask.backends.backend import get_backend
 from flexmask.errors import LoweringError
-from flexmask.lowering.classes import class_mod
 from flexmask.lowering.flash import flash_block_size
+from flexmask.lowering.triton import class_mod, packed_mod
 from flexmask.scores.placed import placed_score
 
 HOPPER, BLACKWELL = 9, 10
@@ -78,6 +78,10 @@ WIDE = tensors(dims=(256, 256))
         ),
         (
             HOPPER, tensors(), {"mask": with_mod(class_mod(torch.zeros(1, 1, 8), torch.zeros(1, 1, 300)))},
+            r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
+        ),
+        (
+            HOPPER, tensors(), {"mask": with_mod(packed_mod([(((1, 0),), ((1, 1),))]))},
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (BLACKWELL, tensors(200), {"mask": fm.causal().block_mask(200, 300)}, r"takes blocks of \(256, 128\) here, and"),

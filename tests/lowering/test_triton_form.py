@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -10,18 +11,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import flexmask as fm
-from flexmask.lowering.mask_mod import MOST_PACKED, _is_between
+from flexmask.lowering.triton import MOST_PACKED, is_between
 from tests.lowering.test_bands import BANDS, READ, cells, computed_by, tensors_of
 from tests.support.exhaustive import each_run
 
 # ---------------------------------------------------------------- both ends of an interval
 
 
+def is_packed(mask_mod: Callable[..., Tensor]) -> bool:
+    """Whether both ends are compared at once."""
+    return mask_mod.__qualname__.startswith("packed_mod")
+
+
 def test_both_ends_are_compared_at_once() -> None:
     """In 32 bits, as kernels have positions."""
     ends = [0, 1, 2, 127, 128, 16383, 16384, 32766, 32767, 32768]
     low, high, kv = (part.int() for part in torch.tensor([*product(ends, ends, ends[:-1])]).T)
-    assert torch.equal(_is_between(low, high, kv), (low <= kv) & (kv < high))
+    assert torch.equal(is_between(low, high, kv), (low <= kv) & (kv < high))
 
 
 #: Masks of one interval or several, by whether their ends are compared at once.
@@ -47,9 +53,9 @@ PACKED = {
 def test_masks(text: str) -> None:
     mask = fm.parse(text)
     for found in (mask.mask_mod(8, batch=2, form="triton"), mask.plan(8, batch=2)().triton_block_mask.mask_mod):
-        assert tensors_of(found)["is_packed"] == PACKED[text]
+        assert is_packed(found) == PACKED[text]
         assert torch.equal(cells(found, 2, 1, 8, 8), mask.dense(8, batch=2).expand(2, 1, 8, 8))
-    assert not tensors_of(mask.mask_mod(8, batch=2))["is_packed"]  # what torch recognizes as intervals
+    assert not is_packed(mask.mask_mod(8, batch=2))  # what torch recognizes as intervals
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -67,7 +73,7 @@ def test_longer_masks_compare_each_end(kv_len: int) -> None:
     low, high = torch.tensor([0, kv_len - 1, 7, 5, kv_len]), torch.tensor([1, kv_len, kv_len, 5, kv_len])
     mask = (fm.kv >= fm.table(low)[fm.q]) & (fm.kv < fm.table(high)[fm.q])
     found = mask.mask_mod(5, kv_len, form="triton")
-    assert tensors_of(found)["is_packed"] == (kv_len == MOST_PACKED)
+    assert is_packed(found) == (kv_len == MOST_PACKED)
     kv = torch.arange(kv_len)
     assert torch.equal(cells(found, 1, 1, 5, kv_len)[0, 0], (low[:, None] <= kv) & (kv < high[:, None]))
 

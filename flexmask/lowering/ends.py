@@ -1,0 +1,53 @@
+"""The ends of the key intervals of rows in a ``mask_mod``: read from memory, or computed from the query's position."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from flexmask.intervals.bands import Place
+from flexmask.intervals.closures import without_unit_axes
+
+
+class Read(NamedTuple):
+    """An end of each row, ``tensor[(b, h, q)[axis] for axis in axes]``."""
+
+    tensor: Tensor
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, end: Tensor, q_len: int) -> Read:
+        """An end ``[B, H, q_len]`` without the axes of size 1. A kernel indexes by something: at least by the query."""
+        found, axes = without_unit_axes(end, 3)
+        if not axes:
+            found, axes = found.expand(q_len), (2,)
+        return cls(found.contiguous(), axes)
+
+
+#: Where an interval begins, the last of some keys, or where it ends, the first of some; none where no key is left out.
+Ends: TypeAlias = tuple[Place | Read, ...]
+#: The row of a ``mask_mod``: ``b``, ``h`` and ``q_idx``.
+Row: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def key_of(end: Place | Read, row: Row) -> Tensor | int:
+    """The key of an end of a row."""
+    return end.tensor[tuple([row[axis] for axis in end.axes])] if isinstance(end, Read) else position(end, row[2])
+
+
+def position(place: Place, q_idx: Tensor) -> Tensor | int:
+    """The position of a key, of a query."""
+    size, n = place
+    if not size:
+        return n
+    return (q_idx if size == 1 else q_idx // size * size) + n
+
+
+def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
+    """``low <= kv < high``, each end compared by itself, as torch recognizes it."""
+    tests = [kv_idx >= key_of(low, row) for low in lows]
+    tests += [kv_idx < key_of(high, row) for high in highs]
+    return reduce(operator.and_, tests) if tests else kv_idx >= 0
