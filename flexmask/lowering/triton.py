@@ -1,9 +1,9 @@
 """The ``mask_mod`` that Triton's kernels take the fewest instructions for on a GPU.
 
 A kernel that reads two values of a row converts the layout of all its cells in each step, where heads have 64 channels: on an
-H100 the forward pass of ``document`` took 1.8 to 2.6 times as long by both ends of an interval as with ids compared by hand. So
-classes are compared where a mask has them, and both ends of an interval are made one value. Torch recognizes neither as intervals,
-which FlashAttention 4 takes: they are in a module of their own, by which its backend refuses them.
+H100 the forward pass of ``document`` took 1.8 to 2.6 times as long by both ends of an interval as with ids compared by hand.
+So classes are compared where a mask has them, and both ends of an interval are made one value. Torch recognizes neither as
+intervals, which FlashAttention 4 takes: they are in a module of their own, by which its backend refuses them.
 """
 
 from __future__ import annotations
