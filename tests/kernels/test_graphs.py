@@ -125,6 +125,21 @@ def test_documents_of_several_lengths(backend: Any, more: int) -> None:
     assert all("same_class" in graph for graph in code)
 
 
+def test_documents_of_few_queries(backend: Any) -> None:
+    """Which torch's kernel for decoding takes."""
+    query, key, value = inputs(6)
+
+    def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> list[Tensor]:
+        return attend(query, key, value, [fm.document([0, 0, 1, 1, 1, 1]), fm.document(cu_seqlens=ends)])
+
+    found = torch.compile(step, backend=backend, fullgraph=True)(query, key, value, torch.tensor([0, 2, 6]))
+    is_first = torch.arange(6) < 2
+    wanted = oracle.attention(query, key, value, is_first[:, None] == is_first)
+    for out in found:
+        torch.testing.assert_close(out.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    assert attentions() == 2
+
+
 def test_contiguous_blocks(backend: Any) -> None:
     """A causal mask alone, with several blocks of each kind in its lists, of which the kernels read the first alone.
 
