@@ -341,7 +341,10 @@ def test_kernels() -> None:
     assert fm.explain(mask, 20).kernel == ()
     found = fm.explain(mask, 20, kernel=True)
     assert found.kernel[:2] == (
-        ("cells", "kv in the key interval of the row, of which 1 end is read from memory"),
+        (
+            "cells",
+            "kv in the key interval of the row, of which 1 end is read from memory; backend flex compares both ends at once",
+        ),
         (
             "FLASH",
             "applies 1 interval to 32 keys at a time, as bits (torch 2.15); blocks of 128 x 128 on Hopper, 128 x 128 on "
@@ -360,6 +363,8 @@ def test_kernels() -> None:
     long = dict(fm.explain(fm.causal(), 257, kernel=True).kernel)
     assert "256 x 128 on Blackwell" in long["FLASH"]
     assert long["on CUDA"] == "backend='auto' takes flash where FlashAttention 4 is installed and takes the call, else flex"
+    for alone, seq_len in ((fm.key_padding(lengths=[9]), 20), (fm.causal() & fm.key_padding(start=[9]), 2**15 + 1)):
+        assert dict(fm.explain(alone, seq_len, kernel=True).kernel)["cells"].endswith("of which 1 end is read from memory")
     others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
     assert others["FLASH"] == "no: (q - kv) % 3 is negative for negative numbers in FlashAttention 4"
     assert others["on CUDA"] == "backend='auto' takes flex"
