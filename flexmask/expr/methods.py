@@ -129,9 +129,9 @@ class MaskMethods(MaskPictures):
         Args:
             form: ``"interval"`` tests the key against the row's intervals, and is the same code for every mask of up to 2,
                 4 and 8 of them, on a GPU also of 1; ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a
-                row has at most 8. ``"triton"`` is what Triton's kernels take the fewest instructions for on a GPU, and backend
-                ``flex`` gives them: where a query attends to the keys of its class, as in :func:`document`, it compares the two
-                classes; an interval whose ends are data it tests by one addition, up to 32,768 keys. It is ``"auto"`` on the CPU.
+                row has at most 8. ``"triton"`` is for Triton's kernels on a GPU, as backend ``flex`` has it. Where a
+                query attends to the keys of its class, as in :func:`document`, it compares the two classes. Where an end of an
+                interval is data, it tests both ends at once, up to 32,768 keys. Otherwise, and on the CPU, it is ``"auto"``.
         """
         from flexmask.lowering.mask_mod import mask_mod
 

@@ -74,11 +74,13 @@ def queries_have_keys(context: Context) -> bool:
 
 
 def compares_classes(context: Context) -> bool:
-    """Whether a query attends to the keys of its class, as of its document: ``f(q) == g(kv)``, or several, and other conditions.
+    """Whether a mask is one or more ``f(q) == g(kv)``, and conditions on queries alone or keys alone.
 
-    These are on queries alone or on keys alone. So two queries attend to the same keys, or have none in common.
+    So two queries attend to the same keys, those of their class, or have none in common.
     """
-    if not isinstance(context.q_offset, int) or context.q_offset:  # for a step, classes of all keys are not worth their time
+    if (
+        not isinstance(context.q_offset, int) or context.q_offset
+    ):  # for a decoding step the classes of all keys cost more than they save
         return False
     form = separate(context.mask)
     return form.kept("classes", lambda: _compares_classes(form))

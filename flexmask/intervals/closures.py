@@ -140,7 +140,7 @@ class _Program:
             case Symbol():
                 return _query(context.q_offset)
             case Widened(operand):
-                return lambda values: values.to(torch.int64), [operand]
+                return (lambda values: values.to(torch.int64) if isinstance(values, Tensor) else values), [operand]
             case Column():
                 return _column(node), ["b", "h", node.axis]
             case Truth(value):

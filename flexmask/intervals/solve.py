@@ -31,7 +31,7 @@ class Span(Mask):
     stop: Index | None
 
     def _make_symbols(self) -> frozenset[str]:
-        return super(Span, self)._make_symbols() | {"kv"}
+        return super(Span, self)._make_symbols() | {"kv"}  # which is in no field
 
     def write(self, bare: bool) -> tuple[str, int]:
         parts = [f"kv >= {self.start}"] * (self.start is not None) + [f"kv < {self.stop}"] * (self.stop is not None)

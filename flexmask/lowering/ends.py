@@ -12,14 +12,14 @@ from flexmask.intervals.bands import Place
 from flexmask.intervals.closures import without_unit_axes
 
 
-class Read(NamedTuple):
+class ReadEnd(NamedTuple):
     """An end of each row, ``tensor[(b, h, q)[axis] for axis in axes]``."""
 
     tensor: Tensor
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, end: Tensor, q_len: int) -> Read:
+    def of(cls, end: Tensor, q_len: int) -> ReadEnd:
         """An end ``[B, H, q_len]`` without the axes of size 1. A kernel indexes by something: at least by the query."""
         found, axes = without_unit_axes(end, 3)
         if not axes:
@@ -28,14 +28,14 @@ class Read(NamedTuple):
 
 
 #: Where an interval begins, the last of some keys, or where it ends, the first of some; none where no key is left out.
-Ends: TypeAlias = tuple[Place | Read, ...]
+Ends: TypeAlias = tuple[Place | ReadEnd, ...]
 #: The row of a ``mask_mod``: ``b``, ``h`` and ``q_idx``.
 Row: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
-def key_of(end: Place | Read, row: Row) -> Tensor | int:
+def key_of(end: Place | ReadEnd, row: Row) -> Tensor | int:
     """The key of an end of a row."""
-    return end.tensor[tuple([row[axis] for axis in end.axes])] if isinstance(end, Read) else position(end, row[2])
+    return end.tensor[tuple([row[axis] for axis in end.axes])] if isinstance(end, ReadEnd) else position(end, row[2])
 
 
 def position(place: Place, q_idx: Tensor) -> Tensor | int:

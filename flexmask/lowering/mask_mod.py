@@ -19,13 +19,13 @@ from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.ends import Ends, Read, is_within, position
-from flexmask.lowering.triton import MOST_PACKED, class_mod, classes, packed_mod
+from flexmask.lowering.ends import Ends, ReadEnd, is_within, position
+from flexmask.lowering.triton import MOST_JOINT, class_mod, classes, joint_mod
 
 #: A function of the integer tensors ``b``, ``h``, ``q_idx`` and ``kv_idx`` that gives a boolean tensor.
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-#: What a ``mask_mod`` computes: whether the key is in an interval of the row, the expression of the mask, or whichever code with
-#: the fewest instructions Triton has for the mask.
+#: What a ``mask_mod`` computes: whether the key is in an interval of the row, the expression of the mask, or what takes Triton's
+#: kernels the fewest instructions.
 Form: TypeAlias = Literal["auto", "interval", "expression", "triton"]
 
 #: The most intervals of a row that the interval form tests.
@@ -53,7 +53,7 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         if form == "triton" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
             return class_mod(*classes(bounds.lower))
         sizes = context.full_batch, context.heads, context.q_len
-        return interval_mod(bounds.lower, sizes, band_of(context), packs=form == "triton")
+        return interval_mod(bounds.lower, sizes, band_of(context), joins_ends=form == "triton")
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
         raise LoweringError(f"the mask has no interval form, which tests at most {MOST} intervals: {reason}")
@@ -75,14 +75,14 @@ def _expression_mod(context: Context) -> MaskMod:
     return mask_closure(replace(context, tables=context.tables.cloned()))
 
 
-def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, packs: bool = False) -> MaskMod:
+def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, joins_ends: bool = False) -> MaskMod:
     """``OR over i of lo[i][row] <= kv < hi[i][row]``, or around a gap ``(kv < stop[b, h] | kv >= start[row]) & kv < hi(q)``.
 
     Args:
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
         band: the ends that are computed.
-        packs: whether intervals with an end that is read are tested as for Triton, on a GPU: both ends at once.
+        joins_ends: whether both ends of an interval are tested at once where one is read, for Triton on a GPU.
 
     Each tensor has its axes whose size is not 1, or that of the queries. So torch recognizes the function as intervals and
     applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an index is
@@ -103,8 +103,8 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     if has_gap(band):
         before, behind = band[0][1], cast("tuple[Place, ...]", band[1][1])
         stop, start = _around_gap(rows, sizes[2], behind)
-        first: Ends = (Read.of(stop, sizes[2]), *behind) if before == "shared" else cast("tuple[Place, ...]", before)
-        intervals = [((), first), ((Read.of(start, sizes[2]),), behind)]
+        first: Ends = (ReadEnd.of(stop, sizes[2]), *behind) if before == "shared" else cast("tuple[Place, ...]", before)
+        intervals = [((), first), ((ReadEnd.of(start, sizes[2]),), behind)]
     elif any(isinstance(end, str) for end in chain.from_iterable(band)):
         low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
         lo, hi = rows.lo, rows.hi
@@ -116,11 +116,11 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
             for _ in range(count - rows.slots)
         ]
         ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
-        intervals = [((Read.of(lo, sizes[2]),), (Read.of(hi, sizes[2]),)) for lo, hi in ends]
+        intervals = [((ReadEnd.of(lo, sizes[2]),), (ReadEnd.of(hi, sizes[2]),)) for lo, hi in ends]
         starts, stops = intervals[0]
         intervals[0] = starts if isinstance(low, str) else low, stops if isinstance(high, str) else high
-        if packs and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_PACKED:
-            return packed_mod(intervals)
+        if joins_ends and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_JOINT:
+            return joint_mod(intervals)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = b, h, q_idx

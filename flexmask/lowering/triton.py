@@ -19,8 +19,9 @@ from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.ends import Ends, is_within, key_of
 
-#: The most keys of which two distances are added up as the halves of one number, and the signs of these.
-MOST_PACKED = 2**15
+#: The most keys for which the distances from both ends fit in the halves of 32 bits.
+MOST_JOINT = 2**15
+#: The signs of both halves.
 SIGNS = 2**15 - 2**31
 
 
@@ -33,9 +34,12 @@ def classes(rows: Rows) -> tuple[Tensor, Tensor]:
         rows: of which any two are the same, or have no key in common.
     """
     lo, hi = rows.lo, rows.hi
-    first = lo.amin(-1)  # slots without use are behind all keys
-    places, shape = lo.flatten(2).long(), (*lo.shape[:2], rows.kv_len + 1)
-    ends, firsts = (lo.new_zeros(shape).scatter(2, places, values.flatten(2)) for values in (hi, first[..., None].expand_as(lo)))
+    first, places = lo[..., 0], lo.flatten(2).long()
+    ends, firsts = lo.new_zeros(
+        2, *lo.shape[:2], rows.kv_len + 1
+    )  # by where an interval begins: its end, and the first key of the row
+    ends = ends.scatter(2, places, hi.flatten(2))
+    firsts = firsts.scatter(2, places, first[..., None].expand_as(lo).flatten(2))
     keys = torch.arange(rows.kv_len, device=lo.device)
     begins = torch.where(ends[..., :-1] > 0, keys, 0).cummax(2).values  # of the interval that is the last one to begin
     return first, torch.where(keys < ends.gather(2, begins), firsts.gather(2, begins), -1)
@@ -52,8 +56,8 @@ def class_mod(of_rows: Tensor, of_keys: Tensor) -> Callable[[Tensor, Tensor, Ten
     return same_class
 
 
-def packed_mod(intervals: Sequence[tuple[Ends, Ends]]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a key is in any of the intervals of the row, of at most ``MOST_PACKED`` keys."""
+def joint_mod(intervals: Sequence[tuple[Ends, Ends]]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a key is in any of the intervals of the row, where there are at most ``MOST_JOINT`` keys."""
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row, visible = (b, h, q_idx), []
@@ -70,14 +74,14 @@ def packed_mod(intervals: Sequence[tuple[Ends, Ends]]) -> Callable[[Tensor, Tens
 
 def _limited(end: Tensor | int, q_idx: Tensor) -> Tensor:
     """An end of a row as a tensor within the positions that :func:`is_between` compares."""
-    return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_PACKED)
+    return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_JOINT)
 
 
 def is_between(low: Tensor, high: Tensor, kv_idx: Tensor) -> Tensor:
     """``low <= kv < high`` for ends from 0 to 2**15, from one number of the row.
 
     ``kv - low`` and ``high - 1 - kv`` are its halves, both at least 0 for a visible key. A lower half below 0 takes 1 from the
-    upper one, but its own sign hides the key already.
+    upper one, but its own sign hides the key already, also where the number is -2**31 - 1 and wraps around.
     """
     row = (high - 1) * 2**16 - low
     return ((row - kv_idx * (2**16 - 1)) & SIGNS) == 0

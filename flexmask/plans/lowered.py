@@ -98,13 +98,13 @@ class LoweredMask:
         """As :attr:`block_mask`, with the ``mask_mod`` that Triton's kernels compute fastest."""
         if self.classes and _sync.needs_sync(self.bounds):
             return self._block_mask(class_mod(*self.classes))
-        return self._block_mask(self._mask_mod(packs=True))
+        return self._block_mask(self._mask_mod(joins_ends=True))
 
-    def _mask_mod(self, *, packs: bool = False) -> MaskMod:
+    def _mask_mod(self, *, joins_ends: bool = False) -> MaskMod:
         if self.cells is None:
-            return interval_mod(self._rows(), self.shape[:3], self.band, packs=packs)
+            return interval_mod(self._rows(), self.shape[:3], self.band, joins_ends=joins_ends)
         of_cells = _cells_mod(self.cells)
-        return of_cells if self.cells.shape[2] > 1 else _both(interval_mod(self._rows(), self.shape[:3], packs=packs), of_cells)
+        return of_cells if self.cells.shape[2] > 1 else _both(interval_mod(self._rows(), self.shape[:3]), of_cells)
 
     def _block_mask(self, mask_mod: MaskMod) -> BlockMask:
         tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))

@@ -11,7 +11,7 @@ from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import has_interval_form, tested_count
-from flexmask.lowering.triton import MOST_PACKED
+from flexmask.lowering.triton import MOST_JOINT
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.report.stats import stats
 
@@ -45,11 +45,11 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         read = sum(isinstance(end, str) for end in ends) if count == 1 or gap else 2 * count * reads
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
-        if reads and () not in ends and context.kv_len <= MOST_PACKED:
+        if reads and () not in ends and context.kv_len <= MOST_JOINT:
             cells += "; backend flex compares both ends at once"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
         if compares_classes(context):
-            cells = "whether the query and the key are in one class, of which two values are read from memory"
+            cells = "whether the query and the key are in one class: one value of each is read from memory"
     if refusal := flash_refusal(context.named):
         bits, chosen = f"no: {refusal}", "flex"
     else:

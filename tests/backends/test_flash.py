@@ -16,7 +16,7 @@ from flexmask.backends import Call, backend, backend_names, choose_backend, flas
 from flexmask.backends.backend import get_backend
 from flexmask.errors import LoweringError
 from flexmask.lowering.flash import flash_block_size
-from flexmask.lowering.triton import class_mod, packed_mod
+from flexmask.lowering.triton import class_mod, joint_mod
 from flexmask.scores.placed import placed_score
 
 HOPPER, BLACKWELL = 9, 10
@@ -81,7 +81,7 @@ WIDE = tensors(dims=(256, 256))
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (
-            HOPPER, tensors(), {"mask": with_mod(packed_mod([(((1, 0),), ((1, 1),))]))},
+            HOPPER, tensors(), {"mask": with_mod(joint_mod([(((1, 0),), ((1, 1),))]))},
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (BLACKWELL, tensors(200), {"mask": fm.causal().block_mask(200, 300)}, r"takes blocks of \(256, 128\) here, and"),

@@ -121,7 +121,7 @@ def test_documents_of_several_lengths(backend: Any, more: int) -> None:
         grads = [torch.autograd.grad(out.square().sum(), (query, keys)) for out in (found, wanted)]
         for one, other in ((found, wanted), *zip(*grads, strict=True)):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
-    assert len(code) == 2 + bool(more)  # the numbers of blocks of queries and of keys are the same at 257 alone
+    assert len(code) == 2 + bool(more)  # of the symbols, those of blocks of queries and of keys are the same at 257 alone
     assert all("same_class" in graph for graph in code)
 
 

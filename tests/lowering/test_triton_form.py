@@ -11,16 +11,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import flexmask as fm
-from flexmask.lowering.triton import MOST_PACKED, is_between
+from flexmask.lowering.triton import MOST_JOINT, is_between
 from tests.lowering.test_bands import BANDS, READ, cells, computed_by, tensors_of
 from tests.support.exhaustive import each_run
 
 # ---------------------------------------------------------------- both ends of an interval
 
 
-def is_packed(mask_mod: Callable[..., Tensor]) -> bool:
+def is_interval(mask_mod: Callable[..., Tensor]) -> bool:
+    """Whether intervals are tested, not classes."""
+    return mask_mod.__qualname__.endswith("visible_key")
+
+
+def is_joint(mask_mod: Callable[..., Tensor]) -> bool:
     """Whether both ends are compared at once."""
-    return mask_mod.__qualname__.startswith("packed_mod")
+    return mask_mod.__qualname__.startswith("joint_mod")
 
 
 def test_both_ends_are_compared_at_once() -> None:
@@ -31,7 +36,7 @@ def test_both_ends_are_compared_at_once() -> None:
 
 
 #: Masks of one interval or several, by whether their ends are compared at once.
-PACKED = {
+JOINT = {
     "causal": False,
     "sliding_window(size=3)": False,
     "causal & document([0, 0, 1, 1, 1, 1, 2, 2])": True,
@@ -40,6 +45,7 @@ PACKED = {
     "(kv >= table([0, 3, 8, 2, 1, 0, 7, 5])[q]) & (kv < 6)": True,
     "(kv >= 2) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
     "(kv > q - 3) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
+    "(kv >= table([0, 3, 8, 2, 1, 0, 7, 5])[q]) & (kv < q + 40000)": True,
     "(kv > q + 90000) & (kv < table([8, 4, 8, 1, 3, 0, 8, 6])[q])": True,
     "(kv > q - 90000) & (kv < q - 90000 + table([0, 90000, 90001, 2, 3, 90008, 5, 6])[q])": True,
     "block_diffusion(length=4, size=2)": True,
@@ -48,14 +54,18 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("text", PACKED)
+@pytest.mark.parametrize("text", JOINT)
 @pytest.mark.usefixtures("elsewhere")
 def test_masks(text: str) -> None:
+    """Kernels have positions of 32 bits."""
     mask = fm.parse(text)
+    wanted = mask.dense(8, batch=2).expand(2, 1, 8, 8)
+    indices = torch.meshgrid(*(torch.arange(size, dtype=torch.int32) for size in (2, 1, 8, 8)), indexing="ij")
     for found in (mask.mask_mod(8, batch=2, form="triton"), mask.plan(8, batch=2)().triton_block_mask.mask_mod):
-        assert is_packed(found) == PACKED[text]
-        assert torch.equal(cells(found, 2, 1, 8, 8), mask.dense(8, batch=2).expand(2, 1, 8, 8))
-    assert not is_packed(mask.mask_mod(8, batch=2))  # what torch recognizes as intervals
+        assert is_joint(found) == JOINT[text]
+        assert torch.equal(cells(found, 2, 1, 8, 8), wanted)
+        assert torch.equal(found(*indices).expand(2, 1, 8, 8), wanted)
+    assert not is_joint(mask.mask_mod(8, batch=2))  # what torch recognizes as intervals
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -67,22 +77,30 @@ def test_bands(name: str) -> None:
         assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
 
 
-@pytest.mark.parametrize("kv_len", [MOST_PACKED, MOST_PACKED + 1])
+@pytest.mark.parametrize("kv_len", [MOST_JOINT, MOST_JOINT + 1])
 @pytest.mark.usefixtures("elsewhere")
 def test_longer_masks_compare_each_end(kv_len: int) -> None:
     low, high = torch.tensor([0, kv_len - 1, 7, 5, kv_len]), torch.tensor([1, kv_len, kv_len, 5, kv_len])
     mask = (fm.kv >= fm.table(low)[fm.q]) & (fm.kv < fm.table(high)[fm.q])
     found = mask.mask_mod(5, kv_len, form="triton")
-    assert is_packed(found) == (kv_len == MOST_PACKED)
+    assert is_joint(found) == (kv_len == MOST_JOINT)
     kv = torch.arange(kv_len)
     assert torch.equal(cells(found, 1, 1, 5, kv_len)[0, 0], (low[:, None] <= kv) & (kv < high[:, None]))
 
 
+def test_the_cpu_compares_each_end() -> None:
+    mask = fm.causal() & fm.document(lengths=[2, 4])
+    for found in (mask.mask_mod(6, form="triton"), mask.plan(6)().triton_block_mask.mask_mod):
+        assert not is_joint(found)
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_cells_and_intervals() -> None:
+    """FlashAttention 4 takes both, so that each end is compared."""
     mask = fm.document([0, 0, 1, 1, 1, 1], contiguous=True) & fm.causal() & fm.key_padding(keep=torch.tensor([1, 0, 1, 1, 0, 1]))
     lowered = mask.plan(6)()
     assert lowered.cells is not None
+    assert not is_joint(tensors_of(lowered.triton_block_mask.mask_mod)["one"])
     assert torch.equal(cells(lowered.triton_block_mask.mask_mod, 1, 1, 6, 6), mask.dense(6))
 
 
@@ -134,6 +152,7 @@ def test_classes_of_other_plans(text: str) -> None:
     mask = fm.parse(text)
     assert bool(mask.plan()(6).classes) == CLASSES[text]
     assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
+    assert is_interval(mask.mask_mod(2, 6, q_offset=4, form="triton"))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -214,6 +214,11 @@ def test_more_key_intervals_in_longer_rows(name: str) -> None:
     assert GRAPHS.captures == before + len(tokens)
 
 
+def test_a_length_in_cells() -> None:
+    mask = fm.key_padding(torch.tensor([1]), side="left") & fm.document(torch.tensor([0, 1]), kv_ids=torch.tensor([1, 0]))
+    assert mask.plan()(2, 2).dense()[0, 0].tolist() == [[False, True], [False, False]]
+
+
 def test_a_table_that_symbols_cannot_check() -> None:
     """Whether an index of queries and keys stays in its table follows from lengths that are numbers: a graph for each."""
     table = torch.arange(64) % 3

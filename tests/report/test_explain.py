@@ -358,7 +358,7 @@ def test_kernels() -> None:
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith(", computed from q")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "FlexAttention reads the place of each block"
     classes = dict(fm.explain(fm.document(lengths=[9, 11]), 20, kernel=True).kernel)
-    said = "whether the query and the key are in one class, of which two values are read from memory"
+    said = "whether the query and the key are in one class: one value of each is read from memory"
     assert classes["cells"] == said
     long = dict(fm.explain(fm.causal(), 257, kernel=True).kernel)
     assert "256 x 128 on Blackwell" in long["FLASH"]
