@@ -174,7 +174,7 @@ def tampered_rows(self: Rows) -> Tensor:
 
 def one_less(function: Any) -> Any:
     """A closure that hides key 1."""
-    return lambda *arguments: lambda b, h, q, kv: function(*arguments)(b, h, q, kv) & (kv != 1)
+    return lambda *arguments, **options: lambda b, h, q, kv: function(*arguments, **options)(b, h, q, kv) & (kv != 1)
 
 
 def doubled(function: Any) -> Any:
