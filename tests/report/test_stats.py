@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexmask as fm
+from flexmask.lowering.block_lists import SHARED_STRIDES
 
 
 def test_operations_of_partial_and_full_blocks() -> None:
@@ -46,4 +47,7 @@ def test_memory_is_what_is_allocated(text: str, lengths: tuple[int, int], option
         made = create_block_mask(mask.mask_mod(*lengths, **options), batch, heads, lengths[0], lengths[1], device="cpu")
         assert stats.torch_block_mask_bytes == allocated(made)
     else:
-        assert stats.torch_block_mask_bytes > 10 * stats.block_mask_bytes
+        least = (
+            1 if SHARED_STRIDES else 10
+        )  # where all lists have one pitch, those of a causal mask have room for half of the blocks
+        assert stats.torch_block_mask_bytes > least * stats.block_mask_bytes
