@@ -74,13 +74,12 @@ def queries_have_keys(context: Context) -> bool:
 
 
 def compares_classes(context: Context) -> bool:
-    """Whether a mask is one or more ``f(q) == g(kv)``, and conditions on queries alone or keys alone.
+    """Whether a mask is any ``f(q) == g(kv)`` and conditions on queries alone or keys alone, and depends on the query.
 
-    So two queries attend to the same keys, those of their class, or have none in common.
+    So two queries attend to the same keys, those of their class, or have none in common. Not for decoding steps, in which the
+    classes of all keys cost more than they save.
     """
-    if (
-        not isinstance(context.q_offset, int) or context.q_offset
-    ):  # for a decoding step the classes of all keys cost more than they save
+    if not isinstance(context.q_offset, int) or context.q_offset:
         return False
     form = separate(context.mask)
     return form.kept("classes", lambda: _compares_classes(form))
@@ -89,7 +88,13 @@ def compares_classes(context: Context) -> bool:
 def _compares_classes(mask: Mask) -> bool:
     parts = mask.operands if isinstance(mask, And) else (mask,)
     mixed = [part for part in parts if {"q", "kv"} <= part.symbols]
-    return bool(mixed) and all(is_separable(part) and part.sign == "==" for part in mixed)
+    return (bool(mixed) or has_whole_rows(mask)) and all(is_separable(part) and part.sign == "==" for part in mixed)
+
+
+def has_whole_rows(mask: Mask) -> bool:
+    """Whether a query attends to all keys or to none, by a condition on it alone."""
+    symbols = separate(mask).symbols
+    return "q" in symbols and "kv" not in symbols
 
 
 def band(mask: Mask, *, own_keys: bool) -> Band:

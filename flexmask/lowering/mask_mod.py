@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.intervals.bands import READ, Band, Place, band_of, compares_classes, has_gap
+from flexmask.intervals.bands import READ, Band, Place, band_of, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
@@ -50,8 +50,8 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         return _expression_mod(context)
     bounds = bounds or analyze(context)
     if has_interval_form(bounds):
-        if form == "triton" and compares_classes(context) and _sync.needs_sync(bounds.lower.lo):
-            return class_mod(*classes(bounds.lower))
+        if form == "triton" and _sync.needs_sync(bounds.lower.lo) and (found := classes(context, bounds.lower)):
+            return class_mod(*found)
         sizes = context.full_batch, context.heads, context.q_len
         return interval_mod(bounds.lower, sizes, band_of(context), joins_ends=form == "triton")
     if form == "interval":

@@ -15,7 +15,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from flexmask.intervals.bands import compares_classes, has_whole_rows
 from flexmask.intervals.closures import without_unit_axes
+from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.lowering.ends import Ends, is_within, key_of
 
@@ -25,19 +27,25 @@ MOST_JOINT = 2**15
 SIGNS = 2**15 - 2**31
 
 
-def classes(rows: Rows) -> tuple[Tensor, Tensor]:
-    """The first key of each row, ``int32[B', H', q_len]``, and that of the rows with each key, ``int32[B', H', kv_len]``.
+def classes(context: Context, rows: Rows) -> tuple[Tensor, ...]:
+    """The classes of queries and of keys, which :func:`class_mod` compares; empty for a mask without classes.
 
-    It is ``kv_len`` for a row without keys, and -1 for a key of no row.
+    That of a query is the first key of its row, ``int32[B', H', q_len]``, and ``kv_len`` for a row without keys. That of a key is
+    the first key of the rows that hold it, ``int32[B', H', kv_len]``, and -1 for a key of no row. Those of keys are left out
+    where each row has all keys or none.
 
     Args:
-        rows: of which any two are the same, or have no key in common.
+        context: the lowering context.
+        rows: the key intervals of its mask. Where it has classes, those of two queries are the same or have no key in common.
     """
+    if not compares_classes(context):
+        return ()
     lo, hi = rows.lo, rows.hi
     first, places = lo[..., 0], lo.flatten(2).long()
-    ends, firsts = lo.new_zeros(
-        2, *lo.shape[:2], rows.kv_len + 1
-    )  # by where an interval begins: its end, and the first key of the row
+    if has_whole_rows(context.mask):
+        return (first,)
+    # By where an interval begins: its end, and the first key of the row.
+    ends, firsts = lo.new_zeros(2, *lo.shape[:2], rows.kv_len + 1)
     ends = ends.scatter(2, places, hi.flatten(2))
     firsts = firsts.scatter(2, places, first[..., None].expand_as(lo).flatten(2))
     keys = torch.arange(rows.kv_len, device=lo.device)
@@ -45,13 +53,14 @@ def classes(rows: Rows) -> tuple[Tensor, Tensor]:
     return first, torch.where(keys < ends.gather(2, begins), firsts.gather(2, begins), -1)
 
 
-def class_mod(of_rows: Tensor, of_keys: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """``of_rows[row] == of_keys[key]``, of the tensors of :func:`classes`."""
-    (rows, axes), (keys, _) = (without_unit_axes(tensor, 2) for tensor in (of_rows, of_keys))
+def class_mod(of_rows: Tensor, of_keys: Tensor | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """``of_rows[row] == of_keys[key]``, of the tensors of :func:`classes`; without those of keys ``of_rows[row] == 0``."""
+    rows, axes = without_unit_axes(of_rows, 2)
+    keys = None if of_keys is None else without_unit_axes(of_keys, 2)[0]
 
     def same_class(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         batch_and_head = [(b, h)[axis] for axis in axes]
-        return rows[(*batch_and_head, q_idx)] == keys[(*batch_and_head, kv_idx)]
+        return rows[(*batch_and_head, q_idx)] == (0 if keys is None else keys[(*batch_and_head, kv_idx)])
 
     return same_class
 

@@ -25,7 +25,7 @@ from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask
 from flexmask.expr.tables import Lookup
-from flexmask.intervals.bands import band_of, compares_classes
+from flexmask.intervals.bands import band_of
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import Context
@@ -221,7 +221,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(lists_of(context, rows, cells, block_size))
-    of_class = tuple(map(_in_memory, classes(rows))) if cells is None and compares_classes(context) else ()
+    of_class = tuple(map(_in_memory, classes(context, rows))) if cells is None else ()
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
     return LoweredMask(shape, ends, cells, block_size, lists, band_of(context), of_class)
 

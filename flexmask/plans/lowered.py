@@ -55,8 +55,7 @@ class LoweredMask:
         block_size: queries and keys in a block of :attr:`block_mask`.
         band: which ends of the intervals of a row follow from the query's position alone: see
             :func:`flexmask.intervals.bands.band_of`.
-        classes: empty, or the classes of queries and of keys where a query attends to the keys of its class: the tensors of
-            :func:`flexmask.lowering.triton.classes`.
+        classes: the tensors of :func:`flexmask.lowering.triton.classes`, where a query attends to the keys of its class.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.bands import KINDS, band_of, compares_classes, has_gap
+from flexmask.intervals.bands import KINDS, band_of, compares_classes, has_gap, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
@@ -49,7 +49,11 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
             cells += "; backend flex compares both ends at once"
         bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
         if compares_classes(context):
-            cells = "whether the query and the key are in one class: one value of each is read from memory"
+            cells = (
+                "whether the query attends to all keys or to none: one value is read from memory"
+                if has_whole_rows(context.mask)
+                else "whether the query and the key are in one class: one value of each is read from memory"
+            )
     if refusal := flash_refusal(context.named):
         bits, chosen = f"no: {refusal}", "flex"
     else:

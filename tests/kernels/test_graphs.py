@@ -130,14 +130,16 @@ def test_documents_of_few_queries(backend: Any) -> None:
     query, key, value = inputs(6)
 
     def step(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> list[Tensor]:
-        return attend(query, key, value, [fm.document([0, 0, 1, 1, 1, 1]), fm.document(cu_seqlens=ends)])
+        masks = [fm.document([0, 0, 1, 1, 1, 1]), fm.document(cu_seqlens=ends), fm.query_padding(ends[1])]
+        return attend(query, key, value, masks)
 
     found = torch.compile(step, backend=backend, fullgraph=True)(query, key, value, torch.tensor([0, 2, 6]))
     is_first = torch.arange(6) < 2
-    wanted = oracle.attention(query, key, value, is_first[:, None] == is_first)
-    for out in found:
+    same = is_first[:, None] == is_first
+    for out, cells in zip(found, (same, same, is_first[:, None].expand(6, 6)), strict=True):
+        wanted = oracle.attention(query, key, value, cells)
         torch.testing.assert_close(out.double(), wanted.double(), rtol=1e-4, atol=1e-5)
-    assert attentions() == 2
+    assert attentions() == 3
 
 
 def test_contiguous_blocks(backend: Any) -> None:

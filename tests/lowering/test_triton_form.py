@@ -127,6 +127,8 @@ CLASSES = {
     "document([0, 0, 1, 1, 1, 1], kv_ids=[0, 1, 1, 1, 2, 2])": True,
     "document([0, 2, 1, 1, -1, 2], kv_ids=[2, 1, 2, 2, 0, 3])": True,
     "cross_document(q_lengths=[1, 2, 3], kv_lengths=[3, 1, 2])": True,
+    "query_padding(lengths=[3])": True,
+    "table([1, 0, 1, 1, 0, 1])[q] == 1": True,
     "causal & document([0, 0, 1, 1, 1, 1])": False,
     "document([0, 0, 1, 1, 1, 1]) | causal": False,
     "key_padding(lengths=[3])": False,

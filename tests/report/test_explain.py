@@ -363,6 +363,8 @@ def test_kernels() -> None:
     long = dict(fm.explain(fm.causal(), 257, kernel=True).kernel)
     assert "256 x 128 on Blackwell" in long["FLASH"]
     assert long["on CUDA"] == "backend='auto' takes flash where FlashAttention 4 is installed and takes the call, else flex"
+    whole = dict(fm.explain(fm.query_padding(lengths=[9]), 20, kernel=True).kernel)
+    assert whole["cells"] == "whether the query attends to all keys or to none: one value is read from memory"
     for alone, seq_len in ((fm.key_padding(lengths=[9]), 20), (fm.causal() & fm.key_padding(start=[9]), 2**15 + 1)):
         assert dict(fm.explain(alone, seq_len, kernel=True).kernel)["cells"].endswith("of which 1 end is read from memory")
     others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
