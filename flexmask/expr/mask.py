@@ -326,6 +326,11 @@ class And(_Nary):
         return _junction(And, Or, True, operands)
 
 
+def operands_of(mask: Mask) -> tuple[Mask, ...]:
+    """The operands of a conjunction; of any other mask, the mask."""
+    return mask.operands if isinstance(mask, And) else (mask,)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Or(_Nary):
     """Visible where any operand is."""

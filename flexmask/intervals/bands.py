@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from flexmask._transforms import are_ints
 from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
 from flexmask.expr.linear import Linear
-from flexmask.expr.mask import And, Compare, Mask, Or, Truth
+from flexmask.expr.mask import And, Compare, Mask, Or, Truth, operands_of
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.solve import Span, at_key, has_same_sides, is_separable, separate
 
@@ -86,8 +86,7 @@ def compares_classes(context: Context) -> bool:
 
 
 def _compares_classes(mask: Mask) -> bool:
-    parts = mask.operands if isinstance(mask, And) else (mask,)
-    mixed = [part for part in parts if {"q", "kv"} <= part.symbols]
+    mixed = [part for part in operands_of(mask) if {"q", "kv"} <= part.symbols]
     return (bool(mixed) or has_whole_rows(mask)) and all(is_separable(part) and part.sign == "==" for part in mixed)
 
 

@@ -20,7 +20,7 @@ from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Constant, Index, Symbol, q
 from flexmask.expr.linear import Quotient, Sum
-from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
+from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor, operands_of
 from flexmask.expr.node import Node
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
@@ -116,7 +116,7 @@ class _Analysis:
         found = self.direct_rows(mask)
         if found.exact or not is_captured():
             return found
-        parts = mask.operands if isinstance(mask, And) else (mask,)
+        parts = operands_of(mask)
         constant = [part for part in parts if self.has_constant_rows(part)]
         if all(self.direct_rows(part).exact for part in constant):
             return found

@@ -41,9 +41,10 @@ def classes(context: Context, rows: Rows) -> tuple[Tensor, ...]:
     if not compares_classes(context):
         return ()
     lo, hi = rows.lo, rows.hi
-    first, places = lo[..., 0], lo.flatten(2).long()
+    first = lo[..., 0]
     if has_whole_rows(context.mask):
         return (first,)
+    places = lo.flatten(2).long()
     # By where an interval begins: its end, and the first key of the row.
     ends, firsts = lo.new_zeros(2, *lo.shape[:2], rows.kv_len + 1)
     ends = ends.scatter(2, places, hi.flatten(2))

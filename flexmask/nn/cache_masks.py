@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol, b, kv, maximum
-from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead, Truth
+from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead, Truth, operands_of
 from flexmask.expr.node import Node
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
@@ -219,7 +219,7 @@ def _is_along_keys(lookup: Lookup, mask: Mask) -> bool:
 def _check_padding(mask: Mask, tokens: CallTokens) -> None:
     """Checks that the lengths of padded keys do not end before a call that is not the first, for all sequences."""
     if "lengths" not in mask.memo:
-        leaves = [(part, leaf) for part in _operands(mask) for leaf in _operands(part.expand())]
+        leaves = [(part, leaf) for part in operands_of(mask) for leaf in operands_of(part.expand())]
         mask.memo["lengths"] = [
             (part, leaf.right.table)
             for part, leaf in leaves
@@ -237,11 +237,6 @@ def _check_padding(mask: Mask, tokens: CallTokens) -> None:
                 "padding on the left and give key_padding(start=...). To attend to the first keys only, write "
                 "kv < lengths[b]"
             )
-
-
-def _operands(mask: Mask) -> tuple[Mask, ...]:
-    """The operands of a conjunction; of any other mask, the mask."""
-    return mask.operands if isinstance(mask, And) else (mask,)
 
 
 # ---------------------------------------------------------------- expressions

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flexmask._transforms import are_ints
 from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import in_graph
-from flexmask.expr.mask import And, Compare, Mask
+from flexmask.expr.mask import And, Compare, Mask, operands_of
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.bands import band_of
 from flexmask.intervals.bind import bind
@@ -244,7 +244,7 @@ def _bounds_and_keys(context: Context) -> tuple[Rows, Tensor] | None:
         depend on the query, or those that do have more key intervals than are listed, so that each cell is evaluated.
     """
     mask = context.mask
-    operands = mask.operands if isinstance(mask, And) else (mask,)
+    operands = operands_of(mask)
     of_keys = tuple(operand for operand in operands if "q" not in operand.symbols)
     others = tuple(operand for operand in operands if "q" in operand.symbols)
     if not of_keys:

@@ -189,8 +189,7 @@ def block_mask(case: Case) -> BlockMask:
                 patch.setattr(lowering, name, PerDevice(-1, -1))
             patch.setattr("flexmask.lowering.block_lists.LEAST_PITCH", 1)
         options: dict[str, Any] = {"batch": 2, "heads": case.heads[0], "q_offset": case.q_offset, "block_size": case.block_size}
-        options["form"] = "triton"
-        return case.mask.block_mask(case.q_len, case.kv_len or case.q_len, **options)
+        return case.mask.block_mask(case.q_len, case.kv_len or case.q_len, form="triton", **options)
 
 
 def attended(case: Case, tensors: tuple[Tensor, Tensor, Tensor], mask: BlockMask) -> Tensor:

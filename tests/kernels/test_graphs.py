@@ -109,15 +109,17 @@ def test_documents_of_several_lengths(backend: Any, more: int) -> None:
 
     def step(query: Tensor, keys: Tensor, ends: Tensor, key_ends: Tensor) -> Tensor:
         mask = fm.masks.cross_document(q_cu_seqlens=ends, kv_cu_seqlens=key_ends) if more else fm.document(cu_seqlens=ends)
-        return attend(query, keys, keys, [mask])[0]
+        key, value = keys.chunk(2, -1)
+        return attend(query, key, value, [mask])[0]
 
     compiled = torch.compile(step, backend=compiler, fullgraph=True)
     for tokens in (130, 257, 384):
-        query, keys = torch.randn(1, 1, tokens, 16, requires_grad=True), torch.randn(1, 1, tokens + more, 16, requires_grad=True)
+        query, keys = torch.randn(1, 1, tokens, 16, requires_grad=True), torch.randn(1, 1, tokens + more, 32, requires_grad=True)
         ends = torch.tensor([0, 50, tokens]), torch.tensor([0, 50 + more // 2, tokens + more])
         is_first = torch.arange(tokens) < 50, torch.arange(tokens + more) < 50 + more // 2
         found = compiled(query, keys, *ends)
-        wanted = oracle.attention(query, keys, keys, is_first[0][:, None] == is_first[1])
+        key, value = keys.chunk(2, -1)
+        wanted = oracle.attention(query, key, value, is_first[0][:, None] == is_first[1])
         grads = [torch.autograd.grad(out.square().sum(), (query, keys)) for out in (found, wanted)]
         for one, other in ((found, wanted), *zip(*grads, strict=True)):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)

@@ -18,11 +18,6 @@ from tests.support.exhaustive import each_run
 # ---------------------------------------------------------------- both ends of an interval
 
 
-def is_interval(mask_mod: Callable[..., Tensor]) -> bool:
-    """Whether intervals are tested, not classes."""
-    return mask_mod.__qualname__.endswith("visible_key")
-
-
 def is_joint(mask_mod: Callable[..., Tensor]) -> bool:
     """Whether both ends are compared at once."""
     return mask_mod.__qualname__.startswith("joint_mod")
@@ -88,12 +83,6 @@ def test_longer_masks_compare_each_end(kv_len: int) -> None:
     assert torch.equal(cells(found, 1, 1, 5, kv_len)[0, 0], (low[:, None] <= kv) & (kv < high[:, None]))
 
 
-def test_the_cpu_compares_each_end() -> None:
-    mask = fm.causal() & fm.document(lengths=[2, 4])
-    for found in (mask.mask_mod(6, form="triton"), mask.plan(6)().triton_block_mask.mask_mod):
-        assert not is_joint(found)
-
-
 @pytest.mark.usefixtures("elsewhere")
 def test_cells_and_intervals() -> None:
     """FlashAttention 4 takes both, so that each end is compared."""
@@ -154,7 +143,7 @@ def test_classes_of_other_plans(text: str) -> None:
     mask = fm.parse(text)
     assert bool(mask.plan()(6).classes) == CLASSES[text]
     assert not mask.plan(6)(q_offset=torch.tensor([0])).classes
-    assert is_interval(mask.mask_mod(2, 6, q_offset=4, form="triton"))
+    assert "intervals" in tensors_of(mask.mask_mod(2, 6, q_offset=4, form="triton"))
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -181,7 +170,9 @@ def test_classes_are_data_of_a_lowered_mask() -> None:
     assert torch.equal(cells(kept[0].triton_block_mask.mask_mod, 1, 1, 6, 6), other.dense())
 
 
-def test_classes_are_intervals_on_the_cpu() -> None:
-    mask = fm.document(lengths=[2, 4])
+@pytest.mark.parametrize("text", ["document(lengths=[2, 4])", "causal & document(lengths=[2, 4])"])
+def test_the_cpu_compares_each_end(text: str) -> None:
+    mask = fm.parse(text)
     for found in (mask.mask_mod(6, form="triton"), mask.plan(6)().triton_block_mask.mask_mod):
+        assert not is_joint(found)
         assert computed_by(found) == [(READ, READ)] * 2

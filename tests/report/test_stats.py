@@ -9,6 +9,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flexmask as fm
 from flexmask.lowering.block_lists import SHARED_STRIDES
 
+ONE_PITCH = pytest.mark.xfail(SHARED_STRIDES, reason="torch 2.11: the rows of all lists have one distance", strict=True)
+
 
 def test_operations_of_partial_and_full_blocks() -> None:
     stats = fm.causal().stats(256, block_size=128)
@@ -32,7 +34,7 @@ def allocated(block_mask: BlockMask) -> int:
         ("causal & document(lengths=[700, 324])", (1024, 1024), {}),
         ("key_padding(lengths=[100, 512])", (256, 512), {"heads": 2}),
         ("causal | (kv % 3 == h)", (300, 260), {"heads": 3}),
-        ("causal", (2**18, 2**18), {}),
+        pytest.param("causal", (2**18, 2**18), {}, marks=ONE_PITCH),
         ("sliding_window(size=4096)", (2**18, 2**18), {}),
     ],
 )
@@ -47,7 +49,4 @@ def test_memory_is_what_is_allocated(text: str, lengths: tuple[int, int], option
         made = create_block_mask(mask.mask_mod(*lengths, **options), batch, heads, lengths[0], lengths[1], device="cpu")
         assert stats.torch_block_mask_bytes == allocated(made)
     else:
-        least = (
-            1 if SHARED_STRIDES else 10
-        )  # where all lists have one pitch, those of a causal mask have room for half of the blocks
-        assert stats.torch_block_mask_bytes > least * stats.block_mask_bytes
+        assert stats.torch_block_mask_bytes > 10 * stats.block_mask_bytes
