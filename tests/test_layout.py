@@ -85,11 +85,14 @@ def test_readme_and_package_agree_on_python() -> None:
 def test_what_the_package_claims_is_what_the_matrix_runs() -> None:
     root = PACKAGE.parent
     script = (root / ".ci" / "run").read_text()
-    default = {name: found.split() for name, found in re.findall(r"^(\w+)=\$\{\w+:-(.+)\}$", script, re.MULTILINE)}
-    pythons, torches = default["PYTHONS"], [version.rpartition(".")[0] for version in default["TORCHES"] if version != "newest"]
+    (pairs,) = re.findall(r"^PAIRS=\$\{PAIRS:-(.+)\}", script, re.MULTILINE)
+    pythons, torches = (
+        list(dict.fromkeys(versions)) for versions in zip(*(pair.split(":") for pair in pairs.split()), strict=True)
+    )
+    oldest = torches[0].rpartition(".")[0]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={pythons[0]}"
     assert [found for line in project["classifiers"] for found in re.findall(r"Python :: (3\.\d+)$", line)] == pythons
-    assert f"torch>={torches[0]}" in project["dependencies"]
-    assert f"tested with {torches[0]} to " in (readme := (root / "README.md").read_text())
+    assert f"torch>={oldest}" in project["dependencies"]
+    assert f"tested with {oldest} to " in (readme := (root / "README.md").read_text())
     assert f" on Python {pythons[0]} to {pythons[-1]}" in readme
