@@ -201,16 +201,31 @@ def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return ""
 
 
+def has_torch() -> bool:
+    """Whether torch is imported."""
+    return "torch" in sys.modules
+
+
+# As torch.compiler.assume_constant_result does. Dynamo would make a variable of each module that is imported.
+vars(has_torch)["_dynamo_marked_constant"] = True
+
+
 def is_traced() -> bool:
     """Whether ``torch.compile`` traces the code that calls this; without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+    if not has_torch():
+        return False
+    import torch
+
+    return torch.compiler.is_dynamo_compiling()
 
 
 def is_tensor(data: object) -> bool:
     """Whether ``data`` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(data, torch.Tensor)
+    if not has_torch():
+        return False
+    import torch
+
+    return isinstance(data, torch.Tensor)
 
 
 def not_plain_reason(tensor: Tensor) -> str:

@@ -154,10 +154,11 @@ def text_of(mask: Mask) -> str | None:
 
 def _is_text_of(own: Declared, mask: Mask) -> bool:
     """Whether a mask that traced code makes of a text alone, or has by default, equals a declared one."""
+    text = "full" if mask is ALL_CELLS else None
     if isinstance(mask, DeferredMask):
-        text = mask.args[0] if mask.call == "parse" and not mask.kwargs else None
-    else:
-        text = "full" if mask is ALL_CELLS else None
+        match mask.call:
+            case (_, "parse", ((_, text),), ()):
+                pass
     return text is not None and own.text is not None and _are_equal(text, own.text)
 
 

@@ -5,8 +5,8 @@ The calls run when a mask is lowered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from flexmask._checks import is_tensor, is_traced
 from flexmask.errors import LoweringError, OperandError
@@ -22,13 +22,15 @@ from flexmask.expr.tables import Table, looked_up, param
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The calls that stand for a mask, by the digest of its form and its tensors, for None, which a graph does not take, and for an
-#: index symbol.
-GIVEN, NONE, SYMBOL = "given", "none", "symbol"
-FUNCTIONS |= {GIVEN: of_digest, NONE: lambda: None, SYMBOL: Symbol}
+#: The calls that stand for a mask, by the digest of its form and its tensors, and for an index symbol.
+GIVEN, SYMBOL = "given", "symbol"
+FUNCTIONS |= {GIVEN: of_digest, SYMBOL: Symbol}
 #: The calls whose arguments by name are values of the mask's parameters.
 BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
-
+#: An argument of a call: ``("leaf",)`` for the next leaf, ``("value", value)`` for a text or None, ``("list", arguments)``, or a
+#: call, ``("call", function, arguments, names)``, with the names of the last arguments.
+Argument: TypeAlias = tuple[Any, ...]
+LEAF: Argument = ("leaf",)
 
 #: What is known of an expression once its call is made.
 DERIVED = ("key", "symbols", "depth", "below", "form", "held", "tensors", "memo")
@@ -39,22 +41,22 @@ def _of_made(name: str) -> Any:
 
 
 class DeferredNode(Deferred):
-    """An expression as the call of a deferrable function. It is a pytree of the tensors among its arguments.
+    """An expression as the call of a deferrable function. It is a pytree of the tensors and numbers among its arguments.
+
+    These lie in one tuple, also those of the calls among the arguments: dynamo takes its time for each container of a pytree.
 
     Attributes:
-        call: the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
-        args: arguments by position.
-        kwargs: arguments by name.
+        call: the call, with the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
+        leaves: the tensors and numbers, in the order of the arguments.
         params: the names of the parameters that are not bound yet.
     """
 
-    call: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: Argument
+    leaves: tuple[Any, ...]
     params: tuple[str, ...]
 
-    def __init__(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], params: tuple[str, ...]) -> None:
-        for name, value in (("call", call), ("args", args), ("kwargs", kwargs), ("params", params)):
+    def __init__(self, call: Argument, leaves: tuple[Any, ...], params: tuple[str, ...]) -> None:
+        for name, value in (("call", call), ("leaves", leaves), ("params", params)):
             object.__setattr__(self, name, value)
 
     def made(self) -> Any:
@@ -64,32 +66,42 @@ class DeferredNode(Deferred):
             FlexmaskError: the function refuses its arguments.
         """
         if "node" not in self.__dict__:
-            kwargs = {name: _made(value) for name, value in self.kwargs.items()}
-            object.__setattr__(self, "node", FUNCTIONS[self.call](*map(_made, self.args), **kwargs))
+            object.__setattr__(self, "node", self.made_with(lambda value: value))
         return self.__dict__["node"]
 
+    def made_with(self, data: Callable[[Any], Any]) -> Any:
+        """As :meth:`made`, with ``data(value)`` in the place of each number, tensor and list among the arguments."""
+        leaves = iter(self.leaves)
+
+        def value_of(argument: Argument, *, in_list: bool = False) -> Any:
+            match argument:
+                case ("leaf",):
+                    return next(leaves) if in_list else data(next(leaves))
+                case ("value", value):
+                    return value
+                case ("list", items):
+                    values = [value_of(item, in_list=True) for item in items]
+                    return values if in_list else data(values)
+            _, function, items, names = argument
+            values = [value_of(item) for item in items]
+            first = len(values) - len(names)
+            return FUNCTIONS[function](*values[:first], **dict(zip(names, values[first:], strict=True)))
+
+        return value_of(self.call)
+
     def flatten(self) -> tuple[list[Any], Any]:
-        """The arguments, and what :meth:`unflatten` takes with them."""
-        return [self.args, self.kwargs], (self.call, self.params)
+        """The leaves, and what :meth:`unflatten` takes with them."""
+        return list(self.leaves), (self.call, self.params)
 
     @classmethod
-    def unflatten(cls, arguments: Any, context: Any) -> Self:
+    def unflatten(cls, leaves: Iterable[Any], context: Any) -> Self:
         """The value of the two results of :meth:`flatten`."""
         call, params = context
-        args, kwargs = arguments
-        return cls(call, args, kwargs, params)
+        return cls(call, tuple(leaves), params)
 
     def brief(self) -> str:
         """The call as a text that needs no values of its tensors."""
-        name = self.call.rpartition(".")[2]
-        if name in ("parse", SYMBOL):
-            return cast(str, self.args[0])
-        if name in ("_combine", "arithmetic", "compare"):
-            sign, left, right = self.args
-            return f"{_operand(left)} {sign} {_operand(right)}"
-        if name == "__invert__":
-            return f"~{_operand(self.args[0])}"
-        return f"{name}(...)" if self.args or self.kwargs else name
+        return _text(self.call, iter(self.leaves))
 
     def __str__(self) -> str:
         return self.brief() if is_traced() else str(self.made())
@@ -167,48 +179,65 @@ def deferred(call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params
     Raises:
         OperandError: an argument that a graph cannot take.
     """
-    plain = tuple([_argument(arg) for arg in args])
-    named = {name: _argument(arg) for name, arg in kwargs.items()}
-    names = {*params, *(plain if call == PARAM else ())}
-    for part in (*plain, *named.values()):
-        for own in part if isinstance(part, tuple) else (part,):
-            if isinstance(own, DeferredNode):
-                names.update(own.params)
-    kind = _kind(call, (*plain, *named.values()))
-    return kind(call, plain, named, tuple(sorted(names - set(named) if call in BINDING else names)))
+    values = (*args, *kwargs.values())
+    leaves: list[Any] = []
+    names = {*params, *(args if call == PARAM else ())}
+    items = tuple([_argument(value, leaves, names) for value in values])
+    free = names - set(kwargs) if call in BINDING else names
+    return _kind(call, values)(("call", call, items, tuple(kwargs)), tuple(leaves), tuple(sorted(free)))
 
 
-def _operand(value: Any) -> str:
-    text = value.brief() if isinstance(value, DeferredNode) else str(value) if isinstance(value, int) else "..."
+def _text(argument: Argument, leaves: Iterator[Any]) -> str:
+    if argument[0] == "leaf":
+        leaf = next(leaves)
+        return str(leaf) if isinstance(leaf, int) else "..."
+    if argument[0] == "value":
+        return str(argument[1])
+    if argument[0] == "list":
+        _ = [_text(item, leaves) for item in argument[1]]  # takes its leaves
+        return "..."
+    name, texts = argument[1].rpartition(".")[2], [_text(item, leaves) for item in argument[2]]
+    if name in ("parse", SYMBOL):
+        return texts[0]
+    if name in ("_combine", "arithmetic", "compare"):
+        sign, left, right = texts
+        return f"{_wrapped(left)} {sign} {_wrapped(right)}"
+    if name == "__invert__":
+        return f"~{_wrapped(texts[0])}"
+    return f"{name}(...)" if texts else name
+
+
+def _wrapped(text: str) -> str:
     return f"({text})" if " " in text else text
 
 
 def in_graph(mask: Mask) -> DeferredMask:
     """A mask as one that a graph takes, with its tensors as inputs."""
-    return mask if isinstance(mask, DeferredMask) else DeferredMask(GIVEN, (mask.form.digest, mask.tensors), {}, mask.params)
+    if isinstance(mask, DeferredMask):
+        return mask
+    tensors = mask.tensors
+    items = ("value", mask.form.digest), ("list", (LEAF,) * len(tensors))
+    return DeferredMask(("call", GIVEN, items, ()), tensors, mask.params)
 
 
-def _argument(value: Any) -> Any:
-    """An argument as a graph takes it."""
-    if isinstance(value, DeferredNode):
-        return value
+def _argument(value: Any, leaves: list[Any], params: set[str]) -> Argument:
+    """An argument as a graph takes it; its leaves and its parameters are added to those of others."""
     if isinstance(value, Mask):
-        return in_graph(value)
+        value = in_graph(value)
+    if isinstance(value, DeferredNode):
+        leaves.extend(value.leaves)
+        params.update(value.params)
+        return value.call
     if isinstance(value, Symbol):
-        return DeferredIndex(SYMBOL, (value.name,), {}, ())
-    if value is None:
-        return DeferredMask(NONE, (), {}, ())
-    if isinstance(value, bool | int | float | str) or is_tensor(value):
-        return value
+        return "call", SYMBOL, (("value", value.name),), ()
+    if value is None or isinstance(value, str):
+        return "value", value
+    if isinstance(value, bool | int | float) or is_tensor(value):
+        leaves.append(value)
+        return LEAF
     if isinstance(value, list | tuple):
-        return tuple([_argument(item) for item in value])
+        return "list", tuple([_argument(item, leaves, params) for item in value])
     raise OperandError(
         "in code that torch.compile traces, a mask is made of tensors, numbers, lists, texts and masks, got "
         f"{type(value).__name__}; make the mask outside and pass it, or make its parts there"
     )
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, DeferredNode):
-        return value.made()
-    return [_made(item) for item in value] if isinstance(value, tuple) else value

@@ -83,7 +83,9 @@ class Plan:
         if torch.compiler.is_compiling():
             from flexmask.plans.traced import lower_traced
 
-            return lower_traced(in_graph(self.mask), self._names, tuple(setting), tuple(values))
+            mask = self.mask.bind(**dict(zip(self._names, values, strict=False))) if self._names else self.mask
+            offset = values[-1] if setting.q_offset else 0
+            return lower_traced(in_graph(mask), setting[:4], offset, setting.device, setting.block_size)
         if self._mask_mod is not None:  # what it captures may be another tensor by now
             self.mask = as_mask(self._mask_mod, device=setting.device)
         inputs = [*self.mask.tensors, *values]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -89,7 +90,7 @@ class Graph:
         try:
             lengths = torch.empty(0, setting.q_len, setting.kv_len, device="cpu")
             found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
-            return LoweredMask.unflatten([*found[:4], found[4:]], self.layout)
+            return LoweredMask.unflatten(found, self.layout)
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
                 raise
@@ -345,12 +346,13 @@ def _traced(
         nonlocal layout
         _, q_len, kv_len = lengths.shape
         context = bound(mask, names, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
-        (*sizes, found), layout = lower(context, setting.block_size).flatten()
-        return [*sizes, *found]
+        found, layout = lower(context, setting.block_size).flatten()
+        return found
 
     are_numbers = all(are_ints(*shape) for shape in shapes)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    with _CAPTURING, mode, disable_fake_tensor_cache(mode):  # which takes half of the time with symbols
+    cache = nullcontext() if are_numbers else disable_fake_tensor_cache(mode)  # whose keys take half of the time with symbols
+    with _CAPTURING, mode, cache:
         inputs = [torch.empty(shapes[0], device="cpu")]
         inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
         graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
@@ -413,8 +415,7 @@ def lower_in_graph(
         q_offset: position of the first query.
         block_size: see :class:`Setting`.
     """
-    offset, values = (-1, (q_offset,)) if isinstance(q_offset, Tensor) else (q_offset, ())
-    setting = (query.shape[2], key.shape[2], query.shape[0], query.shape[1], offset, query.device, block_size)
     from flexmask.plans.traced import lower_traced  # imports the compiler, which is already loaded here
 
-    return lower_traced(in_graph(mask), (), setting, values)
+    sizes = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
+    return lower_traced(in_graph(mask), sizes, q_offset, query.device, block_size)

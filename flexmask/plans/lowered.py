@@ -167,23 +167,24 @@ class LoweredMask:
         number = len(range(batch)[part])
         if not number:
             raise LoweringError(f"the LoweredMask has {batch} sequences, of which {index} leaves none")
-        (_, *sizes, tensors), layout = self.flatten()
-        cut = [tensor[part] if tensor.shape[0] == batch else tensor for tensor in tensors]
-        return self.unflatten([number, *sizes, cut], layout)
+        (_, *leaves), layout = self.flatten()
+        cut = [leaf[part] if isinstance(leaf, Tensor) and leaf.shape[0] == batch else leaf for leaf in leaves]
+        return self.unflatten([number, *cut], layout)
 
     def flatten(self) -> tuple[list[Any], Any]:
         """The sizes and the tensors, and what :meth:`unflatten` takes with them."""
         cells = [] if self.cells is None else [self.cells]
         tensors = [self.bounds, *cells, *self.classes, *self._lists]
-        return [*self.shape, tensors], (len(cells), len(self.classes), self.block_size, self.band)
+        return [*self.shape, *tensors], (len(cells), len(self.classes), self.block_size, self.band)
 
     @classmethod
     def unflatten(cls, leaves: Iterable[Any], layout: Any) -> Self:
         """The LoweredMask of the two results of :meth:`flatten`."""
-        *shape, (bounds, *rest) = leaves
+        batch, heads, q_len, kv_len, bounds, *rest = leaves
         cells, count, block_size, band = layout
         classes, lists = tuple(rest[cells : cells + count]), tuple(rest[cells + count :])
-        return cls(cast(Any, tuple(shape)), bounds, rest[0] if cells else None, block_size, lists, band, classes)
+        shape = batch, heads, q_len, kv_len
+        return cls(shape, bounds, rest[0] if cells else None, block_size, lists, band, classes)
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

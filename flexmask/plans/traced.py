@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +11,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 from flexmask._transforms import are_ints, captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
-from flexmask.expr.deferred import KINDS, DeferredMask, DeferredNode
+from flexmask.expr.deferred import KINDS, DeferredMask
 from flexmask.expr.mask import Mask
 from flexmask.plans.capture import Setting, bound, lower
 from flexmask.plans.lowered import LoweredMask
@@ -34,29 +32,33 @@ class _Refusal:
         self.kind, self.message = kind, message
 
 
-def lower_traced(mask: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
+def lower_traced(
+    mask: DeferredMask,
+    sizes: tuple[int, int, int, int],
+    q_offset: int | Tensor,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> LoweredMask:
     """A LoweredMask, lowered in the graph that ``torch.compile`` makes.
 
     Args:
         mask: the mask.
-        names: the parameters of the mask.
-        setting: the fields of the :class:`Setting`.
-        values: the value of each parameter, and ``q_offset`` where it is a tensor.
+        sizes: ``q_len``, ``kv_len``, ``batch`` and ``heads``; see :class:`Setting`.
+        q_offset: position of the first query.
+        device: where results are made.
+        block_size: see :class:`Setting`.
 
     Raises:
         FlexmaskError: the mask cannot be made or lowered.
     """
-    found = _lower(mask, names, setting, values)
+    found = _lower(mask, *sizes, q_offset, device, *block_size)
     if isinstance(found, _Refusal):
         raise ERRORS[found.kind](found.message)
     return found
 
 
 @torch._dynamo.nonstrict_trace
-def _lower(
-    deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]
-) -> LoweredMask | _Refusal:
-    given = deferred, names, setting, values
+def _lower(*given: Any) -> LoweredMask | _Refusal:
     try:
         return _lowered(*given)
     except FlexmaskError:
@@ -69,42 +71,43 @@ def _lower(
         return _Refusal(next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "LoweringError"), str(error))
 
 
-def _lowered(deferred: DeferredMask, names: tuple[str, ...], setting: tuple[Any, ...], values: tuple[Tensor, ...]) -> LoweredMask:
-    q_len, kv_len, batch, heads, q_offset, device, block_size = setting
-    if not are_ints(q_offset):  # one that changes is data
-        q_offset, values = -1, (*values, torch.full((1,), q_offset, dtype=torch.int64, device=device))
-    known = Setting(q_len, kv_len, batch, heads, q_offset, device, (int(block_size[0]), int(block_size[1])))
+def _lowered(
+    deferred: DeferredMask,
+    q_len: int,
+    kv_len: int,
+    batch: int,
+    heads: int,
+    q_offset: int | Tensor,
+    device: torch.device,
+    *block_size: int,
+) -> LoweredMask:
+    if not isinstance(q_offset, Tensor) and not are_ints(q_offset):  # one that changes is data
+        q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=device)
+    offset, values = (-1, (q_offset,)) if isinstance(q_offset, Tensor) else (q_offset, ())
+    sizes = int(block_size[0]), int(block_size[1])
     with captured():
         mask = _made(deferred, device)
-        tensors = (*(held.tensor for held in mask.held), *values)
-        return lower(bound(mask, names, known, tensors), known.block_size)
+        setting = Setting(q_len, kv_len, batch, heads, offset, device, sizes)
+        return lower(bound(mask, (), setting, (*mask.tensors, *values)), sizes)
 
 
 def _made(deferred: DeferredMask, device: torch.device) -> Mask:
     """The mask, of which lists of numbers that change are data. Other numbers are a part of it, so that each is a graph."""
 
-    def with_lists_as(data: Callable[[Any], Any]) -> Mask:
-        def converted(value: Any) -> Any:
-            match value:
-                case DeferredNode():
-                    (args, kwargs), context = value.flatten()
-                    named = {name: converted(own) for name, own in kwargs.items()}
-                    return value.unflatten((tuple(map(converted, args)), named), context)
-                case tuple() if any(isinstance(number, torch.SymInt) for number in tree_leaves(value)):
-                    return data(value)
-                case tuple():
-                    return tuple(map(converted, value))
-            return tree_map_only(torch.SymInt, int, value)
-
-        return cast(Mask, converted(deferred).made())
-
     def tensor(values: Any) -> Tensor:
-        return torch.stack(list(map(tensor, values))) if isinstance(values, tuple) else torch.full((), values, device=device)
+        return torch.stack(list(map(tensor, values))) if isinstance(values, list) else torch.full((), values, device=device)
+
+    def numbers(value: Any) -> Any:
+        return tree_map_only(torch.SymInt, int, value)
+
+    def lists(value: Any) -> Any:
+        changes = isinstance(value, list) and any(isinstance(number, torch.SymInt) for number in tree_leaves(value))
+        return tensor(value) if changes else numbers(value)
 
     try:
-        return with_lists_as(tensor)
+        return cast(Mask, deferred.made_with(lists))
     except FlexmaskError:  # such as the sizes of an image, which are no data
-        return with_lists_as(partial(tree_map_only, torch.SymInt, int))
+        return cast(Mask, deferred.made_with(numbers))
 
 
 def _fix_sizes(given: Any) -> Any:
