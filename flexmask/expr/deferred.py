@@ -194,7 +194,8 @@ def _text(argument: Argument, leaves: Iterator[Any]) -> str:
     if argument[0] == "value":
         return str(argument[1])
     if argument[0] == "list":
-        _ = [_text(item, leaves) for item in argument[1]]  # takes its leaves
+        for item in argument[1]:
+            _text(item, leaves)  # takes its leaves
         return "..."
     name, texts = argument[1].rpartition(".")[2], [_text(item, leaves) for item in argument[2]]
     if name in ("parse", SYMBOL):
