@@ -45,17 +45,21 @@ def list_masks(name: str | None, as_json: bool) -> None:
         names = registry.names() if name is None else []
         define = None if name is None else registry.find(name)
     if name is None:
+        entries = [_entry(each) for each in names]
         if as_json:
-            print_json([_entry(each) for each in names])
+            print_json(entries)
         else:
-            print_table(_rows(names), heading("mask", "q attends to kv where"))
+            print_table(_rows(entries), heading("mask", "q attends to kv where"))
         return
     if define is None:
         raise UserError(f"there is no named mask {name}.{_instead(name)}")
+    entry = _entry(name)
+    document = ROLE.sub(r"`\1`", inspect.getdoc(define) or "It has no description.")
     if as_json:
-        print_json(_entry(name) | {"description": _document(define)})
-    else:
-        echo(_description(name, define))
+        print_json(entry | {"description": document})
+        return
+    version = f" {entry['version']}" if entry["version"] else ""
+    echo(f"{entry['signature']}\n\n{document}\n\nFamily {entry['family']}, package {entry['package']}{version}")
 
 
 def _instead(name: str) -> str:
@@ -65,8 +69,8 @@ def _instead(name: str) -> str:
     return f" `flexmask find {name}` finds {found[0].title}: {found[0].text}" if found else f"{hint} `flexmask list` shows all"
 
 
-def _entry(name: str) -> dict[str, str | None]:
-    """The JSON document of a mask."""
+def _entry(name: str) -> dict[str, Any]:
+    """What is said of a named mask, as its JSON document has it."""
     define, origin = NAMES[name], registry.origin(name)
     return {
         "name": name,
@@ -78,17 +82,16 @@ def _entry(name: str) -> dict[str, str | None]:
     }
 
 
-def _rows(names: Iterable[str]) -> list[Row]:
+def _rows(entries: Iterable[dict[str, Any]]) -> list[Row]:
     """A row for each mask under a row for each family: flexmask's own families, then those of plugins."""
 
-    def place(name: str) -> tuple[bool, str, str]:
-        origin = registry.origin(name)
-        return origin.package != registry.OWN, origin.package, origin.family
+    def place(entry: dict[str, Any]) -> tuple[bool, str, str]:
+        return entry["package"] != registry.OWN, entry["package"], entry["family"]
 
     rows: list[Row] = []
-    for (_, package, family), members in groupby(sorted(names, key=place), key=place):
+    for (_, package, family), members in groupby(sorted(entries, key=place), key=place):
         rows += [("",), (Cell(family, "cyan", bold=True), Cell(f"package {package}", "cyan"))]
-        rows += [(f"  {name}{signature_of(NAMES[name])}", _predicate(NAMES[name])) for name in members]
+        rows += [(f"  {entry['signature']}", entry["predicate"]) for entry in members]
     return rows
 
 
@@ -98,16 +101,6 @@ def _predicate(define: Callable[..., Any]) -> str:
     found = re.search(r"^Predicate:\s*(.+?)(?:\n\s*\n|\Z)", document, re.DOTALL | re.MULTILINE)
     text = found[1] if found else document.split("\n\n")[0]
     return " ".join(ROLE.sub(r"\1", text).replace("``", "").split())
-
-
-def _document(define: Callable[..., Any]) -> str:
-    return ROLE.sub(r"`\1`", inspect.getdoc(define) or "It has no description.")
-
-
-def _description(name: str, define: Callable[..., Any]) -> str:
-    origin = registry.origin(name)
-    version = f" {origin.version}" if origin.version else ""
-    return f"{name}{signature_of(define)}\n\n{_document(define)}\n\nFamily {origin.family}, package {origin.package}{version}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Found:
 
     def has(self, word: str) -> bool:
         """Whether a word in small letters is in a text, or joined in a name."""
-        return word in "\n".join((*self.names, self.text, self.caption, self.source)).lower() or _is_in_a_name(word, self.names)
+        return _fit(word, self.names) > 0 or word in "\n".join((*self.names, self.text, self.caption, self.source)).lower()
 
     def words(self) -> set[str]:
         """The words of the names, and each name as one word."""
@@ -161,16 +154,14 @@ def _joined(name: str) -> str:
     return "".join(_words(name))
 
 
-def _is_in_a_name(word: str, names: Sequence[str]) -> bool:
-    return bool(_joined(word)) and any(_joined(word) in _joined(name) for name in names)
-
-
 def _fit(word: str, names: Sequence[str]) -> int:
-    if _joined(word) in map(_joined, names):
+    """Of a word that is a name 3, that begins a word of one 2, that is in one, joined, 1; else 0."""
+    joined = [_joined(name) for name in names]
+    if _joined(word) in joined:
         return 3
     if any(part.startswith(word) for name in names for part in _words(name)):
         return 2
-    return int(_is_in_a_name(word, names))
+    return int(bool(_joined(word)) and any(_joined(word) in name for name in joined))
 
 
 @click.command("find")
@@ -210,20 +201,16 @@ def _found(words: str) -> list[Found]:
     with to_stderr():  # plugins may print while they are imported
         names = registry.names()
     masks = [
-        Found(name, f"{name}{signature_of(NAMES[name])}", _predicate(NAMES[name]), origin.package, tags=(origin.family,))
-        for name in names
-        for origin in [registry.origin(name)]
+        Found(one["name"], one["signature"], one["predicate"], one["package"], tags=(one["family"],))
+        for one in map(_entry, names)
     ]
-    entries = [
+    masks += [
         Found(entry.title, entry.text, entry.caption, entry.source, entry.aliases, (entry.family, *entry.tags))
         for entry in read_entries(own_source())
     ]
-    masks += entries
+    wanted = words.lower().split()
     known = sorted(set[str]().union(*(mask.words() for mask in masks)))
-    wanted = [word if any(mask.has(word) for mask in masks) else _respelled(word, known) for word in words.lower().split()]
+    for place, word in enumerate(wanted):
+        if not any(mask.has(word) for mask in masks):
+            wanted[place] = closest(word, known, cutoff=CLOSE) or word
     return sorted((mask for mask in masks if all(map(mask.has, wanted))), key=lambda mask: -mask.fit(wanted))
-
-
-def _respelled(word: str, known: list[str]) -> str:
-    """The known word that a word is a misspelling of, else the word."""
-    return closest(word, known, cutoff=CLOSE) or word
