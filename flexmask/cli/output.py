@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import zip_longest
 from textwrap import wrap
 from threading import Timer
@@ -57,29 +57,22 @@ def echo(text: str, *, err: bool = False) -> None:
 
 @contextmanager
 def to_stderr() -> Iterator[None]:
-    """Redirects output to stderr, such as that of user modules, so that it is not part of the answer."""
-    with _descriptor_to_stderr(), redirect_stdout(sys.stderr):
-        yield
+    """Redirects output to stderr, such as that of user modules, so that it is not part of the answer.
 
-
-@contextmanager
-def _descriptor_to_stderr() -> Iterator[None]:
-    """Redirects the file descriptor, for output of libraries and other processes."""
+    Where there is a file descriptor it is redirected, too, for output of libraries and other processes.
+    """
     stream = sys.stdout
-    try:
-        stream.flush()
-        out, err = stream.fileno(), sys.stderr.fileno()
-        kept = os.dup(out)
-    except OSError:
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stream.flush()
+            out, err = stream.fileno(), sys.stderr.fileno()
+            kept = os.dup(out)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, out)
+            stack.callback(stream.flush)
+            os.dup2(err, out)
+        stack.enter_context(redirect_stdout(sys.stderr))
         yield
-        return
-    os.dup2(err, out)
-    try:
-        yield
-    finally:
-        stream.flush()
-        os.dup2(kept, out)
-        os.close(kept)
 
 
 def printable(text: str, encoding: str | None) -> str:
