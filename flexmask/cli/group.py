@@ -142,7 +142,7 @@ GROUP = "flexmask.commands"
 class Commands(click.Group):
     """A group with the exit codes of its help, whose commands report warnings about plugins in one line.
 
-    Plugins add commands as entry points of `GROUP`. One is imported when it runs: the list of commands has its package's summary.
+    Plugins add commands as entry points of `GROUP`: see `PluginCommand`.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -171,37 +171,36 @@ class Commands(click.Group):
         return sorted({*super().list_commands(ctx), *_plugin_commands()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own, entry = super().get_command(ctx, cmd_name), _plugin_commands().get(cmd_name)
-        if own is not None or entry is None:
-            return own
-        if ctx.resilient_parsing:  # completion in the shell
-            return _placeholder(entry)
+        return super().get_command(ctx, cmd_name) or _plugin_commands().get(cmd_name)
+
+
+class PluginCommand(click.Command):
+    """A command of a plugin, with the summary of its package as help until it runs. Completion does not import it."""
+
+    def __init__(self, entry: EntryPoint) -> None:
+        super().__init__(entry.name, help=str(entry.dist.metadata["Summary"]) if entry.dist is not None else None)
+        self.entry = entry
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        if options.get("resilient_parsing"):
+            return super().make_context(*args, **options)
+        return self.loaded().make_context(*args, **options)
+
+    def loaded(self) -> click.Command:
+        package = self.entry.value if self.entry.dist is None else self.entry.dist.name
         try:
-            command = entry.load()
+            command = self.entry.load()
         except Exception as error:
-            raise UserError(f"the command {cmd_name} of {_package(entry)} cannot be imported: {error}") from error
+            raise UserError(f"the command {self.name} of {package} cannot be imported: {error}") from error
         if not isinstance(command, click.Command):
-            raise UserError(f"the command {cmd_name} of {_package(entry)} must be a click.Command, got {type(command).__name__}")
+            raise UserError(f"the command {self.name} of {package} must be a click.Command, got {type(command).__name__}")
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        plugins = {name: _placeholder(entry) for name, entry in _plugin_commands().items()}
-        click.Group(commands={**plugins, **self.commands}).format_commands(ctx, formatter)
 
-
-def _plugin_commands() -> dict[str, EntryPoint]:
+def _plugin_commands() -> dict[str, PluginCommand]:
     from importlib.metadata import entry_points  # slow to import
 
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
-def _placeholder(entry: EntryPoint) -> click.Command:
-    """A command with the summary of its package as help, in place of one that is not imported."""
-    return click.Command(entry.name, help=str(entry.dist.metadata["Summary"]) if entry.dist is not None else None)
-
-
-def _package(entry: EntryPoint) -> str:
-    return entry.value if entry.dist is None else entry.dist.name
+    return {entry.name: PluginCommand(entry) for entry in entry_points(group=GROUP)}
 
 
 @contextmanager
