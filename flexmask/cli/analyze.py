@@ -252,8 +252,7 @@ def check(ctx: click.Context, expression: str, against: str | None, options: Low
             doing(f"{len(findings)} checks done, the last: {finding.name}")
     agrees = not any(finding.wrong for finding in findings)
     if options.as_json:
-        said = [{"name": one.name, "wrong": one.wrong, "text": one.text, "picture": one.picture} for one in findings]
-        print_json({"agrees": agrees, "mask": expression, "against": against, "findings": said})
+        print_json({"agrees": agrees, "mask": expression, "against": against, "findings": [asdict(one) for one in findings]})
     else:
         _report(findings)
     if not agrees:
@@ -274,7 +273,7 @@ def _findings(expression: str, against: str | None, options: LoweringOptions, ba
         masks = options.masks(expression, against)
         reference = masks[1]
     setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
-    yield from agreement(setting, reference, options.block_size, backends or None)
+    yield from agreement(setting, options.block_size, backends or None)
 
 
 def _report(findings: list[Finding]) -> None:
@@ -329,7 +328,7 @@ def shard(expressions: tuple[str, ...], ranks: int, balance: Balance, options: L
                 f"a sequence attends to itself: give --seq-len, not {lowering['q_len']:,} queries from position "
                 f"{lowering['q_offset']:,} and {lowering['kv_len']:,} keys"
             )
-        sizes = {name: lowering[name] for name in ("batch", "heads")}
+        sizes = {"batch": options.batch, "heads": options.heads}
         found = shard_sequence(masks, lowering["q_len"], ranks, balance=balance, block_size=options.block_size, **sizes)
     if not options.as_json:
         echo(str(found))

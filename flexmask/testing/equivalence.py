@@ -20,7 +20,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
-from flexmask.lowering.mask_mod import has_interval_form
+from flexmask.lowering.mask_mod import Form, has_interval_form
 from flexmask.testing.settings import Finding, Reference, Setting, compare_cells, make_setting, picture_around, reference_cells
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -30,7 +30,6 @@ Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 #: GPUs may multiply float32 with fewer bits.
 GPU_TOLERANCE = 1e-2
-EXAMPLES = {"backends": '["sdpa"]', "dtypes": "[torch.float32]"}
 #: Channels of a head. FlexAttention on CUDA takes no fewer.
 WIDTH = 16
 
@@ -87,7 +86,7 @@ def assert_equivalent(
     """
     __tracebackhide__ = True
     setting = make_setting(mask, q_len, kv_len, batch=batch, heads=heads, q_offset=q_offset, device=device, reference=reference)
-    findings = agreement(setting, reference, block_size, backends, dtypes, tolerance)
+    findings = agreement(setting, block_size, backends, dtypes, tolerance)
     wrong = [finding for finding in findings if finding.wrong]
     if wrong:
         against = "its own expression" if reference is None else "the reference"
@@ -98,17 +97,13 @@ def assert_equivalent(
 
 def agreement(
     setting: Setting,
-    reference: Reference | None = None,
     block_size: int | tuple[int, int] = 8,
     backends: Sequence[str] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> Iterator[Finding]:
     """The findings of :func:`assert_equivalent`, one for each check; the other arguments are the same."""
-    if reference is None:
-        wanted = setting.mask.dense(**setting.lowering).expand(setting.shape)
-    else:
-        wanted = reference_cells(reference, setting)
+    wanted = reference_cells(setting)
     yield from check_lowerings(setting, wanted, block_size)
     yield from check_backends(setting, wanted, own_backends(setting) if backends is None else backends, dtypes, tolerance)
 
@@ -176,14 +171,10 @@ def check_lowerings(setting: Setting, wanted: Tensor, block_size: int | tuple[in
     bounds, keys = mask.rows(**lowering), torch.arange(setting.kv_len, device=setting.device)
     lower, upper = (rows.holds(keys).expand(setting.shape) for rows in (bounds.lower, bounds.upper))
     yield compare_cells("rows" if bounds.exact else "rows (bounds)", lower | (wanted & upper), wanted)
-    forms = {"mask_mod (expression)": "expression", "mask_mod (interval)": "interval"}
-    if not has_interval_form(bounds):
-        del forms["mask_mod (interval)"]
-    for name, form in forms.items():
-        mask_mod = mask.mask_mod(**lowering, form=form)  # type: ignore[arg-type]
-        yield compare_cells(name, setting.cells(mask_mod), wanted)
-    found = mask.block_mask(**lowering, block_size=block_size)
-    yield from _block_mask(found, setting, wanted)
+    forms: list[Form] = ["expression", "interval"] if has_interval_form(bounds) else ["expression"]
+    for form in forms:
+        yield compare_cells(f"mask_mod ({form})", setting.cells(mask.mask_mod(**lowering, form=form)), wanted)
+    yield from _block_mask(mask.block_mask(**lowering, block_size=block_size), setting, wanted)
     yield _stats(setting, wanted, block_size)
 
 
@@ -272,9 +263,9 @@ def check_backends(
         OperandError: what is no list of them, or a tolerance that is no number.
         LoweringError: a backend that supports none of the dtypes, nor bfloat16.
     """
-    for name, given in (("backends", backends), ("dtypes", dtypes)):
+    for name, given, example in (("backends", backends, '["sdpa"]'), ("dtypes", dtypes, "[torch.float32]")):
         if not isinstance(given, list | tuple):
-            raise OperandError(f"{name} must be a list, e.g. {name}={EXAMPLES[name]}, got {kind_of(given)}")
+            raise OperandError(f"{name} must be a list, e.g. {name}={example}, got {kind_of(given)}")
     if tolerance is not None:
         checked_number(tolerance, "tolerance")
     for backend in map(get_backend, backends):
@@ -336,7 +327,7 @@ def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Find
     wrong = not largest <= tolerance  # also where it is no number
     text = f"largest error {largest:.1e}, at most {tolerance:.0e}"
     if wrong:
-        worst = int(torch.where(error.isnan(), torch.inf, error).argmax())
-        b, h, place, _ = (int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), error.shape))
+        worst = torch.where(error.isnan(), torch.inf, error).argmax()
+        b, h, place, _ = (int(i) for i in torch.unravel_index(worst, error.shape))
         text = f"largest error {largest:.1e}, more than {tolerance:.0e}, at b={b}, h={h}, position {place}"
     return Finding(name, wrong, text)

@@ -40,6 +40,8 @@ class Setting:
         heads: heads.
         q_offset: position of the first query.
         device: the device of all tensors.
+        reference: the expected mask in one of its forms, with the tensors of a mask on the device; the mask itself where none is
+            given.
     """
 
     mask: Mask
@@ -49,6 +51,7 @@ class Setting:
     heads: int
     q_offset: int | Tensor
     device: torch.device
+    reference: Reference
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -105,34 +108,35 @@ def make_setting(
     if isinstance(q_offset, Tensor):
         said.append((q_offset.numel(), 1))
     if isinstance(reference, Mask | str):
-        its = bind(as_mask(reference, device=where).to(where), q_len, kv_len, batch, heads, q_offset, where)
+        reference = as_mask(reference, device=where).to(where)
+        its = bind(reference, q_len, kv_len, batch, heads, q_offset, where)
         said.append((its.full_batch, its.heads))
     elif isinstance(reference, Tensor):
-        shape = _as_4d(reference).shape
-        said.append((shape[0], shape[1]))
-    most = max(sequences for sequences, _ in said), max(number for _, number in said)
-    setting = Setting(mask, q_len, context.kv_len, *most, q_offset, context.device)
+        reference = _as_4d(reference).to(where)
+        said.append((reference.shape[0], reference.shape[1]))
+    sequences, number = (max(sizes) for sizes in zip(*said, strict=True))
+    wanted = mask if reference is None else reference
+    setting = Setting(mask, q_len, context.kv_len, sequences, number, q_offset, context.device, wanted)
     check_size(setting.shape, "check shorter sequences, or compare two masks with mask.difference(other, q_len)")
     return setting
 
 
-def reference_cells(reference: Reference, setting: Setting) -> Tensor:
-    """The cells of a reference, ``bool[B, H, q_len, kv_len]``.
+def reference_cells(setting: Setting) -> Tensor:
+    """The cells of the reference, ``bool[B, H, q_len, kv_len]``.
 
     Raises:
         OperandError: it is neither a mask, a function nor a boolean tensor that fits, or the function cannot be called.
     """
-    if isinstance(reference, Mask | str):
-        return as_mask(reference, device=setting.device).to(setting.device).dense(**setting.lowering).expand(setting.shape)
+    reference = setting.reference
+    if isinstance(reference, Mask):
+        return reference.dense(**setting.lowering).expand(setting.shape)
     if isinstance(reference, Tensor):
-        cells = _as_4d(reference).to(setting.device)
-        if any(size not in (1, wanted) for size, wanted in zip(cells.shape[:2], setting.shape[:2], strict=True)) or (
-            cells.shape[2:] != setting.shape[2:]
-        ):
+        groups = zip(reference.shape[:2], setting.shape[:2], strict=True)
+        if reference.shape[2:] != setting.shape[2:] or any(size not in (1, wanted) for size, wanted in groups):
             raise OperandError(
-                f"the reference is for {list(cells.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
+                f"the reference is for {list(reference.shape)}, the mask for {list(setting.shape)} (B, H, q_len, kv_len)"
             )
-        return cells.expand(setting.shape)
+        return reference.expand(setting.shape)
     if call_hint(reference) or not callable(reference):
         wanted = "a Mask, its text, a mask_mod or a boolean tensor"
         raise OperandError(f"reference must be {wanted}, got {describe_non_mask(reference)}")
