@@ -111,12 +111,13 @@ def assert_no_leak(
         raise OperandError(f"context must be a tensor, got {kind_of(context)}")
     if embed is not None:
         check_function(embed, "embed", "(tokens) -> x")
-    for name, value in (("x", x), ("context", context)):
-        if value is not None and (reason := not_plain_reason(value)):
+    inputs = {"x": x} if context is None else {"x": x, "context": context}
+    for name, value in inputs.items():
+        if reason := not_plain_reason(value):
             raise OperandError(f"{name} must be a plain tensor, got {reason}")
-        if value is not None and value.is_meta:
+        if value.is_meta:
             raise OperandError(f"{name} must be a tensor with values, got one on the device meta")
-    inputs = {name: value.to(where) for name, value in (("x", x), ("context", context)) if value is not None}
+    inputs = {name: value.to(where) for name, value in inputs.items()}
     if embed is not None:
         try:
             inputs["x"] = embed(inputs["x"]).detach()
@@ -216,10 +217,7 @@ def _hiding_terms(call: Call, rule: _Rule, b: int, q: int, kv: int) -> str:
     """The terms of a mask that hide a pair, for a message."""
     parts = terms(rule.masks[0], None) if len(rule.masks) == 1 else ()
     hiding = [part.brief() for part in parts if not replace(rule, masks=[part]).allowed(call)[b, q, kv]]
-    if hiding:
-        return f", which is hidden by {' and by '.join(hiding)}"
-    masks = " and ".join(mask.brief() for mask in rule.masks)
-    return f", which is hidden by {masks}"
+    return f", which is hidden by {' and by '.join(hiding) or ' and '.join(mask.brief() for mask in rule.masks)}"
 
 
 def _enough_layers(call: Call, rule: _Rule, leaks: Tensor) -> str:
