@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.bands import KINDS, band_of, compares_classes, has_gap, has_whole_rows
+from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_gap, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_mask
@@ -31,8 +31,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         unread: the same on ``meta``, where no value can be read.
     """
     bounds = analyze(context)
-    band = band_of(context)
-    fused = KINDS.get(band)
+    band, fused = band_of(context), fused_kind(context)
     if not has_interval_form(bounds):
         reason = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
         cells = f"the expression, cell by cell, since {reason}"
