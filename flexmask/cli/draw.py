@@ -44,7 +44,14 @@ LEAST_WIDTH = 16
     metavar="N",
     help="Color the cells by the rank that holds the query under context parallelism, planned in blocks of --block-size.",
 )
-@inputs.label_options
+@click.option(
+    "--tokens",
+    type=values.token_text,
+    metavar="TEXT",
+    help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
+)
+@click.option("--kv-tokens", type=values.token_text, metavar="TEXT", help="Labels of the keys, if they differ.")
+@click.option("--no-bands", is_flag=True, help="Do not draw documents, prefix trees and padding along the edges.")
 @click.option("--title", metavar="TEXT", help="A title instead of the mask's text.")
 @click.option("--no-legend", is_flag=True, help="Leave out the notes and the meaning of the colors or signs.")
 @click.option("--width", type=float, metavar="N", help="Width: inches of the cells in a file, characters in the terminal.")

@@ -1,4 +1,4 @@
-"""Options that the commands share: the mask's text, its parameters, the lengths and sizes of the lowering, labels and files."""
+"""Options that the commands share: the mask's text, its parameters, the lengths and sizes of the lowering, and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from flexmask.cli.output import UserError, echo
-from flexmask.cli.values import Count, block_size, complete_expression, parameter, resolve_mask, token_text
+from flexmask.cli.values import Count, block_size, complete_expression, parameter, resolve_mask
 from flexmask.expr.mask import Mask
 from flexmask.plotting.caption import picture_suffix
 
@@ -148,21 +148,16 @@ def json_option(what: str) -> Callable[[Command], Command]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON document instead: {what}.")
 
 
-def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one, in this order."""
-    return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
-
-
-def _collected(kind: type[LengthOptions]) -> Callable[[Command], Command]:
-    """Gives a command the values of some options as one argument, ``options``."""
+def _collected(kind: type[LengthOptions], *options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Adds options to a command in this order, which takes their values as one argument, ``options``."""
 
     def add(command: Command) -> Command:
         @wraps(command)
         def collected(**values: Any) -> Any:
-            options = kind(**{field.name: values.pop(field.name) for field in fields(kind) if field.name in values})
-            return command(options=options, **values)
+            given = kind(**{field.name: values.pop(field.name) for field in fields(kind) if field.name in values})
+            return command(options=given, **values)
 
-        return cast(Command, collected)
+        return reduce(lambda found, option: option(found), reversed(options), cast(Command, collected))
 
     return add
 
@@ -186,29 +181,16 @@ LENGTHS: list[Any] = [
     ),
 ]
 #: Adds parameters and lengths, which the command takes as ``options``.
-length_options = _all(*LENGTHS, _collected(LengthOptions))
+length_options = _collected(LengthOptions, *LENGTHS)
 #: Adds parameters and the arguments of lowerings, which the command takes as ``options``.
-lowering_options = _all(
+lowering_options = _collected(
+    LoweringOptions,
     *LENGTHS,
     click.option(
         "--batch", type=Count(min=1), metavar="N", help="Number of sequences, if the mask's data does not determine it."
     ),
     click.option("--heads", type=Count(min=1), metavar="N", help="Number of heads, if the mask's data does not determine it."),
     click.option("--device", default="cpu", metavar="DEVICE", help="The device of the lowering. [default: cpu]"),
-    _collected(LoweringOptions),
-)
-
-
-#: Adds the labels of the axes.
-label_options = _all(
-    click.option(
-        "--tokens",
-        type=token_text,
-        metavar="TEXT",
-        help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
-    ),
-    click.option("--kv-tokens", type=token_text, metavar="TEXT", help="Labels of the keys, if they differ."),
-    click.option("--no-bands", is_flag=True, help="Do not draw documents, prefix trees and padding along the edges."),
 )
 
 
@@ -226,9 +208,8 @@ def output_option(instead: str) -> Callable[[Command], Command]:
 
 def _output(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     """Checks the output file before any work is done."""
-    if value is None:
-        return None
-    picture_suffix(value)
+    if value is not None:
+        picture_suffix(value)
     return value
 
 

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable
 from importlib import import_module
 from inspect import isfunction, signature
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from flexmask import registry
-from flexmask._checks import nearest, signature_of
+from flexmask._checks import misfit, nearest, signature_of
 from flexmask.cli.output import UserError, to_stderr
 from flexmask.errors import FlexmaskError
 from flexmask.expr.mask import Mask
@@ -189,7 +188,7 @@ def _makes_a_mask(found: Any, reference: str) -> bool:
     """
     if not isfunction(found) or call_hint(found):
         return False
-    cell, nothing = (_takes(found, count) for count in (4, 0))
+    cell, nothing = (not misfit(found, range(count), {}) for count in (4, 0))
     if not cell and not nothing:
         takes = f"{found.__name__}{signature(found)}"
         raise UserError(
@@ -197,14 +196,6 @@ def _makes_a_mask(found: Any, reference: str) -> bool:
             "gives a mask; give the name of a mask that it makes"
         )
     return nothing and not cell
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    try:
-        signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    return True
 
 
 def resolve_reference(reference: str) -> Any:
