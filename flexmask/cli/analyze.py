@@ -12,7 +12,7 @@ import click
 
 from flexmask.cli import inputs, values
 from flexmask.cli.inputs import LoweringOptions
-from flexmask.cli.output import Cell, UserError, block_progress, brief, echo, heading, print_json, print_table, spinner
+from flexmask.cli.output import Cell, Row, UserError, block_progress, brief, echo, print_json, print_table, spinner
 from flexmask.cli.values import Count, complete_expression, resolve_reference
 from flexmask.expr.mask import Mask
 
@@ -62,7 +62,7 @@ def explain(expression: str, options: LoweringOptions, cell: tuple[int, ...] | N
             document["kernel"] = lines
         print_json(document)
         return
-    print_table([(Cell(label, bold=True), brief(text)) for label, text in found.lines()])
+    print_table([(label, brief(text)) for label, text in found.lines()], labels=True)
 
 
 @click.command()
@@ -95,14 +95,13 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions) -> None:
         print_json(answers if len(answers) > 1 else answers[0])
         return
     letters = ascii_uppercase[: len(masks)] if len(masks) > 1 else ["mask"]
-    texts = [*zip(letters, (brief(mask) for mask in masks), strict=True)]
     size = " x ".join(map(str, found[0].block_size))
-    texts += [("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}")]
-    print_table([(Cell(label, bold=True), text) for label, text in texts])
+    lengths = f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}"
+    print_table([*zip(letters, map(brief, masks), strict=True), ("lengths", lengths)], labels=True)
     echo("")
-    columns = (statistics_rows(one) for one in found)
-    rows = [(Cell(row[0][0], bold=True), *(text for _, text in row)) for row in zip(*columns, strict=True)]
-    print_table(rows, heading("", *letters) if len(masks) > 1 else ())
+    columns = [statistics_texts(one) for one in found]
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
+    print_table(rows, ["", *letters] if len(masks) > 1 else (), labels=True)
 
 
 def statistics(stats: Stats) -> dict[str, object]:
@@ -111,25 +110,25 @@ def statistics(stats: Stats) -> dict[str, object]:
     return asdict(stats) | {name: getattr(stats, name) for name in derived}
 
 
-def statistics_rows(stats: Stats) -> list[tuple[str, str]]:
-    """The statistics as pairs of a label and a text."""
+def statistics_texts(stats: Stats) -> dict[str, str]:
+    """The statistics as texts by their labels."""
     from flexmask.report.explain import memory_text
 
-    return [
-        ("cells", f"{stats.cells:,}"),
-        ("visible", f"{stats.visible:,}"),
-        ("visible fraction", f"{stats.visible_fraction:.2%}"),
-        ("fully masked rows", f"{stats.fully_masked_rows:,}"),
-        ("blocks", f"{stats.blocks:,}"),
-        ("  full", f"{stats.full_blocks:,}"),
-        ("  partial", f"{stats.partial_blocks:,}"),
-        ("  empty", f"{stats.empty_blocks:,}"),
-        ("block sparsity", f"{stats.block_sparsity:.2%}"),
-        ("partial fill", f"{stats.partial_fill:.2%}"),
-        ("BlockMask", memory_text(stats.block_mask_bytes)),
-        ("  torch's own", memory_text(stats.torch_block_mask_bytes)),
-        ("cost against dense", f"{stats.cost:,.2%}"),
-    ]
+    return {
+        "cells": f"{stats.cells:,}",
+        "visible": f"{stats.visible:,}",
+        "visible fraction": f"{stats.visible_fraction:.2%}",
+        "fully masked rows": f"{stats.fully_masked_rows:,}",
+        "blocks": f"{stats.blocks:,}",
+        "  full": f"{stats.full_blocks:,}",
+        "  partial": f"{stats.partial_blocks:,}",
+        "  empty": f"{stats.empty_blocks:,}",
+        "block sparsity": f"{stats.block_sparsity:.2%}",
+        "partial fill": f"{stats.partial_fill:.2%}",
+        "BlockMask": memory_text(stats.block_mask_bytes),
+        "  torch's own": memory_text(stats.torch_block_mask_bytes),
+        "cost against dense": f"{stats.cost:,.2%}",
+    }
 
 
 @click.command()
@@ -164,7 +163,7 @@ def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: P
     if options.as_json:
         print_json(_document(found, masks, lowering))
     else:
-        print_table(_rows(found, masks, lowering))
+        print_table(_rows(found, masks, lowering), labels=True)
     if output is not None:
         with inputs.writing(output), spinner("drawing the masks"):
             masks[0].save_picture(output, **_place(found, lowering), against=masks[1])
@@ -198,16 +197,14 @@ def _document(found: Difference, masks: list[Mask], lowering: dict[str, Any]) ->
     }
 
 
-def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> list[tuple[Cell, str | Cell]]:
-    rows: list[tuple[Cell, str | Cell]] = [
-        (Cell(letter, bold=True), brief(mask)) for letter, mask in zip("AB", masks, strict=True)
-    ]
-    rows.append((Cell("lengths", bold=True), f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys"))
+def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = [*zip("AB", map(brief, masks), strict=True)]
+    rows.append(("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys"))
     for letter, count, first in (("A", found.only_self, found.first_self), ("B", found.only_other, found.first_other)):
         where = "" if first is None else f", the first at {first}"
-        rows.append((Cell(f"only in {letter}", bold=True), f"{count:,} of {found.cells:,} cells{where}"))
+        rows.append((f"only in {letter}", f"{count:,} of {found.cells:,} cells{where}"))
     verdict = Cell("they differ", "red", bold=True) if found else Cell("both show the same", "green")
-    return [*rows, (Cell("result", bold=True), verdict)]
+    return [*rows, ("result", verdict)]
 
 
 @click.command()
@@ -282,7 +279,7 @@ def _report(findings: list[Finding]) -> None:
         (finding.name, Cell("differs", "red", bold=True) if finding.wrong else Cell("ok", "green"), finding.text)
         for finding in findings
     ]
-    print_table(rows, heading("check", "", "result"))
+    print_table(rows, ["check", "", "result"])
     drawn = next((finding for finding in findings if finding.wrong and finding.picture), None)
     if drawn is not None:
         echo(f"\n{drawn.name}:\n{drawn.picture}")

@@ -14,7 +14,7 @@ import click
 from flexmask import registry
 from flexmask._checks import closest, nearest, signature_of
 from flexmask.cli.inputs import json_option
-from flexmask.cli.output import Cell, Row, UserError, echo, heading, print_json, print_table, to_stderr
+from flexmask.cli.output import Cell, Row, UserError, echo, print_json, print_table, to_stderr
 from flexmask.cli.values import complete_name
 from flexmask.expr.names import NAMES
 
@@ -49,7 +49,7 @@ def list_masks(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json(entries)
         else:
-            print_table(_rows(entries), heading("mask", "q attends to kv where"))
+            print_table(_rows(entries), ["mask", "q attends to kv where"])
         return
     if define is None:
         raise UserError(f"there is no named mask {name}.{_instead(name)}")

@@ -44,11 +44,6 @@ class Cell(NamedTuple):
 Row: TypeAlias = "Sequence[str | Cell]"
 
 
-def heading(*texts: str) -> list[Cell]:
-    """Texts as the cells of a heading."""
-    return [Cell(text, bold=True) for text in texts]
-
-
 def echo(text: str, *, err: bool = False) -> None:
     """Prints a text to stdout or stderr, with colors only on a terminal and without NO_COLOR."""
     color = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
@@ -90,12 +85,19 @@ def print_json(answer: object) -> None:
     click.echo(json.dumps(answer, indent=2))
 
 
-def print_table(rows: Iterable[Row], header: Row = ()) -> None:
+def print_table(rows: Iterable[Row], header: Sequence[str] = (), *, labels: bool = False) -> None:
     """Prints rows of cells within the width of the terminal: in columns, or in lines if it is too narrow.
 
     Texts are wrapped, never cut, and keep their leading blanks.
+
+    Args:
+        rows: the cells, as texts where they have no color.
+        header: the headings of the columns.
+        labels: whether the texts of the first column are bold, as the headings are.
     """
-    table = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in ([header] if header else []) + list(rows)]
+    table = [[Cell(text, bold=True) for text in header]] if header else []
+    for row in rows:
+        table.append([Cell(cell, bold=labels and not place) if isinstance(cell, str) else cell for place, cell in enumerate(row)])
     width = shutil.get_terminal_size().columns
     limits = _limits(table, width)
     lines = (

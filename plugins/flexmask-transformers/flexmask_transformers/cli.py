@@ -13,7 +13,7 @@ import transformers
 
 from flexmask import Mask
 from flexmask.cli.inputs import json_option, output_option, writing
-from flexmask.cli.output import Cell, UserError, echo, heading, print_json, print_table, spinner, to_stderr
+from flexmask.cli.output import Cell, UserError, echo, print_json, print_table, spinner, to_stderr
 
 __all__ = ["hf"]
 
@@ -61,7 +61,7 @@ def check(ctx: click.Context, config: Path, implementations: tuple[str, ...], as
         print_json([{**vars(result), "positions": list(result.positions)} for result in found.results])
     else:
         rows = [(one.attention, one.packed_by, Cell(str(one), "red" if one.positions else "green")) for one in found.results]
-        print_table(rows, heading("attention", "packed by", "result"))
+        print_table(rows, ["attention", "packed by", "result"])
     if found.leaks or all(one.error for one in found.results):
         ctx.exit(1)
 
