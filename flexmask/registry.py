@@ -67,13 +67,13 @@ class _Loader:
 
     Attributes:
         lock: held while plugins are loaded.
-        state: ``"waiting"``, ``"loading"`` or ``"loaded"``.
+        has_begun: whether they are loaded, or that goes on.
         during: for each name that was registered during loading, the package that was loaded then.
         clash: the first name that two packages have, and these packages.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    state: str = "waiting"
+    has_begun: bool = False
     during: dict[str, str] = field(default_factory=dict)
     clash: tuple[str, str, str] | None = None
 
@@ -191,16 +191,13 @@ def load() -> None:
     """
     problems: list[str] = []
     with _loader.lock:
-        if _loader.state == "loading":  # a plugin that looks up a name during its import
-            return
-        if _loader.state == "waiting":
-            _loader.state = "loading"
+        if not _loader.has_begun:  # else a plugin may look up a name during its import
+            _loader.has_begun = True
             try:
                 problems = _load_all()
-                _loader.state = "loaded"
-            finally:
-                if _loader.state == "loading":  # interrupted; the next lookup starts again
-                    _loader.state = "waiting"
+            except BaseException:  # interrupted; the next lookup starts again
+                _loader.has_begun = False
+                raise
     for problem in problems:
         warnings.warn(problem, PluginWarning, stacklevel=3)
     if _loader.clash is not None:
@@ -218,7 +215,7 @@ def origin(name: str) -> Origin:
     module = NAMES[name].__module__
     entry = _entry_of(module)
     if entry is None:
-        return Origin(_loader.during.get(name, package_of(module)), None, module.rpartition(".")[2])
+        return Origin(_loader.during.get(name, module.split(".")[0]), None, module.rpartition(".")[2])
     family = entry.name if _module(entry) == module else module.rpartition(".")[2]
     return Origin(_package(entry), _name_and_version(entry.dist)[1], family)
 
@@ -237,7 +234,7 @@ def _entry_of(module: str) -> EntryPoint | None:
 def _load_all() -> list[str]:
     """Imports every plugin; returns the messages of those that fail."""
     problems = []
-    clashing: set[str] = set()
+    clashes: list[tuple[str, str, str]] = []
     failed: set[str] = set()
     for entry in _entries():
         package, before = _package(entry), set(NAMES)
@@ -252,15 +249,16 @@ def _load_all() -> list[str]:
             continue
         failed.add(package)
         if isinstance(error, DuplicateNameError) and (other := error.packages[0]) != package:
-            clashing |= {package, other}
-            _loader.clash = _loader.clash or (error.name, other, package)
+            clashes.append((error.name, other, package))
             continue
         withdraw(name for name in new if origin(name).package == package)
         if isinstance(error, KeyboardInterrupt):
             raise error
         problems.append(_broken(entry, error))
-    withdraw(name for name in list(_loader.during) if name in NAMES and origin(name).package in clashing - {OWN})
+    clashing = {package for _, *packages in clashes for package in packages} - {OWN}
+    withdraw(name for name in _loader.during if name in NAMES and origin(name).package in clashing)
     registered = {origin(name).package for name in NAMES} | set(_loader.during.values())
+    _loader.clash = next(iter(clashes), None)
     silent = {_package(entry): entry for entry in _entries() if _package(entry) not in registered | failed}
     return problems + [_silent(entry) for entry in silent.values()]
 
