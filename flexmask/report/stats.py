@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flexmask import _sync
 from flexmask.blocks.classify import Blocks, classify, decide_open
-from flexmask.blocks.grid import BlockGrid
 from flexmask.blocks.sparse import BlockSets
 from flexmask.blocks.survey import Survey
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.block_lists import grid_lists, interval_lists, no_lists
-from flexmask.lowering.block_mask import MAX_GRID, MAX_ROOM, block_count, block_lists, block_sizes
+from flexmask.lowering.block_lists import interval_lists
+from flexmask.lowering.block_mask import MAX_ROOM, block_count, block_sizes
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,9 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
     blocks = decide_open(classify(bounds, sets), sets)
     counts = row_counts(bounds, blocks, sets)
     groups, q_blocks, kv_blocks = context.batch * context.heads, sets.q_blocks, sets.kv_blocks
+    # Lists that are not packed have room for all blocks, as torch's have.
+    is_packed = block_count(context, (sets.q_size, sets.kv_size)) > MAX_ROOM.on(bounds.upper.lo)
+    room = context.full_batch * context.heads * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks))
     return Stats(
         batch=context.batch,
         heads=context.heads,
@@ -121,26 +122,14 @@ def stats(context: Context, block_size: int | tuple[int, int] = 128, bounds: Row
         blocks=groups * q_blocks * kv_blocks,
         partial_blocks=sets.count(blocks.partial),
         full_blocks=sets.count(blocks.full),
-        block_mask_bytes=_allocated(bounds, blocks, sets),
-        torch_block_mask_bytes=context.full_batch * context.heads * 4 * (4 * q_blocks * kv_blocks + 2 * (q_blocks + kv_blocks)),
+        block_mask_bytes=_packed_bytes(blocks, sets) if is_packed else room,
+        torch_block_mask_bytes=room,
     )
 
 
-def _allocated(bounds: RowBounds, blocks: Blocks[Rows], sets: BlockSets) -> int:
-    """The bytes that the lists of the BlockMask take; several may be views of one storage. No cell is evaluated again."""
-    context, sizes, where = sets.context, (sets.q_size, sets.kv_size), bounds.upper.lo
-    count = block_count(context, sizes)
-    if bounds.exact:
-        lists = block_lists(bounds, context, sizes)
-    elif count > MAX_GRID.on(where):
-        packed = count > MAX_ROOM.on(where)
-        lists = interval_lists([blocks.partial, blocks.full], context.full_batch, None, packed=packed)
-    else:  # with room for each block, whatever is listed
-        shape = context.batch, context.heads, sets.q_blocks, sets.kv_blocks
-        grid = torch.zeros(shape, dtype=torch.bool, device=where.device)
-        is_split = BlockGrid(context, *sizes).may_have_full_blocks
-        lists = grid_lists([grid] * (1 + is_split), context.full_batch, None)
-        lists += [] if is_split else no_lists(lists)
+def _packed_bytes(blocks: Blocks[Rows], sets: BlockSets) -> int:
+    """The bytes that packed lists of the BlockMask take; several may be views of one storage. No cell is evaluated again."""
+    lists = interval_lists([blocks.partial, blocks.full], sets.context.full_batch, None, packed=True)
     storages = [tensor.untyped_storage() for pair in lists for tensor in pair]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
