@@ -193,6 +193,7 @@ def explain(
         offset = q_offset.to(place) if isinstance(q_offset, Tensor) else q_offset
         return bind(mask.to(place), q_len, kv_len, batch, heads, offset, place)
 
+    tests_keys = has_interval_form(bounds)
     ends = {id(end): end for rows in (bounds.lower, bounds.upper) for end in (rows.lo, rows.hi)}
     return Explanation(
         mask=mask.spoken(),
@@ -202,7 +203,7 @@ def explain(
         exact=bounds.exact,
         intervals=int(counts.max()),
         mean_intervals=float(counts.double().mean()),
-        form=_form_text(bounds),
+        form=f"tests {_count_text(bounds.lower.slots, 'key interval')} for each query" if tests_keys else "the expression",
         open_blocks=0 if open_blocks is None else sets.count(open_blocks),
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
@@ -278,14 +279,6 @@ def _listed_leaf(mask: Mask) -> Leaf:
         case Compare():
             return Leaf(mask.spoken(), "not separable in q and kv: evaluated cell by cell", False)
     return Leaf(mask.spoken(), "every key" if mask == Truth(True) else "no key", True)
-
-
-def _form_text(bounds: RowBounds) -> str:
-    return (
-        f"tests {_count_text(bounds.lower.slots, 'key interval')} for each query"
-        if has_interval_form(bounds)
-        else "the expression"
-    )
 
 
 def _cost_text(stats: Stats) -> str:

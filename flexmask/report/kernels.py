@@ -8,7 +8,7 @@ from flexmask.errors import LoweringError
 from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_gap, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
-from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.block_mask import block_lists, block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import has_interval_form, tested_count
 from flexmask.lowering.triton import MOST_JOINT
@@ -92,11 +92,9 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     """
     if not bounds.exact:
         return "not known, as each cell is evaluated; FlexAttention's option ROWS_GUARANTEED_SAFE is left unset"
-    lists = block_mask(context, form=lambda b, h, q, kv: kv >= 0)
-    assert lists.full_kv_num_blocks is not None
-    assert lists.full_kv_indices is not None
-    first = torch.where(lists.kv_num_blocks > 0, lists.kv_indices[..., 0], lists.full_kv_indices[..., 0]) * 128
-    visited = (lists.kv_num_blocks + lists.full_kv_num_blocks > 0).repeat_interleave(128, 2)[..., : context.q_len]
+    (count, indices), _, (full_count, full_indices), _ = block_lists(bounds, context, (128, 128))
+    first = torch.where(count > 0, indices[..., 0], full_indices[..., 0]) * 128
+    visited = (count + full_count > 0).repeat_interleave(128, 2)[..., : context.q_len]
     start = first.repeat_interleave(128, 2)[..., : context.q_len].unsqueeze(-1)
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited

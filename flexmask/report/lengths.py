@@ -30,12 +30,10 @@ def resolve_lengths(*masks: MaskLike, q_len: int | None = None, kv_len: int | No
         q_len: queries, if given.
         kv_len: keys, if given.
     """
-    if q_len is None or kv_len is None:
-        implied = implied_lengths(*map(as_mask, masks))
-        q_len = implied.get("q") if q_len is None else q_len
-        kv_len = implied.get("kv") if kv_len is None else kv_len
-    q_len = (DEFAULT_LENGTH if kv_len is None else kv_len) if q_len is None else q_len
-    return q_len, q_len if kv_len is None else kv_len
+    found = {axis: length for axis, length in (("q", q_len), ("kv", kv_len)) if length is not None}
+    if len(found) < 2:
+        found = implied_lengths(*map(as_mask, masks)) | found
+    return found.get("q", found.get("kv", DEFAULT_LENGTH)), found.get("kv", found.get("q", DEFAULT_LENGTH))
 
 
 def implied_lengths(*masks: Mask) -> dict[str, int]:
