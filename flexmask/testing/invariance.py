@@ -127,8 +127,6 @@ class _Call:
     gradients: bool
 
     def __post_init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.seeds = [int(seed) for seed in torch.randint(2**31, (len(self.parts),), generator=draw, device="cpu")]
         self.taken = [name for name in required_parameters(self.function) if name in GIVEN]
         if not self.taken:
             raise OperandError(
@@ -157,7 +155,7 @@ class _Call:
         """The gradient of the input, for random weights of the output per document and 0 for padding."""
         weights = []
         for number in order:
-            draw = torch.Generator().manual_seed(self.seeds[number])
+            draw = torch.Generator().manual_seed(number)
             sizes = self.parts[number].shape[0], *out.shape[2:]
             weights.append(torch.randn(sizes, generator=draw, dtype=torch.float64, device="cpu"))
         weight = documents.pack(torch.cat(weights).to(out.device, out.dtype))
