@@ -278,9 +278,8 @@ def check_backends(
 
 
 def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
-    most = tolerance if tolerance is not None else TOLERANCE[dtype]
-    if tolerance is None and setting.device.type != "cpu":
-        most = max(most, GPU_TOLERANCE)
+    least = 0 if setting.device.type == "cpu" else GPU_TOLERANCE
+    most = max(least, TOLERANCE[dtype]) if tolerance is None else tolerance
     draw = torch.Generator().manual_seed(0)
     batch, heads, q_len, kv_len = setting.shape
     lengths = (q_len, kv_len, kv_len)
