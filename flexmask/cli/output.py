@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
     def styled(self, text: str) -> str:
         """A part of the text in the cell's style."""
-        return click.style(text, fg=self.color, bold=self.bold or None) if self.color or self.bold else text
+        return click.style(text, fg=self.color, bold=self.bold or None) if text and (self.color or self.bold) else text
 
 
 Row: TypeAlias = "Sequence[str | Cell]"
@@ -121,12 +121,8 @@ def _side_by_side(row: list[Cell], limits: list[int]) -> Iterator[str]:
     """The lines of a row with its cells side by side."""
     wrapped = [_wrapped(cell.text, limit) for cell, limit in zip(row, limits, strict=False)]
     for parts in zip_longest(*wrapped, fillvalue=""):
-        last = max((place for place, part in enumerate(parts) if part), default=-1)
-        yield (" " * GAP).join(
-            cell.styled(part) + " " * (limit - len(part) if place < last else 0)
-            for place, (cell, part, limit) in enumerate(zip(row, parts, limits, strict=False))
-            if place <= last
-        )
+        cells = zip(row, parts, limits, strict=False)
+        yield (" " * GAP).join(cell.styled(part) + " " * (limit - len(part)) for cell, part, limit in cells).rstrip()
 
 
 def _stacked(table: list[list[Cell]], width: int, headed: bool) -> Iterator[str]:
