@@ -13,7 +13,7 @@ from flexmask._checks import check_flag, checked_int, names_explained
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
-from flexmask.expr.mask import Compare, Mask, PerHead, Truth
+from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.methods import EQUIVALENTS
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.bind import bind
@@ -251,7 +251,7 @@ def _conditions(mask: Mask) -> list[Mask]:
     """The conditions under the boolean operators, each once."""
     if isinstance(mask, Span | Compare):
         return [mask]
-    below = mask.masks if isinstance(mask, PerHead) else [child for child in mask.below if isinstance(child, Mask)]
+    below = [child for child in mask.below if isinstance(child, Mask)]
     conditions = {condition.key: condition for child in below for condition in _conditions(child)}
     return list(conditions.values()) or [mask]
 
