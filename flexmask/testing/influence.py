@@ -20,6 +20,9 @@ from flexmask.expr.mask import Mask
 #: The size of the values that a hidden position is changed to.
 LARGE = {torch.float16: 1e2}
 USUAL = 1e4
+#: The kinds of parameters that stand for any number of arguments.
+VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+TWO_OUTPUTS = "the function gives two outputs for one input; put modules into eval(), and seed its random numbers"
 #: Names of parameters for masks, here and in other libraries.
 MASKS = {"mask", "attn_mask", "attention_mask", "attn_bias", "src_mask", "tgt_mask", "block_mask", "is_causal"}
 
@@ -67,9 +70,7 @@ class Call:
                 f"the output is not finite in batch {b} at query {q}; give inputs without NaN or inf in the output"
             )
         if not torch.equal(first, again):
-            raise ExpressionError(
-                "the function gives two outputs for one input; put modules into eval(), and seed its random numbers"
-            )
+            raise ExpressionError(TWO_OUTPUTS)
 
     def changed(self, name: str) -> Tensor:
         """An input with every position changed: to large numbers, or to other tokens that occur in it."""
@@ -185,20 +186,15 @@ def call_text(names: Iterable[str]) -> str:
     return f"function({', '.join(['x', *(f'{name}={name}' for name in names)])})"
 
 
-def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters without a default, after the first parameter."""
-    return [parameter.name for parameter in _others(function) if _is_required(parameter)]
-
-
 def missing_arguments(function: Callable[..., Any], given: Collection[str]) -> str:
     """The required parameters of a function, and the first one for a mask, that a call lacks, and how to give them.
 
     Empty where there are none. A module with a mask of its own needs no other.
     """
-    others = [parameter for parameter in _others(function) if parameter.name not in given]
+    others = {name: is_required for name, is_required in other_parameters(function).items() if name not in given}
     own = isinstance(function, nn.Module) and getattr(function, "mask", None) is not None
-    masks = [] if own else [parameter.name for parameter in others if parameter.name in MASKS][:1]
-    names = [parameter.name for parameter in others if _is_required(parameter) or parameter.name in masks]
+    masks = [] if own else [name for name in others if name in MASKS][:1]
+    names = [name for name, is_required in others.items() if is_required or name in masks]
     if not names:
         return ""
     wrapped = f"lambda {', '.join(['x', *given])}: {call_text([*given, *names])}"
@@ -215,17 +211,14 @@ def missing_arguments(function: Callable[..., Any], given: Collection[str]) -> s
     return "\n".join(lines)
 
 
-def _is_required(parameter: Parameter) -> bool:
-    """Whether a call must give a parameter."""
-    return parameter.default is Parameter.empty and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
-def _others(function: Callable[..., Any]) -> list[Parameter]:
-    """The parameters of a function or module after the first; none of a function in C, which has no signature."""
+def other_parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """The names of the parameters after the first, and whether a call must give each; none of a function in C."""
     try:
-        return [*inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()][1:]
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:
-        return []
+        return {}
+    others = [*signature.parameters.values()][1:]
+    return {other.name: other.default is other.empty and other.kind not in VARIABLE for other in others}
 
 
 def visible_pairs(mask: Mask, batch: int, heads: int | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from flexmask.catalogue import causal, per_document
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.lowering.align import AlignedDocuments, align_documents
-from flexmask.testing.influence import output_of, required_parameters
+from flexmask.testing.influence import TWO_OUTPUTS, other_parameters, output_of
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
 #: Parameters of a function under test.
@@ -97,9 +97,7 @@ def assert_batch_invariant(
             )
     for found, wanted in zip(call([[0]])[0], alone[0], strict=True):
         if _differs(found, wanted).any():
-            raise ExpressionError(
-                "the function gives two outputs for one input; put modules into eval(), and seed its random numbers"
-            )
+            raise ExpressionError(TWO_OUTPUTS)
     for packing, sequences in _packings(len(sizes)):
         for number, found_parts in call(sequences).items():
             for what, found, wanted in zip(("output", "gradient"), found_parts, alone[number], strict=False):
@@ -127,7 +125,7 @@ class _Call:
     gradients: bool
 
     def __post_init__(self) -> None:
-        self.taken = [name for name in required_parameters(self.function) if name in GIVEN]
+        self.taken = [name for name, is_required in other_parameters(self.function).items() if is_required and name in GIVEN]
         if not self.taken:
             raise OperandError(
                 "the function must have a parameter mask or documents without a default, so that it knows how documents are "
