@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexmask.distributed.sharding import Balance
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
-    from flexmask.testing.settings import Finding, Reference
+    from flexmask.testing.settings import Finding
 
 
 @click.command()
@@ -139,8 +139,7 @@ def statistics_texts(stats: Stats) -> dict[str, str]:
 @inputs.json_option(
     "differ, cells, only_a, only_b, the first cells first_a and first_b or null, the masks a and b, q_len, kv_len"
 )
-@click.pass_context
-def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: Path | None) -> None:
+def diff(a: str, b: str, options: LoweringOptions, output: Path | None) -> int:
     """Show where the masks A and B differ.
 
     Prints the number of cells that are visible in only one of them, and the first of these. Each mask is an expression,
@@ -170,8 +169,7 @@ def diff(ctx: click.Context, a: str, b: str, options: LoweringOptions, output: P
     elif found and not options.as_json:
         echo("")
         masks[0].show(**_place(found, lowering), against=masks[1])
-    if found:
-        ctx.exit(1)
+    return int(bool(found))
 
 
 def _place(found: Difference, lowering: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +224,7 @@ def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> lis
     help="Backend of attention to check, repeatable. [default: those with gradients: sdpa, on CUDA also flex]",
 )
 @inputs.json_option("agrees, the mask, against or null, and the findings, each with name, wrong, text and picture")
-@click.pass_context
-def check(ctx: click.Context, expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> None:
+def check(expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> int:
     """Check that all lowerings of the mask EXPR agree. EXPR may be MODULE:NAME of a mask or mask_mod function.
 
     Compares the dense form, rows, mask_mod, BlockMask and statistics with each other, and attention with its gradients
@@ -252,8 +249,7 @@ def check(ctx: click.Context, expression: str, against: str | None, options: Low
         print_json({"agrees": agrees, "mask": expression, "against": against, "findings": [asdict(one) for one in findings]})
     else:
         _report(findings)
-    if not agrees:
-        ctx.exit(1)
+    return int(not agrees)
 
 
 def _findings(expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> Iterator[Finding]:
@@ -261,14 +257,9 @@ def _findings(expression: str, against: str | None, options: LoweringOptions, ba
     from flexmask.testing.equivalence import agreement
     from flexmask.testing.settings import make_setting
 
-    reference: Reference | None = None
-    if against is None:
-        masks = options.masks(expression)
-    elif inputs.REFERENCE.fullmatch(against.strip()):
-        masks, reference = options.masks(expression), resolve_reference(against.strip())
-    else:
-        masks = options.masks(expression, against)
-        reference = masks[1]
+    function = None if against is None else inputs.REFERENCE.fullmatch(against.strip())
+    masks = options.masks(*([expression] if against is None or function else [expression, against]))
+    reference = resolve_reference(function[0]) if function else masks[-1]
     setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
     yield from agreement(setting, options.block_size, backends or None)
 

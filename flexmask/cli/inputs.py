@@ -15,6 +15,7 @@ import click
 from flexmask.cli.output import UserError, echo
 from flexmask.cli.values import Count, block_size, complete_expression, parameter, resolve_mask
 from flexmask.expr.mask import Mask
+from flexmask.parser import parse
 from flexmask.plotting.caption import picture_suffix
 
 #: A function or a mask in a module, as entry points are written.
@@ -94,10 +95,7 @@ class LoweringOptions(LengthOptions):
 
     def masks(self, *texts: str) -> list[Mask]:
         """The masks of texts, with their data on the device."""
-        from flexmask import _sync
-
-        where = _sync.resolve_device(self.device)
-        return [mask.to(where) for mask in super().masks(*texts)]
+        return [mask.to(self.device) for mask in super().masks(*texts)]
 
     def lowering(self, *masks: Mask) -> dict[str, Any]:
         """The arguments of lowerings that the masks share.
@@ -116,12 +114,7 @@ class LoweringOptions(LengthOptions):
 
 
 def _bound(text: str, mask: Mask | None, values: dict[str, object]) -> Mask:
-    if mask is None:
-        from flexmask.parser import parse
-
-        bound = parse(text, **values)
-    else:
-        bound = mask.bind(**values)
+    bound = parse(text, **values) if mask is None else mask.bind(**values)
     if bound.params:
         missing = " ".join(f"-p '{name}=...'" for name in bound.params)
         plural = "values for the parameters" if len(bound.params) > 1 else "a value for the parameter"
