@@ -232,10 +232,8 @@ def picture_around(
     top, left, cells = rows.start, columns.start, marks(rows, columns).tolist()
     margin = max(len(CORNER), len(str(top + len(cells) - 1)))
     step = (len(str(left + len(cells[0]) - 1)) + 2) // 2
-    ruler = ""
-    for column in range(0, len(cells[0]), step):
-        ruler = f"{ruler:<{2 * column}}{left + column}"
-    lines = [f"{CORNER:>{margin}} {ruler}"]
+    ruler = "".join(f"{left + column:<{2 * step}}" for column in range(0, len(cells[0]), step))
+    lines = [f"{CORNER:>{margin}} {ruler.rstrip()}"]
     lines += [f"{top + row:>{margin}} {' '.join(signs[mark] for mark in line)}" for row, line in enumerate(cells)]
     shown = zip(("rows", "columns"), (rows, columns), sizes, strict=True)
     cut = [f"{name} {part.start} to {part.stop - 1} of {size:,}" for name, part, size in shown if part.stop - part.start < size]
