@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from string import ascii_uppercase
@@ -240,8 +239,15 @@ def check(expression: str, against: str | None, options: LoweringOptions, backen
       flexmask check "causal & key_padding(n)" --against "causal - (kv >= 5)" -p n=5
     """
     with spinner("preparing") as doing:
+        from flexmask.testing.equivalence import agreement
+        from flexmask.testing.settings import make_setting
+
+        function = None if against is None else inputs.REFERENCE.fullmatch(against.strip())
+        masks = options.masks(*([expression] if against is None or function else [expression, against]))
+        reference = resolve_reference(function[0]) if function else masks[-1]
+        setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
         findings = []
-        for finding in _findings(expression, against, options, backends):
+        for finding in agreement(setting, options.block_size, backends or None):
             findings.append(finding)
             doing(f"{len(findings)} checks done, the last: {finding.name}")
     agrees = not any(finding.wrong for finding in findings)
@@ -250,18 +256,6 @@ def check(expression: str, against: str | None, options: LoweringOptions, backen
     else:
         _report(findings)
     return int(not agrees)
-
-
-def _findings(expression: str, against: str | None, options: LoweringOptions, backends: tuple[str, ...]) -> Iterator[Finding]:
-    """The findings of the checks, one by one."""
-    from flexmask.testing.equivalence import agreement
-    from flexmask.testing.settings import make_setting
-
-    function = None if against is None else inputs.REFERENCE.fullmatch(against.strip())
-    masks = options.masks(*([expression] if against is None or function else [expression, against]))
-    reference = resolve_reference(function[0]) if function else masks[-1]
-    setting = make_setting(masks[0], **options.lowering(*masks), reference=reference)
-    yield from agreement(setting, options.block_size, backends or None)
 
 
 def _report(findings: list[Finding]) -> None:

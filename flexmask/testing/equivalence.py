@@ -102,10 +102,28 @@ def agreement(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     tolerance: float | None = None,
 ) -> Iterator[Finding]:
-    """The findings of :func:`assert_equivalent`, one for each check; the other arguments are the same."""
+    """The findings of :func:`assert_equivalent`, one for each check; the other arguments are the same.
+
+    Raises:
+        ExpressionError: a backend that is not registered, or a dtype without a tolerance.
+        OperandError: what is no list of them, or a tolerance that is no number; or the reference, as :func:`reference_cells`.
+        LoweringError: a backend that supports none of the dtypes, nor bfloat16.
+    """
     wanted = reference_cells(setting)
     yield from check_lowerings(setting, wanted, block_size)
-    yield from check_backends(setting, wanted, own_backends(setting) if backends is None else backends, dtypes, tolerance)
+    names = own_backends(setting) if backends is None else backends
+    for argument, given, example in (("backends", names, '["sdpa"]'), ("dtypes", dtypes, "[torch.float32]")):
+        if not isinstance(given, list | tuple):
+            raise OperandError(f"{argument} must be a list, e.g. {argument}={example}, got {kind_of(given)}")
+    if tolerance is not None:
+        checked_number(tolerance, "tolerance")
+    for backend in map(get_backend, names):
+        for dtype in dtypes:
+            if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
+                raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
+        supported = [dtype for dtype in dtypes if backend.reason_against(_example(setting, dtype)) is None]
+        for dtype in supported or ([torch.bfloat16] if dtypes else []):
+            yield from _check(setting, wanted, backend, dtype, tolerance)
 
 
 def assert_subset(
@@ -241,43 +259,16 @@ def _example(setting: Setting, dtype: torch.dtype) -> Call:
     return Call(query, key, key, setting.mask, q_offset=setting.q_offset)
 
 
-def check_backends(
-    setting: Setting,
-    visible: Tensor,
-    backends: Sequence[str],
-    dtypes: Sequence[torch.dtype],
-    tolerance: float | None,
-) -> Iterator[Finding]:
-    """Checks :func:`flexmask.attention` under a mask.
+def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
+    """Checks :func:`flexmask.attention` with a backend: outputs, and gradients where it has them.
 
     Args:
         setting: the mask with its lengths and device.
         visible: the expected cells, ``bool[B, H, q_len, kv_len]``.
-        backends: names of backends. Gradients are checked where the backend supports them, and dtypes that it does not support
-            are left out. One that supports none of them is checked in bfloat16.
-        dtypes: of query, key and value.
+        backend: the backend.
+        dtype: of query, key and value.
         tolerance: the greatest error of a number, relative to 1 plus its size; the default depends on the dtype.
-
-    Raises:
-        ExpressionError: a backend that is not registered, or a dtype without a tolerance.
-        OperandError: what is no list of them, or a tolerance that is no number.
-        LoweringError: a backend that supports none of the dtypes, nor bfloat16.
     """
-    for name, given, example in (("backends", backends, '["sdpa"]'), ("dtypes", dtypes, "[torch.float32]")):
-        if not isinstance(given, list | tuple):
-            raise OperandError(f"{name} must be a list, e.g. {name}={example}, got {kind_of(given)}")
-    if tolerance is not None:
-        checked_number(tolerance, "tolerance")
-    for backend in map(get_backend, backends):
-        for dtype in dtypes:
-            if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
-                raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
-        supported = [dtype for dtype in dtypes if backend.reason_against(_example(setting, dtype)) is None]
-        for dtype in supported or ([torch.bfloat16] if dtypes else []):
-            yield from _check(setting, visible, backend, dtype, tolerance)
-
-
-def _check(setting: Setting, visible: Tensor, backend: Backend, dtype: torch.dtype, tolerance: float | None) -> Iterator[Finding]:
     least = 0 if setting.device.type == "cpu" else GPU_TOLERANCE
     most = max(least, TOLERANCE[dtype]) if tolerance is None else tolerance
     draw = torch.Generator().manual_seed(0)
