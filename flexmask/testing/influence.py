@@ -104,13 +104,11 @@ def by_gradient(call: Call, name: str, hidden: Tensor) -> Tensor:
         out = call(**{name: leaf})
         if not out.requires_grad:
             return leaks
-        sizes = out.shape[0], out.shape[2]
-        weight = torch.randn(sizes, generator=call.draw, dtype=torch.float64, device="cpu").to(out.dtype).to(out.device)
-        sums = (out * weight.unsqueeze(1)).sum((0, 2))  # of each query; no sequence of the batch knows another
+        weight = torch.randn(out.shape[0], 1, out.shape[2], generator=call.draw, dtype=torch.float64, device="cpu").to(out)
+        sums = (out * weight).sum((0, 2))  # of each query; no sequence of the batch knows another
     for q in hidden.any(2).any(0).nonzero().flatten().tolist():
-        (gradient,) = torch.autograd.grad(sums[q], leaf, retain_graph=True, allow_unused=True)
-        if gradient is not None:
-            leaks[:, q] = (gradient != 0).flatten(2).any(-1) & hidden[:, q]
+        (gradient,) = torch.autograd.grad(sums[q], leaf, retain_graph=True, materialize_grads=True)
+        leaks[:, q] = (gradient != 0).flatten(2).any(-1) & hidden[:, q]
     return leaks
 
 
