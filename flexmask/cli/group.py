@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: Bad input; a crash, or an answer that cannot be written; and the codes that shells report for SIGINT and SIGPIPE.
 REFUSED, FAILED, INTERRUPTED, UNREAD = 2, 3, 130, 141
-NO_MEMORY = "Error: there is not enough memory for lengths and blocks of this size"
 
 
 class ProgramExit(Exception):  # noqa: N818 - it wraps another error
@@ -55,7 +54,10 @@ def exit_code(run: Callable[[], object]) -> int:
     Args:
         run: the command; returns the exit code of its answer, or None for 0.
     """
-    with _streams():
+    # Streams that were closed before the program started are None.
+    out = sys.stdout or io.TextIOWrapper(_Closed())
+    err = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - stays open until the program ends
+    with redirect_stdout(out), redirect_stderr(err):
         try:
             found = run()
             sys.stdout.flush()
@@ -98,32 +100,17 @@ def _ending(error: BaseException) -> tuple[int, str]:
             return REFUSED, ""
         case FlexmaskError():
             return REFUSED, f"Error: {message_of(error)}"
-        case MemoryError():
-            return REFUSED, NO_MEMORY
-        case RuntimeError() if _is_out_of_memory(error):
-            return REFUSED, NO_MEMORY
+        case MemoryError() | RuntimeError() if _is_out_of_memory(error):
+            return REFUSED, "Error: there is not enough memory for lengths and blocks of this size"
         case OSError():
             return FAILED, f"Error: cannot read or write: {error}"
     return FAILED, f"Error: the command failed with {type(error).__name__}; please report it, with the lines above"
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's allocator is out of memory, on a device or on the CPU, whose error is a plain RuntimeError."""
-    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-
-
-@contextmanager
-def _streams() -> Iterator[None]:
-    """Replaces streams that were closed before the program started."""
-    before = sys.stdout, sys.stderr
-    if sys.stdout is None:
-        sys.stdout = io.TextIOWrapper(_Closed())
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the program ends
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether Python or torch's allocator is out of memory, on a device or on the CPU, whose error is a plain RuntimeError."""
+    is_named_so = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named_so or "DefaultCPUAllocator" in str(error)
 
 
 def _drop_unwritten(stream: IO[str]) -> None:
