@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -16,6 +17,8 @@ from flexmask.tracing.as_mask import MaskLike, as_mask
 
 #: The length where neither the caller nor the mask determines it.
 DEFAULT_LENGTH = 16
+#: The number of tokens of some documents, from a row of the data that describes them.
+TOKENS: dict[str, Callable[[list[int]], int]] = {"lengths": sum, "cu_seqlens": itemgetter(-1)}
 #: The greatest value of an index that has no limit.
 UNLIMITED = 2**60
 #: Limits from here on count as none; every length is less.
@@ -132,15 +135,9 @@ def _leaf_extent(leaf: Index) -> Extent | None:
 
 def _document_tokens(table: Table) -> int | None:
     """The number of tokens of documents, from their lengths."""
-    if not isinstance(table, DocumentTable) or not isinstance(table.source, Table):
+    if not isinstance(table, DocumentTable) or not isinstance(table.source, Table) or table.rule not in TOKENS:
         return None
-    rows = _rows(table.source)
-    match table.rule:
-        case "lengths":
-            return max(map(sum, rows), default=None)
-        case "cu_seqlens":
-            return max((row[-1] for row in rows if row), default=None)
-    return None
+    return max(map(TOKENS[table.rule], filter(None, _rows(table.source))), default=None)
 
 
 def _values(table: Table) -> list[int]:
