@@ -110,13 +110,10 @@ class Explanation:
         sizes = " x ".join(map(str, stats.block_size))
         groups = f"{_count_text(stats.batch, 'sequence')}, {_count_text(stats.heads, 'head')}"
         hidden = _count_text(stats.fully_masked_rows, "fully masked row")
-        kinds = {
-            "BlockMask": stats.block_mask_bytes,
-            "torch's own": stats.torch_block_mask_bytes,
-            "rows": self.row_bytes,
-            "dense": self.dense_bytes,
-        }
-        memory = ", ".join(f"{kind} {memory_text(size)}" for kind, size in kinds.items())
+        memory = (
+            f"BlockMask {memory_text(stats.block_mask_bytes)}, torch's own {memory_text(stats.torch_block_mask_bytes)}, "
+            f"rows {memory_text(self.row_bytes)}, dense {memory_text(self.dense_bytes)}"
+        )
         rows = f"at most {_count_text(self.intervals, 'key interval')}, {self.mean_intervals:.2f} on average"
         blocks = "from the rows alone"
         if not self.exact:
