@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 
 from flexmask import registry
@@ -64,11 +65,9 @@ def suggestion(name: str, top: Iterable[str]) -> str:
 
 def _places() -> dict[str, str]:
     """Where each public name is that is not at the top of the package."""
-    try:
-        masks = registry.names()
-    except DuplicateNameError:
-        masks = list(NAMES)
-    places = {name: f"flexmask.masks.{name}" for name in masks}
+    with suppress(DuplicateNameError):
+        registry.load()
+    places = {name: f"flexmask.masks.{name}" for name in NAMES}
     for package in PACKAGES:
         places |= {name: f"flexmask.{package}.{name}" for name in import_module(f"flexmask.{package}").__all__}
     return places

@@ -144,7 +144,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with warnings.catch_warnings(), _current_folder():
-            warnings.showwarning = _in_a_line(warnings.showwarning)
+            warnings.showwarning = partial(_show, warnings.showwarning)
             given = list(ctx.args)
             with _kept_from_click():
                 try:
@@ -223,14 +223,12 @@ def _argument_hint(option: str, given: list[str]) -> str:
     return f'It is an argument of the mask {name}: write "{name}({argument}={value})".'
 
 
-def _in_a_line(show: Callable[..., None]) -> Callable[..., None]:
-    def line(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
-        if issubclass(category, PluginWarning):
-            echo(f"Warning: {message}", err=True)
-        else:
-            show(message, category, *rest, **options)
-
-    return line
+def _show(show: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+    """Shows a warning: about a plugin in one line, others as ``show`` does."""
+    if issubclass(category, PluginWarning):
+        echo(f"Warning: {message}", err=True)
+    else:
+        show(message, category, *rest, **options)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -22,7 +22,6 @@ from flexmask.plotting.caption import picture_suffix
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Parameters = tuple[tuple[str, object], ...]
 
 #: The most queries over all sequences and heads: their rows take about 6 GB.
 MAX_QUERIES = 2**27
@@ -38,7 +37,7 @@ class LengthOptions:
     q_len: int | None
     kv_len: int | None
     q_offset: int
-    parameters: Parameters
+    parameters: tuple[tuple[str, object], ...]
 
     def masks(self, *texts: str) -> list[Mask]:
         """The masks of texts, or of functions in modules, with their parameters bound.

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from inspect import isfunction, signature
 from pathlib import Path
@@ -154,12 +155,10 @@ def complete_expression(ctx: click.Context, param: click.Parameter, incomplete: 
 
 def known_names() -> list[str]:
     """The registered names, without warnings about plugins."""
-    with warnings.catch_warnings(), to_stderr():
+    with suppress(FlexmaskError), warnings.catch_warnings(), to_stderr():
         warnings.simplefilter("ignore")
-        try:
-            return registry.names()
-        except FlexmaskError:
-            return sorted(NAMES)
+        registry.load()
+    return sorted(NAMES)
 
 
 def resolve_mask(reference: str) -> Mask:
