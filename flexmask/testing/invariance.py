@@ -162,8 +162,7 @@ class _Call:
 
 def _differs(found: Tensor, wanted: Tensor) -> Tensor:
     """The numbers with different bits, ``bool[tokens, numbers]``."""
-    same_kind = [part.reshape(part.shape[0], -1).contiguous() for part in (found, wanted)]
-    bits, others = (part.view(torch.uint8).view(*part.shape, part.element_size()) for part in same_kind)
+    bits, others = (part.reshape(part.shape[0], -1, 1).contiguous().view(torch.uint8) for part in (found, wanted))
     return (bits != others).any(-1)
 
 
