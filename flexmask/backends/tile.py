@@ -58,13 +58,17 @@ class Tile:
     @property
     def scores(self) -> int:
         """The number of its scores, b * n * g * m * t."""
-        keys = sum(hi - lo for lo, hi in self.runs)
-        return size_of(self.elements) * size_of(self.key_heads) * self.group * size_of(self.rows) * keys
+        return size_of(self.elements) * size_of(self.key_heads) * self.group * size_of(self.rows) * key_count(self.runs)
+
+    @property
+    def step(self) -> int:
+        """Its rows, m."""
+        return size_of(self.rows)
 
     @property
     def folded_rows(self) -> int:
         """The rows of its folded queries, g * m."""
-        return self.group * size_of(self.rows)
+        return self.group * self.step
 
     @property
     def slices(self) -> tuple[slice, slice, slice]:
@@ -73,9 +77,14 @@ class Tile:
         return _slice(self.elements), heads, _slice(self.rows)
 
     @property
+    def _some_runs(self) -> Runs:
+        """The keys as one run at least, which is empty where there are none."""
+        return self.runs or ((0, 0),)
+
+    @property
     def _key_slices(self) -> list[tuple[slice, slice, slice]]:
         """The parts of [B, H_kv, KV, D] that the tile attends to, one for each run."""
-        return [(_slice(self.elements), _slice(self.key_heads), slice(lo, hi)) for lo, hi in self.runs]
+        return [(_slice(self.elements), _slice(self.key_heads), slice(lo, hi)) for lo, hi in self._some_runs]
 
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [b, n, g * m, D]."""
@@ -97,21 +106,16 @@ class Tile:
 
     def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [b, n, t, D], a view where the keys are one run."""
-        parts = [tensor[run] for run in self._key_slices]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, 2) if parts else tensor[_slice(self.elements), _slice(self.key_heads), :0]
+        return _joined([tensor[run] for run in self._key_slices], 2)
 
     def gather_cells(self, tensor: Tensor) -> Tensor:
         """[B', H', Q', KV] -> the rows and keys of the tile."""
         part = self._select(tensor)
-        runs = [part[..., lo:hi] for lo, hi in self.runs]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, -1) if runs else part[..., :0]
+        return _joined([part[..., lo:hi] for lo, hi in self._some_runs], -1)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [b, n, t, D] to the keys of the tile in [B, H_kv, KV, D]."""
-        parts = part.split([hi - lo for lo, hi in self.runs], 2) if self.runs else ()
-        for run, own in zip(self._key_slices, parts, strict=True):
+        for run, own in zip(self._key_slices, self._split(part, 2), strict=True):
             total[run].add_(own)
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,26 +128,23 @@ class Tile:
         if bias.dim() == 4:
             return self.gather_cells(bias)
         values = self._select(bias.unsqueeze(2)).squeeze(2)
-        rows = self.folded_rows // self.group
-        starts = self._distance_starts(q_len)
-        runs = [diagonals(values, start, rows, hi - lo) for start, (lo, hi) in zip(starts, self.runs, strict=True)]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, -1) if runs else values.new_zeros(*values.shape[:2], rows, 0)
+        return _joined([diagonals(values, self._distance_start(lo, q_len), self.step, hi - lo) for lo, hi in self._some_runs], -1)
 
     def add_to_bias(self, total: Tensor, part: Tensor, q_len: int) -> None:
         """Add the gradient of the scores, [b, n * g, m, t], to that of `score_bias`."""
         into = self._select(total) if total.dim() == 4 else self._select(total.unsqueeze(2)).squeeze(2)
         part = part.sum_to_size(*into.shape[:2], into.size(2) if total.dim() == 4 else part.size(2), part.size(3))
-        parts = part.split([hi - lo for lo, hi in self.runs], -1) if self.runs else ()
-        for (lo, hi), start, own in zip(self.runs, self._distance_starts(q_len), parts, strict=True):
+        for (lo, hi), own in zip(self._some_runs, self._split(part, -1), strict=True):
             if total.dim() == 4:
                 into[..., lo:hi].add_(own)
             else:
+                start = self._distance_start(lo, q_len)
                 into[..., start : start + own.size(2) + own.size(3)].add_(sum_diagonals(own))
 
     def by_heads(self, most: int) -> Iterator[Tile]:
         """Tiles of some of its key heads each, with at most so many scores of a sequence where there is more than one head."""
-        heads, keys = self.key_heads, sum(hi - lo for lo, hi in self.runs)
-        step = max(1, most // (self.folded_rows * keys))
+        heads = self.key_heads
+        step = max(1, most // (self.folded_rows * key_count(self.runs)))
         for start in range(heads.start, heads.stop, step):
             yield replace(self, key_heads=range(start, min(start + step, heads.stop)))
 
@@ -151,9 +152,8 @@ class Tile:
         """Which keys the rows attend to: bool [b or 1, n * g or 1, m, t]; None for all."""
         if self.all_visible and cells is None:
             return None
-        size = size_of(self.rows), sum(hi - lo for lo, hi in self.runs)
         within = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool) if self.all_visible else self._within(bounds)
-        seen = within.expand(-1, -1, *size)
+        seen = within.expand(-1, -1, self.step, key_count(self.runs))
         if cells is None:
             return seen
         if isinstance(cells, Tensor):
@@ -175,9 +175,13 @@ class Tile:
         fully_masked = ~visible.any(-1, keepdim=True)
         return as_bias(visible | fully_masked, self, dtype), fold_rows(fully_masked, self)
 
-    def _distance_starts(self, q_len: int) -> list[int]:
-        """Where the values for `diagonals` start in a bias by the distance, for each run."""
-        return [lo - self.rows.start - self.folded_rows // self.group + q_len for lo, _ in self.runs]
+    def _distance_start(self, lo: int, q_len: int) -> int:
+        """Where the values for `diagonals` of a run from ``lo`` on start in a bias by the distance."""
+        return lo - self.rows.start - self.step + q_len
+
+    def _split(self, part: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """The keys of each run, along an axis of all keys of the tile."""
+        return part.split([hi - lo for lo, hi in self._some_runs], dim)
 
     def _within(self, bounds: Tensor) -> Tensor:
         return is_within(self._select(bounds), self._kv_idx(bounds.device, bounds.dtype))
@@ -188,8 +192,7 @@ class Tile:
         return tensor[tuple(slice(None) if size == 1 else part for size, part in parts)]
 
     def _kv_idx(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        runs = [torch.arange(lo, hi, device=device, dtype=dtype) for lo, hi in self.runs]
-        return runs[0] if len(runs) == 1 else torch.cat(runs) if runs else torch.empty(0, device=device, dtype=dtype)
+        return _joined([torch.arange(lo, hi, device=device, dtype=dtype) for lo, hi in self._some_runs], 0)
 
 
 def size_of(part: Span) -> int:
@@ -197,8 +200,18 @@ def size_of(part: Span) -> int:
     return part.stop - part.start
 
 
+def key_count(runs: Runs) -> int:
+    """The number of keys in runs."""
+    return sum(hi - lo for lo, hi in runs)
+
+
 def _slice(part: Span) -> slice:
     return slice(part.start, part.stop)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts of all runs as one tensor, a view of the only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def is_within(ends: Tensor, kv_idx: Tensor) -> Tensor:
@@ -253,17 +266,6 @@ class Band(Tile):
         """The rows of a tile, m."""
         return size_of(self.rows) // self.count
 
-    @property
-    def scores(self) -> int:
-        """The number of its scores, c * n * g * m * t."""
-        (lo, hi), *_ = self.runs
-        return size_of(self.key_heads) * self.group * size_of(self.rows) * (hi - lo)
-
-    @property
-    def folded_rows(self) -> int:
-        """The rows of the folded queries of a tile, g * m."""
-        return self.group * self.step
-
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [c, n, g * m, D], a view where g is 1."""
         return self._by_tile(tensor).reshape(self.count, size_of(self.key_heads), self.folded_rows, tensor.size(3))
@@ -283,16 +285,12 @@ class Band(Tile):
         for start in range(min(apart, self.count)):
             self._windows(total, start, apart).add_(part[start::apart])
 
-    def bias(self, bounds: Tensor, cells: Cells, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """As of a tile, [c or 1, n or 1, g * m, t]; there are no ``cells``."""
-        assert cells is None, "cells are evaluated tile by tile"
-        if self.all_visible:
-            return None, None
-        (lo, hi), *_ = self.runs
+    def _within(self, bounds: Tensor) -> Tensor:
+        """As of a tile, [c or 1, n * g or 1, m, t]."""
         tiles = 1 if self.is_uniform else self.count
         ends = self._select(bounds)[0, :, : tiles * self.step].unflatten(1, (tiles, self.step)).transpose(0, 1)
-        keys, moved = (torch.arange(*part, device=bounds.device, dtype=bounds.dtype) for part in ((lo, hi), (tiles,)))
-        return as_bias(is_within(ends, keys + self.step * moved[:, None, None, None]), self, dtype), None
+        moved = torch.arange(tiles, device=bounds.device, dtype=bounds.dtype)
+        return is_within(ends, self._kv_idx(bounds.device, bounds.dtype) + self.step * moved[:, None, None, None])
 
     def _by_tile(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [c, n * g, m, D], a view."""

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from flexmask.backends.tile import Runs
+from flexmask.backends.tile import Runs, key_count
 from flexmask.errors import LoweringError
 from flexmask.intervals.rows import union_runs
 
@@ -236,11 +236,6 @@ def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
         else:
             merged.append((lo, hi))
     return tuple(merged)
-
-
-def key_count(runs: Runs) -> int:
-    """The number of keys in runs."""
-    return sum(hi - lo for lo, hi in runs)
 
 
 def check_within(wrong: int, kv_len: int) -> None:

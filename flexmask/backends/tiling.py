@@ -13,8 +13,8 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import has_values, is_captured, is_observed, is_static, outside_transforms
 from flexmask.backends import tile_blocks
-from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile, join_bands
-from flexmask.backends.tile_blocks import Blocks, block_starts, check_within, key_count, score_cost, union
+from flexmask.backends.tile import Cells, Runs, SymbolicSpan, Tile, join_bands, key_count
+from flexmask.backends.tile_blocks import Blocks, block_starts, check_within, score_cost, union
 
 # Neighbors in the batch or heads share a tile unless that is a quarter more work than their own tiles would be; the
 # call that they save counts as this many keys.
