@@ -149,44 +149,34 @@ def plan_tiles(bounds: Tensor, query: Tensor, key: Tensor, *, most_scores: int |
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    (batch, heads, q_len, _), (_, n_key_heads, kv_len, _) = query.shape, key.shape
+    (batch, heads, q_len, _), kv_len = query.shape, key.size(2)
     if is_captured() or not has_values(bounds):
         return Tiling(_any_keys(bounds, query, key), bounds, kv_len, not is_captured())
-    call = _Call(bounds, range(batch), range(n_key_heads), heads // n_key_heads, q_len, kv_len)
     scores = batch * heads * q_len * kv_len
     try_dense = may_be_dense(query, key, most_scores)
     if try_dense and scores <= READ_SCORES and bounds.size(3):
-        return _dense(call, _fewest(bounds, kv_len))
+        return _dense(bounds, query, key, _fewest(bounds, kv_len))
     call_scores = FUSED_CALL_SCORES if in_bands else CALL_SCORES
     in_bands = in_bands and batch == 1 and bounds.size(2) == q_len
     choices = block_starts(bounds, q_len, batch * heads, call_scores, in_bands=in_bands)
-    found = [_tiles(call, starts, most_scores, in_bands=in_bands) for starts in choices]
+    found = [_tiles(bounds, query, key, starts, most_scores, in_bands=in_bands) for starts in choices]
     costs = [_cost(tiles, call_scores) for tiles, _ in found]
     tiles, fewest = found[costs.index(min(costs))]
     if try_dense and call_scores + scores <= min(costs):
-        return _dense(call, fewest)
+        return _dense(bounds, query, key, fewest)
     return Tiling(tiles, bounds, kv_len, fewest > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of attention: the bounds, and what all tiles cover together, as for one `Tile`."""
-
-    bounds: Tensor
-    elements: range
-    key_heads: range
-    group: int
-    q_len: int
-    kv_len: int
-
-
-def _tiles(call: _Call, starts: Sequence[int], most_scores: int | None, *, in_bands: bool) -> tuple[list[Tile], int]:
+def _tiles(
+    bounds: Tensor, query: Tensor, key: Tensor, starts: Sequence[int], most_scores: int | None, *, in_bands: bool
+) -> tuple[list[Tile], int]:
     """The tiles of the blocks of rows that start there, and the least number of visible keys of a row."""
-    elements, key_heads, group = call.elements, call.key_heads, call.group
-    blocks = Blocks.read(call.bounds, call.kv_len, group, starts)
+    elements, key_heads, kv_len = range(query.size(0)), range(key.size(1)), key.size(2)
+    group = query.size(1) // len(key_heads)
+    blocks = Blocks.read(bounds, kv_len, group, starts)
     tiles: list[Tile] = []
     mask_ids: dict[tuple[object, ...], int] = {}
-    for block, rows in enumerate(map(range, starts, (*starts[1:], call.q_len))):
+    for block, rows in enumerate(map(range, starts, (*starts[1:], query.size(2)))):
         if most_scores is None:
             tiles.append(Tile(elements, key_heads, group, rows, *blocks.key_runs(block, elements, key_heads), block))
             continue
@@ -198,7 +188,7 @@ def _tiles(call: _Call, starts: Sequence[int], most_scores: int | None, *, in_ba
                 mask_key = blocks.mask_key(block, len(rows), *part, runs)
                 tiles.append(Tile(*part, group, rows, runs, all_visible, mask_ids.setdefault(mask_key, len(mask_ids))))
     if in_bands:
-        tiles = list(join_bands(tiles, call.kv_len, FUSED_CALL_SCORES))
+        tiles = list(join_bands(tiles, kv_len, FUSED_CALL_SCORES))
     return tiles, min(blocks.fewest)
 
 
@@ -207,11 +197,12 @@ def _cost(tiles: Sequence[Tile], call_scores: int) -> float:
     return sum(call_scores + tile.scores * score_cost(tile.folded_rows) for tile in tiles)
 
 
-def _dense(call: _Call, fewest: int) -> Tiling:
+def _dense(bounds: Tensor, query: Tensor, key: Tensor, fewest: int) -> Tiling:
     """One tile of all rows and all keys, where each row attends to at least ``fewest`` of them."""
-    rows, runs = range(call.q_len), ((0, call.kv_len),)
-    tile = Tile(call.elements, call.key_heads, call.group, rows, runs, fewest == call.kv_len, 0)
-    return Tiling([tile], call.bounds, call.kv_len, fewest > 0, is_dense=call.group == 1)
+    (batch, heads, q_len, _), (_, key_heads, kv_len, _) = query.shape, key.shape
+    group = heads // key_heads
+    tile = Tile(range(batch), range(key_heads), group, range(q_len), ((0, kv_len),), fewest == kv_len, 0)
+    return Tiling([tile], bounds, kv_len, fewest > 0, is_dense=group == 1)
 
 
 def _fewest(bounds: Tensor, kv_len: int) -> int:
