@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -162,7 +162,7 @@ class Blocks:
         total = batch * heads * count
         lo, hi = bounds.unbind(-1)
         used = lo < hi
-        outside = (used & ((lo < 0) | (hi > kv_len))).any()
+        check_within(bool((used & ((lo < 0) | (hi > kv_len))).any()), kv_len)
         lo, hi = lo.where(used, kv_len), hi.where(used, kv_len)
         row = first[:, None] + torch.arange(rows, device="cpu")
         beyond, row = row >= ends[:, None], row.clamp(max=q_len - 1)
@@ -170,16 +170,12 @@ class Blocks:
         lo, hi = (end[:, :, row].masked_fill(beyond[..., None], kv_len).view(total, rows * slots) for end in (lo, hi))
         block, start, stop = _merge(lo, hi, kv_len)
         lowest, shapes = _shapes(*(end.view(batch * heads, count, rows * slots) for end in (lo, hi)))
-        parts = (outside[None], fewest, lowest, shapes, block, start, stop)
-        sizes = [len(part) for part in parts]
-        numbers = torch.cat(parts).tolist()
-        (wrong,), *host = (numbers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
-        check_within(wrong, kv_len)
         runs: list[list[tuple[int, int]]] = [[] for _ in range(total)]
-        for at, *run in zip(*host[3:], strict=True):
+        for at, *run in zip(block.tolist(), start.tolist(), stop.tolist(), strict=True):
             runs[at].append((run[0], run[1]))
         alignment = 1 if rows % ALIGNMENT and count > 1 else ALIGNMENT  # else the tiles of a band would have different keys
-        return cls(batch, heads, group, kv_len, count, alignment, [tuple(own) for own in runs], *host[:3])
+        host = fewest.tolist(), lowest.tolist(), shapes.tolist()
+        return cls(batch, heads, group, kv_len, count, alignment, [tuple(own) for own in runs], *host)
 
     def key_runs(self, block: int, elements: Sequence[int], key_heads: range) -> tuple[Runs, bool]:
         """The keys that these batch elements and heads attend to, together, and whether each row attends to all of them."""
@@ -222,10 +218,7 @@ def _merge(lo: Tensor, hi: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]
 
 def union(several: Sequence[Runs]) -> Runs:
     """Runs that contain all of several, with short gaps closed."""
-    distinct = set(several)
-    if len(distinct) == 1:
-        return several[0]
-    return _close(sorted(chain.from_iterable(distinct)))
+    return _close(sorted(chain.from_iterable(set(several))))
 
 
 def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
@@ -238,7 +231,7 @@ def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
     return tuple(merged)
 
 
-def check_within(wrong: int, kv_len: int) -> None:
+def check_within(wrong: bool, kv_len: int) -> None:
     """Raises a LoweringError where an interval is outside 0..KV."""
     if wrong:
         raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")
