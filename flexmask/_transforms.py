@@ -12,20 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from flexmask.errors import FlexmaskError, LoweringError
-
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-except ImportError:  # pragma: no cover
-    FakeTensor = None  # type: ignore[assignment, misc]
-
-try:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-except ImportError:  # pragma: no cover
-    get_proxy_mode = None  # type: ignore[assignment]
 
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _functorch: Any = getattr(torch._C, "_functorch", None)
@@ -33,7 +25,7 @@ _functorch: Any = getattr(torch._C, "_functorch", None)
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor holds values: not on the ``meta`` device, and not under ``FakeTensorMode``."""
-    return not (tensor.is_meta or (FakeTensor is not None and isinstance(tensor, FakeTensor)))
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 class _Here(threading.local):
@@ -55,9 +47,7 @@ def captured() -> Iterator[None]:
 
 def is_captured() -> bool:
     """Whether operations become part of a graph that runs later: ``torch.compile``, ``torch.export`` and ``make_fx``."""
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return _here.captured or (get_proxy_mode is not None and get_proxy_mode() is not None)
+    return torch.compiler.is_dynamo_compiling() or _here.captured or get_proxy_mode() is not None
 
 
 def are_ints(*sizes: Any) -> bool:
