@@ -62,7 +62,7 @@ def attention_weights(
             f"key {list(key.shape)} does not fit query {list(query.shape)}: wanted the same B and d_head, and a number of "
             "heads of query that is a multiple of that of key"
         )
-    precise = torch.promote_types(query.dtype, torch.float32)
+    precise = precise_dtype(query)
     size = batch * heads * q_len * kv_len * precise.itemsize
     if size > MAX_BYTES:
         raise LoweringError(f"weights of [{batch}, {heads}, {q_len}, {kv_len}] take {size / 2**30:.1f} GiB; take fewer queries")
@@ -132,10 +132,5 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     is_seen = total > 0
     divisor = total.where(is_seen, 1)
     lse = (divisor.log() + greatest).where(is_seen, -torch.inf)
-    parts = ((weight / divisor).unsqueeze(-1) * _counted(out, weight) for out, weight in zip(outputs, weights, strict=True))
-    return torch.stack(list(parts)).sum(0).to(outputs[0].dtype), lse
-
-
-def _counted(out: Tensor, weight: Tensor) -> Tensor:
-    """An output, 0 where it does not count: NaN would."""
-    return out.masked_fill((weight == 0).unsqueeze(-1), 0)
+    counted = torch.stack(tuple(outputs)).masked_fill((weights == 0).unsqueeze(-1), 0)  # where it does not count: NaN would
+    return ((weights / divisor).unsqueeze(-1) * counted).sum(0).to(outputs[0].dtype), lse
