@@ -86,9 +86,10 @@ def _function_refusal(call: Call) -> str | None:
 
 
 def _block_refusal(call: Call, generation: int) -> str | None:
-    if not isinstance(call.mask, LoweredMask | BlockMask):
+    mask, wanted = call.mask, _block_size(call, generation)
+    if not isinstance(mask, LoweredMask | BlockMask):
         return None
-    size, wanted = _size_of(call.mask), _block_size(call, generation)
+    size = mask.block_size if isinstance(mask, LoweredMask) else mask.BLOCK_SIZE
     if size == wanted:
         return None
     return f"FlashAttention 4 takes blocks of {wanted} here, and the mask has blocks of {size}: give it block_size={wanted}"
@@ -122,10 +123,6 @@ def _block_size(call: Call, generation: int) -> tuple[int, int]:
     query, key = call.query, call.key
     group = query.shape[1] // key.shape[1]
     return flash_block_size(generation, query.shape[2], group, query.shape[3], call.value.shape[3])
-
-
-def _size_of(mask: Any) -> tuple[int, int]:
-    return mask.block_size if isinstance(mask, LoweredMask) else mask.BLOCK_SIZE
 
 
 def _generation(device: torch.device) -> int:

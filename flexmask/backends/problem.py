@@ -87,11 +87,6 @@ class Problem(NamedTuple):
         """Whether tiles along the diagonal may be one call."""
         return self.is_fused and self.cells is None and (self.bias is None or self.bias.dim() == 3)
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether the scores are more than products."""
-        return self.bias is not None or self.cap is not None
-
     def precise(self) -> Problem:
         """With query, key and value in the dtype in which scores and derivatives are computed."""
         return self.with_tensors(*(tensor.to(precise_dtype(tensor)) for tensor in self.tensors))

@@ -78,7 +78,8 @@ def _is_elsewhere() -> bool:
     if node is None or (inner is not None and inner.node is node):  # not repeated, or entered by what is
         return False
     number = node._sequence_nr()
-    repeated = next((one for one in (node, _repeated()) if one in _AROUND), None)
+    checkpoint = _local("unpack_hook", "frame", MODULE)  # of use_reentrant=False, whose function is repeated
+    repeated = next((one for one in (node, checkpoint) if one in _AROUND), None)
     if repeated is not None:
         around = _AROUND[repeated]
     elif holding := [entry.token for entry in tuple(_LAST) if entry.holds(number)]:
@@ -107,11 +108,6 @@ def _running() -> Any:
     if getattr(pack, "__module__", None) != MODULE or "frame" not in pack.__code__.co_freevars:
         return None
     return pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
-
-
-def _repeated() -> Any:
-    """The checkpoint of ``use_reentrant=False`` whose function is repeated, or None."""
-    return _local("unpack_hook", "frame", MODULE)
 
 
 def _local(function: str, name: str, module: str | None = None) -> Any:

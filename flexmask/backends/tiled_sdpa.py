@@ -53,7 +53,8 @@ def attend(problem: Problem, score_mod: ScoreMod | None = None) -> tuple[Tensor,
     Raises:
         LoweringError: an interval outside 0..KV.
     """
-    if score_mod is not None or (problem.is_scored and problem.is_transformed()) or is_forward_mode(*problem.tensors):
+    is_scored = problem.bias is not None or problem.cap is not None
+    if score_mod is not None or (is_scored and problem.is_transformed()) or is_forward_mode(*problem.tensors):
         return differentiable_attention(problem, score_mod)
     is_plain = problem.cells is None and problem.is_fused and not problem.with_lse and problem.bias is None
     if is_plain and not is_observed(problem.query) and not problem.is_transformed():
@@ -118,9 +119,8 @@ def _supports(call: Call) -> str | None:
 
 def _run(call: Call) -> Output:
     query, key, value, hashes = call.query, call.key, call.value, call.hashes()
-    is_graph, is_real = is_captured(), has_values(query)
     # torch's fused kernels have no forward-mode derivative, and no second one under torch.func.
-    fusible = (is_real or is_graph) and not is_transformed(query, key, value)
+    fusible = (has_values(query) or is_captured()) and not is_transformed(query, key, value)
     # torch's causal kernel multiplies the -inf of hidden cells by the scale: NaN unless that is positive.
     is_positive = call.scale is None or call.scale > 0
     plain = call.score_mod is None and hashes is None and fusible and is_positive and not call.return_lse
