@@ -244,6 +244,12 @@ def not_plain_reason(tensor: Tensor) -> str:
     return f"one of {tensor.dtype}: take tensor.int_repr() or tensor.dequantize()" if tensor.is_quantized else ""
 
 
+def check_plain(tensor: Tensor, what: str) -> None:
+    """Raises an OperandError for a tensor that is no plain one."""
+    if reason := not_plain_reason(tensor):
+        raise OperandError(f"{what} must be a plain tensor, got {reason}")
+
+
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known word closest to ``word``, or None where none has at least this similarity, from 0 to 1."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

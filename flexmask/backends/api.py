@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
-from flexmask._checks import check_flag, checked_number, kind_of, names_explained, nearest, not_plain_reason
+from flexmask._checks import check_flag, check_plain, checked_number, kind_of, names_explained, nearest
 from flexmask._transforms import autocast, without_autocast
 from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
 from flexmask.backends.dropout import check_dropout
@@ -315,14 +315,6 @@ def check_kernel_options(options: object) -> None:
             raise OperandError(f"the kernel option {name} must be a number, a truth value or a text, got {kind_of(value)}")
 
 
-def _check_tensors(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if reason := not_plain_reason(tensor):
-            raise OperandError(f"{name} must be a plain tensor, got {reason}")
-
-
 def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = None, caller: str = "") -> Call:
     """A call with a mask, where the arguments fit each other. Under autocast the tensors are cast here.
 
@@ -395,7 +387,10 @@ def described(mask: object) -> str:
 def _cast(call: Call) -> tuple[Tensor, ...]:
     """Query, key and value of a call as autocast casts them, where they fit each other."""
     given = query, key, value = call.query, call.key, call.value
-    _check_tensors(query=query, key=key, value=value)
+    for name, tensor in zip(("query", "key", "value"), given, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        check_plain(tensor, name)
     if not query.dim() == key.dim() == value.dim() == 4:
         hint = FEWER_AXES_HINTS.get(query.dim(), "")
         raise LoweringError(f"attention takes [B, H, length, D]; got {_shapes(*given)}{hint}")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, not_plain_reason
-from flexmask.errors import ExpressionError, OperandError
+from flexmask._checks import check_plain, checked_int
+from flexmask.errors import ExpressionError
 from flexmask.expr.mask import Mask
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -82,10 +82,10 @@ class MaskCache:
             build: builds the result.
         """
         mask = as_mask(mask)
-        if not isinstance(q_offset, Tensor):
+        if isinstance(q_offset, Tensor):
+            check_plain(q_offset, "q_offset")
+        else:
             checked_int(q_offset, "q_offset", least=0)
-        elif reason := not_plain_reason(q_offset):
-            raise OperandError(f"q_offset must be a plain tensor, got {reason}")
         tensors = [*mask.tensors, *([q_offset] if isinstance(q_offset, Tensor) else [])]
         if not all(map(_sync.has_stamp, tensors)):
             result = build()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexmask._checks import checked_number, kind_of, not_plain_reason
+from flexmask._checks import check_plain, checked_number, kind_of
 from flexmask._transforms import autocast, without_autocast
 from flexmask.backends.parallel import refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
@@ -51,8 +51,8 @@ def attention_weights(
     change = placed_score(score_mod, q_offset)
     refuse_in_parallel("attention_weights")
     for name, tensor in (("query", query), ("key", key)):
-        if isinstance(tensor, Tensor) and (reason := not_plain_reason(tensor)):
-            raise OperandError(f"{name} must be a plain tensor, got {reason}")
+        if isinstance(tensor, Tensor):
+            check_plain(tensor, name)
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             got = f"{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise OperandError(f"{name} must be a tensor [B, H, length, d_head], got {got}")

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from flexmask._checks import is_tensor, kind_of, not_plain_reason
+from flexmask._checks import check_plain, is_tensor, kind_of, not_plain_reason
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.form import made
@@ -86,8 +86,7 @@ def as_table(data: object, what: str) -> Table:
         raise OperandError(f"{what}: a parameter is looked up as it is, {data.name}[b, q], without table()")
     if is_tensor(data):
         tensor = cast("Tensor", data)
-        if reason := not_plain_reason(tensor):
-            raise OperandError(f"{what} must be a plain tensor, got {reason}")
+        check_plain(tensor, what)
         if tensor.is_floating_point() or tensor.is_complex():
             instead = INSTEAD_OF_FLOATS.get(what, "take tensor.long()")
             raise OperandError(f"{what} must hold integers or truth values, got {tensor.dtype}: {instead}")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import checked_int, not_plain_reason
+from flexmask._checks import check_plain, checked_int
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured, usable
-from flexmask.errors import LoweringError, OperandError
+from flexmask.errors import LoweringError
 from flexmask.expr.form import NeedsDataError, filled
 from flexmask.expr.index import Constant, Symbol
 from flexmask.expr.mask import Mask
@@ -114,8 +114,7 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
     """The offset, checked, and the position after the last query; None where reading it would force a host sync."""
     offset: int | Tensor
     if isinstance(q_offset, Tensor):
-        if reason := not_plain_reason(q_offset):
-            raise OperandError(f"q_offset must be a plain tensor, got {reason}")
+        check_plain(q_offset, "q_offset")
         q_offset = usable(q_offset, lambda: "q_offset")
         is_other = q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool
         if is_other or q_offset.dim() > 1 or q_offset.numel() == 0:

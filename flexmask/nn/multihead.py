@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, checked_number, kind_of, names_explained, not_plain_reason
+from flexmask._checks import check_function, check_plain, checked_int, checked_number, kind_of, names_explained, not_plain_reason
 from flexmask._transforms import autocast_dtype
 from flexmask.backends.api import attend, check_kernel_options, checked_call
 from flexmask.backends.backend import Call, check_backend
@@ -330,8 +330,7 @@ class MultiheadFlexAttention(nn.Module):
                 continue
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if reason := not_plain_reason(tensor):
-                raise OperandError(f"{name} must be a plain tensor, got {reason}")
+            check_plain(tensor, name)
             if tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:

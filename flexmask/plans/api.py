@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import check_flag, checked_int, names_explained, not_plain_reason
+from flexmask._checks import check_flag, check_plain, checked_int, names_explained
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import refuse_traced
@@ -226,8 +226,7 @@ def _tensor(value: Any, name: str, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=torch.int64, device=device)
     if not isinstance(value, Tensor):
         return as_table(value, name).to_tensor().to(device)
-    if reason := not_plain_reason(value):
-        raise OperandError(f"{name} must be a plain tensor, got {reason}")
+    check_plain(value, name)
     if value.device != device:
         raise LoweringError(f"{name} is on {value.device}, the plan on {device}; {_sync.move_remedy(value.device, device)}")
     return value

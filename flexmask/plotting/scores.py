@@ -9,7 +9,7 @@ from typing import Unpack
 import numpy as np
 from torch import Tensor
 
-from flexmask._checks import checked_int, not_plain_reason
+from flexmask._checks import check_plain, checked_int
 from flexmask.catalogue import from_dense
 from flexmask.errors import OperandError, RenderError
 from flexmask.expr.mask import Truth
@@ -113,8 +113,8 @@ def _pictures(
 
 
 def _check_weights(weights: Tensor) -> None:
-    if isinstance(weights, Tensor) and (reason := not_plain_reason(weights)):
-        raise OperandError(f"weights must be a plain tensor, got {reason}")
+    if isinstance(weights, Tensor):
+        check_plain(weights, "weights")
     if not isinstance(weights, Tensor) or weights.dim() != 4 or not weights.is_floating_point():
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise OperandError(f"weights must be a floating-point tensor [B, H, q_len, kv_len], got {got}")

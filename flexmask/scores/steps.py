@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from flexmask._checks import kind_of, not_plain_reason
+from flexmask._checks import check_plain, kind_of
 from flexmask._transforms import number_text
 from flexmask.errors import LoweringError, OperandError
 
@@ -165,8 +165,7 @@ def checked_table(values: object, what: str, axes: tuple[str, ...]) -> Table:
     wanted = f"{what} must be numbers {' or '.join(axes)}, as a floating-point tensor or a list, got {kind_of(values)}"
     if not isinstance(found, Tensor) or not found.is_floating_point():
         raise OperandError(wanted)
-    if reason := not_plain_reason(found):
-        raise OperandError(f"{what} must be a plain tensor, got {reason}")
+    check_plain(found, what)
     if found.dim() not in {text.count(",") + 1 for text in axes} or not found.numel():
         raise OperandError(wanted)
     if isinstance(values, Tensor):

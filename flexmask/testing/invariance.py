@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask import _sync
-from flexmask._checks import check_flag, not_plain_reason
+from flexmask._checks import check_flag, check_plain
 from flexmask.catalogue import causal, per_document
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -74,8 +74,7 @@ def assert_batch_invariant(
     if not isinstance(x, Tensor) or not callable(function):
         raise OperandError(f"wanted a function and a tensor, got {type(function).__name__} and {type(x).__name__}")
     check_flag(gradients, "gradients")
-    if reason := not_plain_reason(x):
-        raise OperandError(f"x must be a plain tensor, got {reason}")
+    check_plain(x, "x")
     sizes = [tokens for tokens in align_documents(lengths).lengths[0] if tokens]
     if len(sizes) < 2 or not x.dim() or x.shape[0] != sum(sizes):
         raise LoweringError(

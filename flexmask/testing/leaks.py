@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask import _sync
-from flexmask._checks import check_function, checked_int, kind_of, not_plain_reason
+from flexmask._checks import check_function, check_plain, checked_int, kind_of
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.report.terms import terms
@@ -113,8 +113,7 @@ def assert_no_leak(
         check_function(embed, "embed", "(tokens) -> x")
     inputs = {"x": x} if context is None else {"x": x, "context": context}
     for name, value in inputs.items():
-        if reason := not_plain_reason(value):
-            raise OperandError(f"{name} must be a plain tensor, got {reason}")
+        check_plain(value, name)
         if value.is_meta:
             raise OperandError(f"{name} must be a tensor with values, got one on the device meta")
     inputs = {name: value.to(where) for name, value in inputs.items()}

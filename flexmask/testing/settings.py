@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from flexmask import _sync
-from flexmask._checks import not_plain_reason
+from flexmask._checks import check_plain, not_plain_reason
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
@@ -153,8 +153,7 @@ def reference_cells(setting: Setting) -> Tensor:
 
 def _as_4d(reference: Tensor) -> Tensor:
     """A table of 2, 3 or 4 axes as ``bool[B, H, q_len, kv_len]``."""
-    if reason := not_plain_reason(reference):
-        raise OperandError(f"a reference must be a plain tensor, got {reason}")
+    check_plain(reference, "a reference")
     if reference.dtype != torch.bool or not 2 <= reference.dim() <= 4:
         raise OperandError(
             "a reference tensor must be bool[q_len, kv_len], bool[B, q_len, kv_len] or bool[B, H, q_len, kv_len], "
