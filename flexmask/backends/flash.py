@@ -51,8 +51,7 @@ def refusal(call: Call, generation: int) -> str | None:
         return f"FlashAttention 4 takes float16 and bfloat16, got {call.query.dtype}; {use}"
     if reason := _head_refusal(call.query.shape[-1], call.value.shape[-1], generation):
         return f"FlashAttention 4 {reason}; {use}"
-    given = {"dropout_p": call.dropout_p, "kernel_options": call.kernel_options}
-    if unused := [name for name, value in given.items() if value]:
+    if unused := [name for name in ("dropout_p", "kernel_options") if getattr(call, name)]:
         return f"FlashAttention 4 has no {unused[0]}; {use}"
     if call.scale is not None and call.scale <= 0:
         return f"FlashAttention 4 takes a scale above 0, got {call.scale}; {use}"

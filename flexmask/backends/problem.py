@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -99,10 +99,6 @@ class Problem(NamedTuple):
         """The folded queries of a tile, its keys and its values."""
         return tile.fold(self.query), tile.gather_keys(self.key), tile.gather_keys(self.value)
 
-    def visible(self, tile: Tile) -> Tensor | None:
-        """See `Tile.visible`."""
-        return tile.visible(self.bounds, self.cells)
-
     def with_biases(self, tiling: Tiling) -> Iterator[tuple[Tile, Tensor | None, Tensor | None]]:
         """As of `Tiling`, with what is added to the scores before a cap in the bias; with a cap there is one for cells alone."""
         for tile, hidden, fully_masked in tiling.with_biases(self.cells, self.query.dtype):
@@ -114,14 +110,8 @@ class Problem(NamedTuple):
                 first = part.key_heads.start - tile.key_heads.start
                 heads = slice(first, first + size_of(part.key_heads))
                 own, masked = (one if one is None or one.size(1) == 1 else one[:, heads] for one in (hidden, fully_masked))
-                yield part, self._joined(part, own), masked
-
-    def _joined(self, tile: Tile, hidden: Tensor | None) -> Tensor:
-        """The folded sum of the bias of a tile and the one that hides cells."""
-        found = self.score_bias(tile)
-        assert found is not None
-        found = fold_rows(found, tile)
-        return found if hidden is None else found + hidden
+                bias = fold_rows(cast(Tensor, self.score_bias(part)), part)
+                yield part, bias if own is None else bias + own, masked
 
     def score_bias(self, tile: Tile) -> Tensor | None:
         """What is added to the scores of a tile, [b or 1, n * g or 1, m, t]."""

@@ -181,7 +181,7 @@ class Tile:
 
     def _split(self, part: Tensor, dim: int) -> tuple[Tensor, ...]:
         """The keys of each run, along an axis of all keys of the tile."""
-        return part.split([hi - lo for lo, hi in self._some_runs], dim)
+        return torch.split(part, [hi - lo for lo, hi in self._some_runs], dim)
 
     def _within(self, bounds: Tensor) -> Tensor:
         return is_within(self._select(bounds), self._kv_idx(bounds.device, bounds.dtype))

@@ -189,7 +189,7 @@ def _unfused_gradients(
 def _isolating_gradients(problem: Problem, tile: Tile, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
     """As `_unfused_gradients`, where NaN and inf of keys and values reach only the rows that attend to them."""
     q, k, v = problem.parts(tile)
-    q, visible, grad = q * problem.scale, problem.visible(tile), tile.fold(grad)
+    q, visible, grad = q * problem.scale, tile.visible(problem.bounds, problem.cells), tile.fold(grad)
     nonfinite_keys = ~k.isfinite().all(-1)
     nonfinite = None if visible is None else nonfinite_keys
     weights, _ = compute_weights(tile, q, k, visible, lambda scores: problem.changed(tile, scores), nonfinite)

@@ -31,7 +31,7 @@ def attend(
         isolate_nonfinite: whether NaN and inf in keys and values reach only the rows that attend to them.
     """
     q, k, v = (part.to(precise_dtype(part)) for part in problem.parts(tile))
-    q, visible = q * problem.scale, problem.visible(tile)
+    q, visible = q * problem.scale, tile.visible(problem.bounds, problem.cells)
     nonfinite_keys = ~k.isfinite().all(-1) if isolate_nonfinite and visible is not None else None
 
     def change(scores: Tensor) -> Tensor:

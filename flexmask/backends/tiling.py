@@ -266,9 +266,6 @@ def _join(choices: list[Runs]) -> list[range]:
 
 def _cut(elements: range, key_heads: range, most: int) -> Iterator[tuple[range, range]]:
     """Split into parts of at most `most` key heads, counted over the batch, and at least one."""
-    if most >= len(elements) * len(key_heads):
-        yield elements, key_heads
-        return
     heads = max(1, min(most, len(key_heads)))
     for some in _even_parts(elements, max(1, most // heads)):
         for own in _even_parts(key_heads, heads):

@@ -33,8 +33,7 @@ def _supports(call: Call) -> str | None:
         return f"variable-length attention takes float16 and bfloat16, got {query.dtype}"
     if not isinstance(call.mask, Mask | None):
         return f"variable-length attention takes a Mask, got a {type(call.mask).__name__}"
-    given = {"score_mod": call.score_mod, "dropout_p": call.dropout_p, "kernel_options": call.kernel_options}
-    if unused := [name for name, value in given.items() if value]:
+    if unused := [name for name in ("score_mod", "dropout_p", "kernel_options") if getattr(call, name)]:
         return f"variable-length attention has no {unused[0]}; use backend='flex' or 'sdpa'"
     if call.scale is not None and call.scale <= 0:
         return f"variable-length attention takes a scale above 0, got {call.scale}"
