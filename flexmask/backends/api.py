@@ -337,24 +337,13 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     elif mask is not None:
         mask = as_mask(mask, also="a LoweredMask, a BlockMask, None", device=query.device)
     if parameters:
-        mask = _bound(mask, parameters, caller)
+        if unknown := sorted(set(parameters) - set(mask.params if isinstance(mask, Mask) else ())):
+            raise OperandError(unknown_names(caller, unknown, mask, OPTIONS, 'mask="key_padding(n)", n=n'))
+        mask = mask.bind(**parameters)
     if caller and isinstance(mask, Mask):
         check_bound(mask, caller)
     check_dropout(call.dropout_p)
     return call._replace(query=query, key=key, value=value, mask=mask, score_mod=score_mod)
-
-
-def _bound(mask: Mask | LoweredMask | BlockMask | None, parameters: Mapping[str, Any], caller: str) -> Mask:
-    """The mask with the values of its parameters.
-
-    Raises:
-        OperandError: it does not have one of that name, nor has ``caller`` such an argument.
-    """
-    known = mask.params if isinstance(mask, Mask) else ()
-    unknown = sorted(set(parameters) - set(known))
-    if not unknown and isinstance(mask, Mask):
-        return mask.bind(**parameters)
-    raise OperandError(unknown_names(caller, unknown, mask, OPTIONS, 'mask="key_padding(n)", n=n'))
 
 
 def unknown_names(
