@@ -88,9 +88,8 @@ def _with_own_bounds(problem: Problem) -> Problem:
 @_block_sdpa.register_fake
 def _(*values: Any) -> tuple[Tensor, Tensor]:
     problem = Problem(*values)
-    return empty_output(problem.query, problem.value), empty_logsumexp(
-        problem.query, is_kept=problem.is_fused or problem.with_lse
-    )
+    is_kept = problem.is_fused or problem.with_lse
+    return empty_output(problem.query, problem.value), empty_logsumexp(problem.query, is_kept=is_kept)
 
 
 @_block_sdpa_backward.register_fake
@@ -193,15 +192,15 @@ class FusedWithTiles(Function):
     """The output of torch's fused kernel, with its gradient computed in tiles where that is differentiated again.
 
     The kernels have no second derivative, so with ``create_graph=True`` their own gradient is not used. It is applied to the
-    output of the kernel, to query, key and value, to the key intervals, int [B', H', Q', K, 2] (or True for a causal mask, False
-    for none), to the factor of the scores, and to which rows the kernel was given as fully masked, bool [B', H', Q', 1] or None.
+    output of the kernel, to query, key and value, to the key intervals, int [B', H', Q', K, 2], or None and whether the mask is
+    causal or none, to the factor of the scores, and to which rows the kernel was given as fully masked, bool [B', H', Q', 1] or
+    None.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        bounds, ctx.scale, ctx.fully_masked = rest
-        ctx.is_causal = None if isinstance(bounds, Tensor) else bounds
-        ctx.save_for_backward(query, key, value, out, bounds if ctx.is_causal is None else None)
+        bounds, ctx.is_causal, ctx.scale, ctx.fully_masked = rest
+        ctx.save_for_backward(query, key, value, out, bounds)
         return out.detach()
 
     @staticmethod
@@ -209,13 +208,13 @@ class FusedWithTiles(Function):
         if not torch.is_grad_enabled():
             if ctx.fully_masked is not None and has_nonfinite(grad):
                 grad = grad.masked_fill(ctx.fully_masked, 0)  # the kernel multiplies it by weights of 0
-            return grad, *[None] * 6
+            return grad, *[None] * 7
         query, key, value, out, bounds = ctx.saved_tensors
         bounds = _plain_bounds(query, key, ctx.is_causal) if bounds is None else bounds
         problem = Problem(query, key, value, bounds, None, ctx.scale)
         logsumexp = empty_logsumexp(query, is_kept=False)
         grads = _Gradient.apply(grad, None, out, logsumexp, *problem)  # type: ignore[no-untyped-call]
-        return None, *grads, None, None, None
+        return None, *grads, *[None] * 4
 
 
 def _plain_bounds(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
@@ -238,7 +237,7 @@ def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -
         values: tensors of the batch, then those of a problem.
     """
     tensors = [
-        None if tensor is None else _mapped_first(tensor, dim, size)
+        None if tensor is None else _mapped_first(tensor, dim, size).flatten(0, 1)
         for tensor, dim in zip(values[:-CONSTANTS], in_dims, strict=False)
     ]
     problem, dims = Problem(*values[-SIZE:]), Problem(*in_dims[-SIZE:])
@@ -250,8 +249,7 @@ def _fold_mapped(size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -
         cells = partial(_repeated, cells, batch)
     if rows is not None and keys is not None:
         rows, keys = _mapped_first(rows, dims.rows, size).flatten(0, 1), _broadcast(keys, dims.keys, size, batch)
-    constants = problem._replace(bounds=bounds, cells=cells, rows=rows, keys=keys)[-CONSTANTS:]
-    return *(None if tensor is None else tensor.flatten(0, 1) for tensor in tensors), *constants
+    return *tensors, *problem._replace(bounds=bounds, cells=cells, rows=rows, keys=keys)[-CONSTANTS:]
 
 
 def _unfold_mapped(tensor: Tensor, size: int) -> Tensor:

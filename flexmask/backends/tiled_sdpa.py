@@ -90,7 +90,7 @@ def _whole_sdpa(problem: Problem) -> Tensor | None:
         return None
     if not out.requires_grad:
         return out
-    given = *problem.tensors, problem.bounds, problem.scale, tiling.fully_masked
+    given = *problem.tensors, problem.bounds, False, problem.scale, tiling.fully_masked
     return cast(Tensor, FusedWithTiles.apply(out, *given))  # type: ignore[no-untyped-call]
 
 
@@ -103,7 +103,7 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_ca
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     if not out.requires_grad or is_captured():
         return out
-    return cast(Tensor, FusedWithTiles.apply(out, query, key, value, is_causal, scale, None))  # type: ignore[no-untyped-call]
+    return cast(Tensor, FusedWithTiles.apply(out, query, key, value, None, is_causal, scale, None))  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- the backend
