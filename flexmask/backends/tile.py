@@ -167,13 +167,14 @@ class Tile:
         Fully masked rows are unmasked here, since kernels give NaN for them; the caller sets their output to 0. Only `cells`
         may make them: the bounds must have none.
         """
-        visible = self.visible(bounds, cells)
+        visible, fully_masked = self.visible(bounds, cells), None
         if visible is None:
             return None, None
-        if cells is None:
-            return as_bias(visible, self, dtype), None
-        fully_masked = ~visible.any(-1, keepdim=True)
-        return as_bias(visible | fully_masked, self, dtype), fold_rows(fully_masked, self)
+        if cells is not None:
+            fully_masked = ~visible.any(-1, keepdim=True)
+            visible, fully_masked = visible | fully_masked, fold_rows(fully_masked, self)
+        zero, hidden = (torch.tensor(value, dtype=dtype, device=visible.device) for value in (0.0, -math.inf))
+        return torch.where(fold_rows(visible, self), zero, hidden), fully_masked
 
     def _distance_start(self, lo: int, q_len: int) -> int:
         """Where the values for `diagonals` of a run from ``lo`` on start in a bias by the distance."""
@@ -222,12 +223,6 @@ def is_within(ends: Tensor, kv_idx: Tensor) -> Tensor:
         seen = inside if seen is None else seen.logical_or_(inside)
     assert seen is not None, "rows without a slot are fully masked, so they are in no tile that needs a mask"
     return seen
-
-
-def as_bias(visible: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """Which keys are visible, bool [b or 1, n * g or 1, m, t], as 0 and -inf: [b or 1, n or 1, g * m, t]."""
-    zero, hidden = (torch.tensor(value, dtype=dtype, device=visible.device) for value in (0.0, -math.inf))
-    return torch.where(fold_rows(visible, tile), zero, hidden)
 
 
 def fold_rows(tensor: Tensor, tile: Tile) -> Tensor:
