@@ -1,6 +1,7 @@
 """What torch's function transforms, forward-mode derivatives, autocast and tensors without values do to a call.
 
-torch has no public name for some of these questions; where a version lacks the private one, the answer is that of plain tensors.
+torch has no public name for some of these questions; where a version lacks a private attribute, the answer is that of plain
+tensors.
 """
 
 from __future__ import annotations
