@@ -88,21 +88,20 @@ class Tile:
 
     def fold(self, tensor: Tensor) -> Tensor:
         """[B, H, Q, D] -> [b, n, g * m, D]."""
-        part = tensor[self.slices]
+        part = self._by_tile(tensor)
         if self.group == 1:
             return part
-        return part.reshape(size_of(self.elements), size_of(self.key_heads), self.folded_rows, part.size(3))
+        return part.reshape(part.size(0), size_of(self.key_heads), self.folded_rows, part.size(3))
 
     def unfold(self, part: Tensor) -> Tensor:
         """[b, n, g * m, D] -> [b, n * g, m, D]."""
         if self.group == 1:
             return part
-        heads = size_of(self.key_heads) * self.group
-        return part.reshape(size_of(self.elements), heads, size_of(self.rows), part.size(3))
+        return part.reshape(part.size(0), size_of(self.key_heads) * self.group, self.step, part.size(3))
 
     def write(self, total: Tensor, part: Tensor) -> None:
         """Write [b, n, g * m, D] to the rows of the tile in [B, H, Q, D]."""
-        total[self.slices] = self.unfold(part)
+        self._by_tile(total).copy_(self.unfold(part))
 
     def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [b, n, t, D], a view where the keys are one run."""
@@ -184,6 +183,10 @@ class Tile:
         """The keys of each run, along an axis of all keys of the tile."""
         return torch.split(part, [hi - lo for lo, hi in self._some_runs], dim)
 
+    def _by_tile(self, tensor: Tensor) -> Tensor:
+        """[B, H, Q, D] -> [b, n * g, m, D], a view."""
+        return tensor[self.slices]
+
     def _within(self, bounds: Tensor) -> Tensor:
         return is_within(self._select(bounds), self._kv_idx(bounds.device, bounds.dtype))
 
@@ -260,15 +263,6 @@ class Band(Tile):
     def step(self) -> int:
         """The rows of a tile, m."""
         return size_of(self.rows) // self.count
-
-    def fold(self, tensor: Tensor) -> Tensor:
-        """[B, H, Q, D] -> [c, n, g * m, D], a view where g is 1."""
-        return self._by_tile(tensor).reshape(self.count, size_of(self.key_heads), self.folded_rows, tensor.size(3))
-
-    def write(self, total: Tensor, part: Tensor) -> None:
-        """Write [c, n, g * m, D] to the rows of the band in [B, H, Q, D]."""
-        into = self._by_tile(total)
-        into.copy_(part.reshape(into.shape))
 
     def gather_keys(self, tensor: Tensor) -> Tensor:
         """[B, H_kv, KV, D] -> [c, n, t, D], a view in which the keys of neighbors overlap."""
