@@ -90,7 +90,7 @@ class Plan:
             self.mask = as_mask(self._mask_mod, device=setting.device)
         inputs = [*self.mask.tensors, *values]
         try:
-            return run_graph(self.mask, self._names, setting, inputs, varies=not self.setting.q_len, compiled=self.compile)
+            return run_graph(self.mask, setting, inputs, varies=not self.setting.q_len, compiled=self.compile)
         except LoweringError as error:
             raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
 

@@ -126,20 +126,12 @@ class GraphCache:
             self._graphs.clear()
 
     def get(
-        self,
-        mask: Mask,
-        names: tuple[str, ...],
-        setting: Setting,
-        tensors: Sequence[Tensor],
-        *,
-        varies: bool = False,
-        compiled: bool = False,
+        self, mask: Mask, setting: Setting, tensors: Sequence[Tensor], *, varies: bool = False, compiled: bool = False
     ) -> Graph:
         """The graph for the form of a mask and the shapes of tensors, captured where there is none yet.
 
         Args:
             mask: the mask, or one that differs from it in its tensors alone.
-            names: the parameters of the mask.
             setting: the lengths and sizes.
             tensors: the tensors of the mask, the value of each parameter, and ``q_offset`` where it is a tensor.
             varies: whether the graph serves other lengths and shapes too, where it can.
@@ -148,13 +140,13 @@ class GraphCache:
         sizes = _sizes(setting, tensors)
         kind = tuple([tuple([min(size, 2) for size in shape]) for shape in sizes]) if varies else sizes
         inputs = tuple((tensor.dtype, tensor.device) for tensor in tensors)
-        key = mask.form.digest, names, setting[2:], inputs, kind, varies, compiled
+        key = mask.form.digest, setting[2:], inputs, kind, varies, compiled
         graphs, graph = self._kept(key, sizes)
         if graph is not None:
             return graph
         if len(graphs) == MOST_VARYING:
-            return self.get(mask, names, setting, tensors, compiled=compiled)
-        made = _capture(mask, names, setting, tensors, varies=varies, compiled=compiled)  # without the lock: other threads go on
+            return self.get(mask, setting, tensors, compiled=compiled)
+        made = _capture(mask, setting, tensors, varies=varies, compiled=compiled)  # without the lock: other threads go on
         with self._lock:
             self.captures += 1
             graphs, graph = self._kept(key, sizes)
@@ -176,27 +168,27 @@ class GraphCache:
 GRAPHS = GraphCache()
 
 
-def run_graph(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor], **options: bool) -> LoweredMask:
+def run_graph(mask: Mask, setting: Setting, tensors: Sequence[Tensor], **options: bool) -> LoweredMask:
     """A mask lowered by its graph, which is captured where there is none yet; see :meth:`GraphCache.get`.
 
     Raises:
         LoweringError: the mask has no graph, or values that contradict each other or the lengths.
     """
-    graph = GRAPHS.get(mask, names, setting, tensors, **options)
+    graph = GRAPHS.get(mask, setting, tensors, **options)
     try:
         return graph.run(setting, tensors)
     except LoweringError:
-        bound(mask, names, setting, tensors)  # whose error has the values, which a graph does not
+        bound(mask, setting, tensors)  # whose error has the values, which a graph does not
         raise
 
 
-def bound(mask: Mask, names: tuple[str, ...], setting: Setting, tensors: Sequence[Tensor]) -> Context:
-    """The lowering context of a mask with some tensors."""
+def bound(mask: Mask, setting: Setting, tensors: Sequence[Tensor]) -> Context:
+    """The lowering context of a mask with some tensors: its own, the value of each parameter, and ``q_offset``."""
     own = len(mask.held)
-    whole = mask.with_tensors(tensors[:own])
-    if names:
-        whole = whole.bind(**dict(zip(names, tensors[own:], strict=False)))
-    offset = tensors[-1] if setting.q_offset < 0 else setting.q_offset
+    whole, values = mask.with_tensors(tensors[:own]), list(tensors[own:])
+    offset = values.pop() if setting.q_offset < 0 else setting.q_offset
+    if mask.params:
+        whole = whole.bind(**dict(zip(mask.params, values, strict=False)))
     batch, heads = (None if are_ints(size) and not size else size for size in (setting.batch, setting.heads))
     return bind(whole, setting.q_len, setting.kv_len, batch, heads, offset, setting.device)
 
@@ -278,18 +270,10 @@ def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
 _CAPTURING = Lock()
 
 
-def _capture(
-    mask: Mask,
-    names: tuple[str, ...],
-    setting: Setting,
-    tensors: Sequence[Tensor],
-    *,
-    varies: bool = False,
-    compiled: bool = False,
-) -> Graph:
+def _capture(mask: Mask, setting: Setting, tensors: Sequence[Tensor], *, varies: bool = False, compiled: bool = False) -> Graph:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # of the compiler, as what it imports
 
-    given = mask, names, setting, tensors
+    given = mask, setting, tensors
     env = ShapeEnv(duck_shape=False)  # sizes that are equal may differ in the next call
     sizes = _sizes(setting, tensors)
     shapes = _symbols(sizes, env) if varies else sizes
@@ -332,12 +316,7 @@ def _guard(env: ShapeEnv, shapes: Sequence[tuple[Any, ...]]) -> Callable[[Sizes]
 
 
 def _traced(
-    mask: Mask,
-    names: tuple[str, ...],
-    setting: Setting,
-    tensors: Sequence[Tensor],
-    shapes: Sequence[tuple[Any, ...]],
-    env: ShapeEnv,
+    mask: Mask, setting: Setting, tensors: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]], env: ShapeEnv
 ) -> tuple[torch.fx.GraphModule, Any, list[Any]]:
     """The module and the layout of a :class:`Graph` for shapes that may be symbols, and its example inputs."""
     layout = None
@@ -345,7 +324,7 @@ def _traced(
     def lowered(lengths: Tensor, *inputs: Tensor) -> list[Any]:
         nonlocal layout
         _, q_len, kv_len = lengths.shape
-        context = bound(mask, names, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
+        context = bound(mask, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
         found, layout = lower(context, setting.block_size).flatten()
         return found
 

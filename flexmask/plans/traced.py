@@ -88,7 +88,7 @@ def _lowered(
     with captured():
         mask = _made(deferred, device)
         setting = Setting(q_len, kv_len, batch, heads, offset, device, sizes)
-        return lower(bound(mask, (), setting, (*mask.tensors, *values)), sizes)
+        return lower(bound(mask, setting, (*mask.tensors, *values)), sizes)
 
 
 def _made(deferred: DeferredMask, device: torch.device) -> Mask:

@@ -42,11 +42,11 @@ def test_a_capture_keeps_no_other_thread_waiting(monkeypatch: pytest.MonkeyPatch
     cache, first, second = GraphCache(), fm.sliding_window(left=3, right=0), fm.sliding_window(left=4, right=0)
     setting = fm.plan(first, 8).setting
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(cache.get, first, (), setting, ())
+        waiting = thread.submit(cache.get, first, setting, ())
         assert begun.wait(60)
-        cache.get(second, (), setting, ())
+        cache.get(second, setting, ())
         other_is_done.set()
-        assert waiting.result(60) is cache.get(first, (), setting, ())
+        assert waiting.result(60) is cache.get(first, setting, ())
     assert cache.captures == len(cache) == 2
 
 
@@ -58,7 +58,7 @@ def test_threads_capture_at_the_same_time() -> None:
         mask, ids = fm.document(fm.param("ids")), torch.arange(length) // 3
         start.wait(60)
         setting = fm.plan(mask, length).setting
-        graph = cache.get(mask, ("ids",), setting, (ids,))
+        graph = cache.get(mask, setting, (ids,))
         found: list[list[bool]] = graph.run(setting, [ids]).dense()[0, 0].tolist()
         return found
 
@@ -93,7 +93,7 @@ def test_the_last_used_graphs_are_kept() -> None:
     masks = [fm.sliding_window(left=left, right=0) for left in range(3)]
     for mask in (*masks, masks[2], masks[0]):
         plan = fm.plan(mask, 8)
-        cache.get(mask, (), plan.setting, mask.tensors)
+        cache.get(mask, plan.setting, mask.tensors)
     assert (len(cache), cache.captures) == (2, 4)
     cache.clear()
     assert len(cache) == 0
@@ -103,7 +103,7 @@ def test_graphs_have_no_view_of_a_whole_tensor() -> None:
     """Each operator of a decoding step costs a microsecond."""
     plan = fm.plan("causal & document(cu_seqlens=cu)", 1, 1000)
     tensors = [torch.tensor([0, 300, 1000]), torch.tensor([500])]
-    graph = GraphCache().get(plan.mask, ("cu",), plan.setting._replace(q_offset=-1), tensors)
+    graph = GraphCache().get(plan.mask, plan.setting._replace(q_offset=-1), tensors)
     aten = torch.ops.aten
     kinds = aten.expand.default, aten.view.default, aten.slice.Tensor
     views = [node for node in graph.module.graph.nodes if node.target in kinds]
