@@ -236,24 +236,27 @@ class MultiheadFlexAttention(nn.Module):
             positions = parallel.positions
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         key, value = cast(tuple[Tensor, Tensor], new or (None, None))
-        step = None if cache is None else cache.step(query, key, value, mask)
-        if step is not None and is_traced:  # dynamo drops writes to a new cache after FlexAttention
-            step.commit()
-        if step is not None:
-            key, value = step.key, step.value
+        score_mod, q_offset = self._score(), 0
+        if cache is None:
+            score_mod = placed_score(score_mod, 0)
+        else:
+            step = cache.step(query, key, value, mask)
+            if is_traced:  # dynamo drops writes to a new cache after FlexAttention
+                step.commit()
+            key, value, mask, score_mod, q_offset = step.key, step.value, step.mask, step.score_mod(score_mod), step.q_offset
         call = Call(
             query,
             key,
             value,
-            score_mod=placed_score(self._score(), 0) if step is None else step.score_mod(self._score()),
+            score_mod=score_mod,
             scale=self.scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
-            q_offset=0 if step is None else step.q_offset,
+            q_offset=q_offset,
             dropout_p=self.dropout if self.training else 0.0,
             kernel_options=self.kernel_options,
         )
-        heads, _ = attend(checked_call(call, mask if step is None else step.mask), self.backend)
-        if step is not None and not is_traced:  # a call that fails must not change the cache
+        heads, _ = attend(checked_call(call, mask), self.backend)
+        if cache is not None and not is_traced:  # a call that fails must not change the cache
             step.commit()
         out: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (out, query, key) if return_qk else out
@@ -368,20 +371,12 @@ class MultiheadFlexAttention(nn.Module):
 
     def _heads(self, x: Tensor, context: Tensor | None, positions: Tensor | None, *, keys: bool) -> list[Tensor]:
         """As :meth:`_project`, with queries and keys rotated by ``rope``; by default positions count from 0."""
-        query, *others = self._project(x, context, keys=keys)
-        if self.rope is None:
-            return [query, *others]
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        query = self._rotate(query, positions)
-        if not others:
-            return [query]
-        key, value = others
-        key_positions = positions if context is None else torch.arange(context.shape[1], device=x.device)
-        return [query, self._rotate(key, key_positions), value]
-
-    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        return heads if self.rope is None else self.rope(heads, positions).to(heads.dtype)
+        heads = self._project(x, context, keys=keys)
+        if self.rope is not None:
+            own = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+            others = own if context is None else torch.arange(context.shape[1], device=x.device)
+            heads[:2] = [self.rope(part, at).to(part.dtype) for part, at in zip(heads, (own, others), strict=False)]
+        return heads
 
     def _project(self, x: Tensor, context: Tensor | None, *, keys: bool) -> list[Tensor]:
         """Queries, and with ``keys`` also keys and values, as ``[B, heads, length, d_head]``."""
@@ -398,11 +393,8 @@ class MultiheadFlexAttention(nn.Module):
             if keys:
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
                 projected.append((both, others))
-        return [part.transpose(1, 2) for both, heads in projected for part in self._split(both, heads)]
-
-    def _split(self, projected: Tensor, heads: list[int]) -> tuple[Tensor, ...]:
-        """Projections ``[B, length, sum(heads) * d_head]`` as ``[B, length, heads, d_head]``."""
-        return projected.view(*projected.shape[:2], sum(heads), self.d_head).split_with_sizes(heads, 2)
+        parted = [both.unflatten(2, (sum(heads), self.d_head)).split_with_sizes(heads, 2) for both, heads in projected]
+        return [part.transpose(1, 2) for parts in parted for part in parts]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         """Says what to do with the weights of torch's module."""
@@ -423,10 +415,8 @@ class MultiheadFlexAttention(nn.Module):
     def extra_repr(self) -> str:
         """The sizes, as the module prints them."""
         parts = [f"d_in={self.d_in}, d_out={self.d_out}, n_heads={self.n_heads}"]
-        if self.n_kv_heads != self.n_heads:
-            parts.append(f"n_kv_heads={self.n_kv_heads}")
-        shown = {"d_head": self.d_head * self.n_heads != self.d_out, "d_context": self.d_context != self.d_in}
-        shown["dropout"] = self.dropout != 0
+        shown = {"n_kv_heads": self.n_kv_heads != self.n_heads, "d_head": self.d_head * self.n_heads != self.d_out}
+        shown |= {"d_context": self.d_context != self.d_in, "dropout": self.dropout != 0}
         parts += [f"{name}={getattr(self, name)}" for name, is_shown in shown.items() if is_shown]
         if self.mask is not None:
             parts.append(f"mask={self.mask.brief()!r}")
