@@ -158,15 +158,17 @@ def last_keys(mask: Mask, tokens: CallTokens) -> int | None:
 
 def sizes_along(mask: Mask) -> list[tuple[Lookup, str, int]]:
     """The data of a mask along queries and keys: how it is looked up, the axis, and how many values it has there."""
-    if "sizes" not in mask.memo:
-        lookups = [node for node in mask.expand().walk() if isinstance(node, Lookup) and isinstance(node.table, Table)]
-        mask.memo["sizes"] = [
-            (lookup, name, size)
-            for lookup in lookups
-            for name, size in zip(_axes_of(lookup), cast(Table, lookup.table).shape, strict=True)
+
+    def found() -> list[tuple[Lookup, str, int]]:
+        return [
+            (node, name, size)
+            for node in mask.expand().walk()
+            if isinstance(node, Lookup) and isinstance(node.table, Table)
+            for name, size in zip(_axes_of(node), node.table.shape, strict=True)
             if name in ("q", "kv") and size is not None
         ]
-    return cast("list[tuple[Lookup, str, int]]", mask.memo["sizes"])
+
+    return mask.kept("sizes", found)
 
 
 def _axes_of(lookup: Lookup) -> list[str]:
@@ -218,15 +220,17 @@ def _is_along_keys(lookup: Lookup, mask: Mask) -> bool:
 
 def _check_padding(mask: Mask, tokens: CallTokens) -> None:
     """Checks that the lengths of padded keys do not end before a call that is not the first, for all sequences."""
-    if "lengths" not in mask.memo:
+
+    def limits() -> list[tuple[Mask, Table]]:
         leaves = [(part, leaf) for part in operands_of(mask) for leaf in operands_of(part.expand())]
-        mask.memo["lengths"] = [
+        return [
             (part, leaf.right.table)
             for part, leaf in leaves
             if isinstance(leaf, Compare) and leaf.sign == "<" and leaf.left.key == kv.key and isinstance(leaf.right, Lookup)
             if isinstance(leaf.right.table, Ranged) and leaf.right.table.role == "length"
         ]
-    for part, table in mask.memo["lengths"]:
+
+    for part, table in mask.kept("lengths", limits):
         real, q_offset = table.to_tensor(), torch.as_tensor(tokens.q_offset, device="cpu")
         if tokens.is_empty or _sync.needs_sync(real) or _sync.needs_sync(q_offset):
             continue

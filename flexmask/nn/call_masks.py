@@ -46,16 +46,14 @@ def bound_mask(
         raise OperandError("mask is a plan: call it with the mask's data, as in module(x, plan(cu=cu))")
     mask = module.mask if mask is None else mask if isinstance(mask, LoweredMask | BlockMask) else module_mask(mask, device)
     wanted = set(mask.params) if isinstance(mask, Mask) else set()
-    if not wanted and not parameters:
-        return cast("AnyMask | None", mask)
     missing, unknown = sorted(wanted - set(parameters)), sorted(set(parameters) - wanted)
-    if not missing and not unknown:
-        return cast(Mask, mask).bind(**parameters) if bind else cast(Mask, mask)
     if unknown:
         message = unknown_names("MultiheadFlexAttention.forward", unknown, mask, RESERVED - {"self"}, EXAMPLE)
         raise ExpressionError(message + "".join(f"\n  {name}: {EQUIVALENTS[name]}" for name in unknown if name in EQUIVALENTS))
-    calls = ", ".join(f"{name}=..." for name in missing)
-    raise ExpressionError(f"{described(mask)} has parameters that are not given: call the module with {calls}")
+    if missing:
+        calls = ", ".join(f"{name}=..." for name in missing)
+        raise ExpressionError(f"{described(mask)} has parameters that are not given: call the module with {calls}")
+    return cast(Mask, mask).bind(**parameters) if bind and parameters else cast("AnyMask | None", mask)
 
 
 def unplaced(others: tuple[Any, ...]) -> str:

@@ -489,8 +489,7 @@ def _check_cached_keys(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor
     hint = ""
     if capacity is not None:
         hint = f", or once for its capacity: flexmask.plan(mask, {query.shape[2]}, {capacity}), called with q_offset=cache.length"
-    name = "LoweredMask" if isinstance(mask, LoweredMask) else "BlockMask"
     raise LoweringError(
-        f"the {name} is for kv_len={kv_len}, but the call attends to {wanted} keys, those in the cache after it. Make the mask "
-        f"for kv_len={wanted}{hint}"
+        f"the {type(mask).__name__} is for kv_len={kv_len}, but the call attends to {wanted} keys, those in the cache after it. "
+        f"Make the mask for kv_len={wanted}{hint}"
     )
