@@ -17,8 +17,7 @@ from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import Mask
 from flexmask.expr.methods import EQUIVALENTS_OF_PLAN
 from flexmask.intervals.bind import MAX_OFFSET
-from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.sizes import own_sizes
+from flexmask.intervals.sizes import checked_size, own_sizes
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.plans.capture import Setting, run_graph
@@ -200,10 +199,7 @@ def plan(
     if q_len is None and kv_len is not None:
         raise OperandError(f"kv_len={kv_len} without q_len: give both, or give both to each call of the plan")
     lengths = (0, 0) if q_len is None else _lengths(q_len, q_len if kv_len is None else kv_len)
-    rest = [
-        0 if size is None else checked_int(size, name, most=MAX_LENGTH, kind=LoweringError)
-        for name, size in (("batch", batch), ("heads", heads))
-    ]
+    rest = [0 if size is None else checked_size(size, name) for name, size in (("batch", batch), ("heads", heads))]
     default = mask.tensors[0].device if mask.tensors else torch.device("cpu")
     where = default if device is None else _sync.resolve_device(device)
     follows = device is None and not mask.tensors
@@ -215,9 +211,7 @@ def _lengths(q_len: int, kv_len: int) -> tuple[int, int]:
     """The checked lengths, in compiled code as they are."""
     if torch.compiler.is_compiling():
         return q_len, kv_len
-    sizes = {"q_len": q_len, "kv_len": kv_len}
-    found = [checked_int(length, name, most=MAX_LENGTH, kind=LoweringError) for name, length in sizes.items()]
-    return found[0], found[1]
+    return checked_size(q_len, "q_len"), checked_size(kv_len, "kv_len")
 
 
 def _tensor(value: Any, name: str, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.triton import classes
-from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists, lists_of
+from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists
 from flexmask.plans.replay import Replay
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
     rows, cells = Rows(lo, hi, rows.kv_len), None if cells is None else _in_memory(cells)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
-        lists = flat_lists(lists_of(context, rows, cells, block_size))
+        lists = flat_lists(context, rows, cells, block_size)
     of_class = tuple(map(_in_memory, classes(context, rows))) if cells is None else ()
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
     return LoweredMask(shape, ends, cells, block_size, lists, band_of(context), of_class)

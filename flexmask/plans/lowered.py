@@ -27,7 +27,7 @@ from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import runs
-from flexmask.lowering.block_lists import BlockList, grid_lists
+from flexmask.lowering.block_lists import grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
 from flexmask.lowering.mask_mod import MaskMod, interval_mod
 from flexmask.lowering.triton import class_mod
@@ -106,7 +106,7 @@ class LoweredMask:
         return of_cells if self.cells.shape[2] > 1 else _both(interval_mod(self._rows(), self.shape[:3]), of_cells)
 
     def _block_mask(self, mask_mod: MaskMod) -> BlockMask:
-        tensors = self._lists or flat_lists(lists_of(self._context(), self._rows(), self.cells, self.block_size))
+        tensors = self._lists or flat_lists(self._context(), self._rows(), self.cells, self.block_size)
         if not torch.compiler.is_compiling():
             self._lists = tensors
         lists = list(zip(tensors[::2], tensors[1::2], strict=True))
@@ -200,12 +200,16 @@ class LoweredMask:
         return Context(Truth(True), q_len, kv_len, own, batch, heads, 0, None, self.device)
 
 
-def lists_of(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[int, int]) -> list[BlockList]:
-    """The lists of a BlockMask, given the key intervals and the cells of a :class:`LoweredMask`."""
+def flat_lists(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The lists of a BlockMask, given the key intervals and the cells of a :class:`LoweredMask`.
+
+    Their tensors are one after the other, the numbers of blocks before the indices of each.
+    """
     if cells is None:
-        return block_lists(RowBounds(rows, rows), context, sizes)
-    partial, full = BlockGrid(context, *sizes).from_cells(rows, cells)
-    return grid_lists([partial, full], context.full_batch, None)
+        lists = block_lists(RowBounds(rows, rows), context, sizes)
+    else:
+        lists = grid_lists([*BlockGrid(context, *sizes).from_cells(rows, cells)], context.full_batch, None)
+    return tuple(tensor for block_list in lists for tensor in block_list)
 
 
 def _cells_mod(cells: Tensor) -> MaskMod:
@@ -215,11 +219,6 @@ def _cells_mod(cells: Tensor) -> MaskMod:
 
 def _both(one: MaskMod, two: MaskMod) -> MaskMod:
     return lambda b, h, q_idx, kv_idx: one(b, h, q_idx, kv_idx) & two(b, h, q_idx, kv_idx)
-
-
-def flat_lists(lists: list[BlockList]) -> tuple[Tensor, ...]:
-    """The tensors of lists one after the other, the numbers of blocks before the indices of each."""
-    return tuple(tensor for block_list in lists for tensor in block_list)
 
 
 torch.serialization.add_safe_globals([LoweredMask])  # it holds tensors and numbers alone, so torch.load may make one
