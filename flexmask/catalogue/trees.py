@@ -161,9 +161,8 @@ def tree(ancestors: Data | None = None, *, parents: Data | None = None, prefix: 
         raise ExpressionError(f"tree: give exactly one of ancestors and parents; got {got}")
     start = per_sequence(prefix, "tree: prefix")
     node: Index = kv - start
-    if isinstance(parents, Param) or isinstance(ancestors, Param):
-        placeholder = cast(Param, ancestors if parents is None else parents)
-        return (kv < start) | (placeholder[q, maximum(node, 0)] != 0)
+    if isinstance(data := ancestors if parents is None else parents, Param):
+        return (kv < start) | (data[q, maximum(node, 0)] != 0)
     spans = None if parents is None else _spans(parents)
     table = as_table(ancestors, "tree: ancestors") if spans is None else spans[0]
     count = (table.shape and table.shape[-1]) or 1
@@ -197,16 +196,11 @@ def _walked(parents: list[int]) -> tuple[list[int], list[int]]:
         if parents[node] >= 0:
             sizes[parents[node]] += sizes[node]
     first: list[int] = []
-    free: list[int] = []  # the place of the next child of each node
-    root = 0
-    for parent, size in zip(parents, sizes, strict=True):
-        if parent < 0:
-            place, root = root, root + size
-        else:
-            place = free[parent]
-            free[parent] += size
-        first.append(place)
-        free.append(place + 1)
+    free = {-1: 0}  # the place of the next child of each node, and of the next root
+    for node, (parent, size) in enumerate(zip(parents, sizes, strict=True)):
+        above = max(parent, -1)
+        first.append(free[above])
+        free[above], free[node] = free[above] + size, free[above] + 1
     return first, [place + size for place, size in zip(first, sizes, strict=True)]
 
 
