@@ -199,6 +199,7 @@ class _Packed:
         starts: the first position of the document of each position.
         lengths: the length of each document, or None if cumulative lengths are given.
         ends: cumulative lengths, or None if they are computed when the mask is lowered.
+        count: the number of documents, or None if the data's shape is unknown.
     """
 
     def __init__(self, side: str, lengths: Data | None, cu_seqlens: Data | None, padding: bool) -> None:
@@ -209,13 +210,9 @@ class _Packed:
         self.starts = document_starts(self.ids)
         self.lengths = cast("Table | Param | None", lengths)
         self.ends = cast("Table | Param | None", _cumulated(lengths) if cu_seqlens is None else cu_seqlens)
-
-    @property
-    def count(self) -> int | None:
-        """The number of documents, or None if the data's shape is unknown."""
-        data = self.ends if self.lengths is None else self.lengths
-        size = None if data is None or isinstance(data, Param) else data.shape[-1]
-        return size - 1 if size is not None and self.lengths is None else size
+        given = cast("Table | Param", cu_seqlens if lengths is None else lengths)
+        size = None if isinstance(given, Param) else given.shape[-1]
+        self.count = size - 1 if size is not None and lengths is None else size
 
     def length(self, document: Index) -> Index:
         if self.lengths is not None:
