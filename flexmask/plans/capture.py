@@ -87,16 +87,9 @@ class Graph:
 
     def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
         """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
-        try:
-            lengths = torch.empty(0, setting.q_len, setting.kv_len, device="cpu")
-            found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
-            return LoweredMask.unflatten(found, self.layout)
-        except (RuntimeError, IndexError) as error:
-            if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
-                raise
-            is_short = "out of bounds" in str(error)
-            hint = ": the mask's data ends before the queries do, at q_offset + q_len, or before the keys" if is_short else ""
-            raise LoweringError(f"{error}{hint}") from error  # values that contradict each other or the lengths
+        lengths = torch.empty(0, setting.q_len, setting.kv_len, device="cpu")
+        found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
+        return LoweredMask.unflatten(found, self.layout)
 
 
 #: The most graphs for sizes that vary. Where a mask needs more, as one whose longer rows have more key intervals, each further
@@ -177,9 +170,13 @@ def run_graph(mask: Mask, setting: Setting, tensors: Sequence[Tensor], **options
     graph = GRAPHS.get(mask, setting, tensors, **options)
     try:
         return graph.run(setting, tensors)
-    except LoweringError:
+    except (RuntimeError, IndexError) as error:
+        if type(error) not in (RuntimeError, IndexError):  # such as torch.OutOfMemoryError
+            raise
         bound(mask, setting, tensors)  # whose error has the values, which a graph does not
-        raise
+        is_short = "out of bounds" in str(error)
+        hint = ": the mask's data ends before the queries do, at q_offset + q_len, or before the keys" if is_short else ""
+        raise LoweringError(f"{error}{hint}") from error
 
 
 def bound(mask: Mask, setting: Setting, tensors: Sequence[Tensor]) -> Context:
