@@ -74,12 +74,11 @@ def sizes_from_torch(module: nn.MultiheadAttention, batch_first: bool) -> dict[s
             f"the module has batch_first=False, so its calls give [length, B, {module.embed_dim}]. Here the batch is always "
             "first: give x.transpose(0, 1) in each call, and say so by from_torch(module, batch_first=True)"
         )
-    has_bias = module.in_proj_bias is not None
     return {
         "d_in": module.embed_dim,
         "d_out": module.embed_dim,
         "n_heads": module.num_heads,
-        "bias": has_bias,
+        "bias": module.in_proj_bias is not None,
         "out_bias": module.out_proj.bias is not None,
         "dropout": module.dropout,
         "d_context": None if module.kdim == module.embed_dim else module.kdim,
@@ -99,11 +98,11 @@ def _names(module: nn.MultiheadAttention) -> dict[str, tuple[str, ...]]:
 def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights; one of several is trainable if any is."""
     state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
-    state |= {f"{ours}.weight": torch.cat([getattr(module, name) for name in theirs]) for ours, theirs in _names(module).items()}
+    stacked = {ours: torch.cat([getattr(module, name) for name in theirs]) for ours, theirs in _names(module).items()}
+    state |= {f"{ours}.weight": weight for ours, weight in stacked.items()}
     if module.in_proj_bias is not None:
-        names = [name.replace("weight", "bias") for name in state if "out" not in name]
-        sizes = [len(state[name]) for name in state if "out" not in name]
-        state |= zip(names, module.in_proj_bias.split(sizes), strict=True)
+        biases = module.in_proj_bias.split([len(weight) for weight in stacked.values()])
+        state |= {f"{ours}.bias": bias for ours, bias in zip(stacked, biases, strict=True)}
     return state
 
 
