@@ -75,7 +75,6 @@ def module_mask(mask: object, device: torch.device | None = None) -> Mask | None
     if isinstance(mask, BlockMask):
         raise OperandError("mask is a BlockMask; give it to forward, as it is for one length, or give the Mask it was made from")
     found = as_mask(mask, also="None", device=device)
-    if RESERVED & set(found.params):
-        taken = ", ".join(sorted(RESERVED & set(found.params)))
-        raise ExpressionError(f"{found.brief()} has the parameter {taken}, which forward takes itself; rename it")
+    if taken := sorted(RESERVED & set(found.params)):
+        raise ExpressionError(f"{found.brief()} has the parameter {', '.join(taken)}, which forward takes itself; rename it")
     return found
