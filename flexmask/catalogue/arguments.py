@@ -30,10 +30,7 @@ def number(value: Any, what: str, least: int = 0) -> Any:
 
 def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
     """An integer from ``least`` to ``most`` that the conditions of the mask depend on, so it cannot be a parameter."""
-    if isinstance(value, Index):
-        raise ExpressionError(
-            f"{what} cannot be a parameter, as the conditions of the mask depend on it: write a number instead of {value}"
-        )
+    _refuse_index(value, what, "a number")
     if isinstance(value, Table):
         raise OperandError(f"{what} must be an integer, got {_brief(value)}")
     return checked_int(value, what, least, most)
@@ -41,10 +38,7 @@ def fixed_int(value: Any, what: str, least: int = 0, most: int | None = None) ->
 
 def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> list[int]:
     """A list of integers of at least ``least`` that the conditions of the mask depend on; its length is one of ``axes``."""
-    if isinstance(values, Index):
-        raise ExpressionError(
-            f"{what} cannot be a parameter, as the conditions of the mask depend on it: write a list instead of {values}"
-        )
+    _refuse_index(values, what, "a list")
     if not isinstance(values, Literal) or values.truth or len(values.size) != 1:
         raise OperandError(f"{what} must be a list of integers, one for each axis, got {_brief(values)}")
     sizes = cast("list[int]", values.tolist())
@@ -53,6 +47,13 @@ def fixed_ints(values: Any, what: str, axes: Iterable[int], least: int = 1) -> l
     if min(sizes) < least:
         raise ExpressionError(f"{what} must be at least {least} along each axis, got {sizes}")
     return sizes
+
+
+def _refuse_index(value: object, what: str, instead: str) -> None:
+    if isinstance(value, Index):
+        raise ExpressionError(
+            f"{what} cannot be a parameter, as the conditions of the mask depend on it: write {instead} instead of {value}"
+        )
 
 
 def per_sequence(value: Data, what: str) -> Index | int:
