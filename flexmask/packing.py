@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -27,6 +28,8 @@ __all__ = ["Packed", "PackedPrefixes", "pack_documents", "pack_prefixes"]
 MAX_CAPACITY = 2**30
 #: The tokens of a sample.
 Tokens: TypeAlias = "Sequence[int] | Tensor"
+#: The samples of a tree in depth-first order: the number of each, its tokens, and how many it shares with the one before it.
+_Tree: TypeAlias = list[tuple[int, list[int], int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +129,11 @@ def pack_documents(lengths: Tokens, capacity: int, *, device: torch.device | str
         OperandError: no documents, other values than integers, or a document that is longer than a row.
     """
     sizes = _numbers(lengths, "pack_documents: lengths", least=1)
-    trees = [_Tree.of_one(at, [0] * size) for at, size in enumerate(sizes)]
+    trees = [[(at, [0] * size, 0)] for at, size in enumerate(sizes)]
     device = None if device is None else resolve_device(device)
     rows = _best_fit(trees, checked_int(capacity, "pack_documents: capacity", 1, MAX_CAPACITY), "pack_documents: a document")
-    most = max(map(len, rows))
-    table = [[len(tree.tokens) for tree in row] + [0] * (most - len(row)) for row in rows]
+    most = max(len(row.places) for row in rows)
+    table = [[*map(len, row.places.values())] + [0] * (most - len(row.places)) for row in rows]
     mask = document(lengths=torch.tensor(table, device=device), padding=True)
     return Packed(mask, **_laid_out(rows, capacity, len(sizes), device, ["position_ids", "previous"]))
 
@@ -164,71 +167,74 @@ def pack_prefixes(
     most = MAX_CAPACITY if capacity is None else checked_int(capacity, "pack_prefixes: capacity", 1, MAX_CAPACITY)
     trees = _trees(tokens, most)
     if capacity is None:
-        rows, capacity = [trees], sum(len(tree.tokens) for tree in trees)
-    else:
-        rows = _best_fit(trees, capacity, "pack_prefixes: a sample")
+        trees = [list(chain.from_iterable(trees))]
+        capacity = _size(trees[0])
+    rows = _best_fit(trees, capacity, "pack_prefixes: a sample")
     made = _laid_out(rows, capacity, len(samples), device, ["position_ids", "previous", "tokens", "end"])
     return PackedPrefixes(prefix_tree(made.pop("end")), **made)
 
 
-@dataclass(eq=False)
-class _Tree:
-    """Tokens in depth-first order, ``[n]``.
+def _size(tree: _Tree) -> int:
+    """The tokens of a tree."""
+    return sum(len(tokens) - shared for _, tokens, shared in tree)
+
+
+class _Row:
+    """Trees of tokens one after another, each in depth-first order.
 
     Attributes:
-        tokens: the tokens.
+        tokens: the tokens, ``[n]``.
         position_ids: their depths.
-        previous: the place of the token above each; -1 for the first.
+        previous: the place of the token above each; -1 for the first of a tree.
         end: the first place behind the subtree of each.
-        samples: the places of the tokens of each sample.
+        places: by the number of each sample the places of its tokens.
     """
 
-    tokens: list[int]
-    position_ids: list[int]
-    previous: list[int]
-    end: list[int]
-    samples: dict[int, list[int]]
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.position_ids: list[int] = []
+        self.previous: list[int] = []
+        self.end: list[int] = []
+        self.places: dict[int, list[int]] = {}
 
-    @classmethod
-    def of_one(cls, sample: int, tokens: list[int]) -> _Tree:
-        """The tree of a sample."""
-        n = len(tokens)
-        return cls(list(tokens), list(range(n)), list(range(-1, n - 1)), [n] * n, {sample: list(range(n))})
-
-    def add(self, sample: int, tokens: list[int], shared: int) -> None:
-        """Adds a sample that shares its first tokens, at least one, with the sample that was added last."""
-        start = len(self.tokens)
-        self.tokens += tokens[shared:]
-        path = next(reversed(self.samples.values()))[:shared] + list(range(start, len(self.tokens)))
-        self.position_ids += range(shared, len(tokens))
-        self.previous += path[shared - 1 : -1]
-        self.end += [0] * (len(tokens) - shared)
-        for at in path:
-            self.end[at] = len(self.tokens)
-        self.samples[sample] = path
+    def add(self, tree: _Tree) -> None:
+        """Adds a tree."""
+        path: list[int] = []
+        for number, tokens, shared in tree:
+            start = len(self.tokens)
+            self.tokens += tokens[shared:]
+            path = path[:shared] + list(range(start, len(self.tokens)))
+            self.position_ids += range(shared, len(tokens))
+            self.previous += [-1, *path][shared:-1]
+            self.end += [0] * (len(tokens) - shared)
+            for at in path:
+                self.end[at] = len(self.tokens)
+            self.places[number] = path
 
 
 def _trees(samples: list[list[int]], most: int) -> list[_Tree]:
     """The trees of samples, of at most so many tokens if no sample has more, in the order of the first sample of each."""
     trees: list[_Tree] = []
     last: list[int] = []
+    size = 0
     for at in sorted(range(len(samples)), key=samples.__getitem__):  # neighbors share the longest prefixes
         tokens = samples[at]
         shared = next((i for i, (a, b) in enumerate(zip(last, tokens, strict=False)) if a != b), min(len(last), len(tokens)))
-        if not shared or len(trees[-1].tokens) + len(tokens) - shared > most:
-            trees.append(_Tree.of_one(at, tokens))
-        else:
-            trees[-1].add(at, tokens, shared)
+        if not shared or size + len(tokens) - shared > most:
+            trees.append([])
+            size = shared = 0
+        trees[-1].append((at, tokens, shared))
+        size += len(tokens) - shared
         last = tokens
-    return sorted(trees, key=lambda tree: min(tree.samples))
+    return sorted(trees, key=min)
 
 
-def _best_fit(trees: list[_Tree], capacity: int, what: str) -> list[list[_Tree]]:
+def _best_fit(trees: list[_Tree], capacity: int, what: str) -> list[_Row]:
     """The trees in rows: each, the largest first, in the row with the least room that is enough for it."""
-    rows: list[list[_Tree]] = []
+    rows: list[_Row] = []
     room: list[tuple[int, int]] = []  # of each row that has some, and its number, in order
-    for tree in sorted(trees, key=lambda tree: -len(tree.tokens)):
-        size = len(tree.tokens)
+    for tree in sorted(trees, key=_size, reverse=True):
+        size = _size(tree)
         if size > capacity:
             raise OperandError(f"{what} has {size} tokens, more than a row of {capacity}: cut it, or give a greater capacity")
         place = bisect_left(room, (size, 0))
@@ -236,31 +242,22 @@ def _best_fit(trees: list[_Tree], capacity: int, what: str) -> list[list[_Tree]]
             left, row = room.pop(place)
         else:
             left, row = capacity, len(rows)
-            rows.append([])
-        rows[row].append(tree)
+            rows.append(_Row())
+        rows[row].add(tree)
         insort(room, (left - size, row))
     return rows
 
 
-def _laid_out(
-    rows: list[list[_Tree]], size: int, samples: int, device: torch.device | str | None, names: list[str]
-) -> dict[str, Any]:
-    """The trees of each row one after another: the fields of a :class:`Packed`, and lists of the trees as ``int64[B, size]``."""
-    padding = {name: -1 if name == "previous" else 0 for name in names}
-    tables = {name: [[fill] * size for _ in rows] for name, fill in padding.items()}
-    row_of, places = [0] * samples, [torch.empty(0, device="cpu")] * samples
+def _laid_out(rows: list[_Row], size: int, samples: int, device: torch.device | str | None, names: list[str]) -> dict[str, Any]:
+    """The fields of a :class:`Packed`, and lists of the rows as ``int64[B, size]``."""
+    made: dict[str, Any] = {"rows": [0] * samples, "places": [torch.empty(0, device="cpu")] * samples}
     for number, row in enumerate(rows):
-        start = 0
-        for tree in row:
-            for name, table in tables.items():
-                shift = start if name in {"previous", "end"} else 0
-                table[number][start : start + len(tree.tokens)] = [
-                    value + shift if value >= 0 else value for value in getattr(tree, name)
-                ]
-            for sample, at in tree.samples.items():
-                row_of[sample], places[sample] = number, torch.tensor(at, device=device) + start
-            start += len(tree.tokens)
-    return {name: torch.tensor(table, device=device) for name, table in tables.items()} | {"rows": row_of, "places": places}
+        for sample, at in row.places.items():
+            made["rows"][sample], made["places"][sample] = number, torch.tensor(at, device=device)
+    for name in names:
+        fill = [-1 if name == "previous" else 0]
+        made[name] = torch.tensor([getattr(row, name) + fill * (size - len(row.tokens)) for row in rows], device=device)
+    return made
 
 
 def _numbers(data: Any, what: str, least: int | None = None) -> list[int]:
