@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from flexmask._checks import checked_int
@@ -59,6 +59,11 @@ def _refuse_index(value: object, what: str, instead: str) -> None:
 def per_sequence(value: Data, what: str) -> Index | int:
     """A non-negative integer for all sequences, or one for each."""
     return fixed_int(value, what) if isinstance(value, int) else per_batch(value, what, None)
+
+
+def of_rows(rows: Sequence[list[int]], data: Literal, what: str) -> Table:
+    """A table of rows that were computed from those of ``data``, with the same axes."""
+    return as_table(rows if len(data.size) == 2 else rows[0], what)
 
 
 def check_mask(value: object, name: str) -> Mask:

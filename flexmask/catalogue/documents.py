@@ -6,10 +6,10 @@ from itertools import accumulate
 from typing import Literal, cast
 
 from flexmask._checks import check_flag
-from flexmask.catalogue.arguments import check_mask, with_local_positions
+from flexmask.catalogue.arguments import check_mask, of_rows, with_local_positions
 from flexmask.errors import ExpressionError
 from flexmask.expr import tables
-from flexmask.expr.data import Data, along, as_table
+from flexmask.expr.data import Data, along
 from flexmask.expr.index import Index, kv, maximum, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.packing import document_ids, document_starts
@@ -221,9 +221,8 @@ class _Packed:
         return along(ends, document + 1) - along(ends, document)
 
 
-def _cumulated(lengths: object) -> tables.Literal | None:
+def _cumulated(lengths: object) -> Table | None:
     """The cumulative lengths of lists."""
     if not isinstance(lengths, tables.Literal):
         return None
-    ends = [list(accumulate(row, initial=0)) for row in lengths.rows()]
-    return cast(tables.Literal, as_table(ends if len(lengths.size) == 2 else ends[0], "cross_document"))
+    return of_rows([list(accumulate(row, initial=0)) for row in lengths.rows()], lengths, "cross_document")

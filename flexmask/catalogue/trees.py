@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, cast
 
-from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, per_sequence
+from flexmask.catalogue.arguments import fixed_int, int_or_index, lookup, of_rows, per_sequence
 from flexmask.errors import ExpressionError, OperandError
 from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.index import Index, b, kv, maximum, minimum, q
@@ -75,7 +75,7 @@ def prefix_tree(
         got = ", ".join(given + ["parents"] * (parents is not None)) or "none"
         raise ExpressionError(f"prefix_tree: give exactly one of end, position_ids, and lengths with parents; got {got}")
     if lengths is not None:
-        ends = as_table(_segment_ends(lengths, parents), "prefix_tree: lengths")
+        ends = _segment_ends(lengths, parents)
         segment = along(document_ids(lengths=lengths, padding=True), kv)
         return (kv <= q) & (segment >= 0) & (q < along(ends, maximum(segment, 0)))
     if position_ids is not None:
@@ -87,8 +87,8 @@ def prefix_tree(
     return (key <= query) & (query < behind)
 
 
-def _segment_ends(lengths: Any, parents: Any) -> Any:
-    """The first position behind the subtree of each segment, a list like ``lengths``."""
+def _segment_ends(lengths: Any, parents: Any) -> Table:
+    """The first position behind the subtree of each segment, a table like ``lengths``."""
     for name, data in (("lengths", lengths), ("parents", parents)):
         if not isinstance(data, Literal) or data.truth or len(data.size) not in (1, 2):
             raise OperandError(
@@ -99,8 +99,7 @@ def _segment_ends(lengths: Any, parents: Any) -> Any:
             f"prefix_tree: lengths and parents are of the same segments, but have the shapes {list(lengths.size)} and "
             f"{list(parents.size)}"
         )
-    ends = list(map(_ends_of_row, lengths.rows(), parents.rows()))
-    return ends if len(lengths.size) == 2 else ends[0]
+    return of_rows([*map(_ends_of_row, lengths.rows(), parents.rows())], lengths, "prefix_tree: lengths")
 
 
 def _ends_of_row(lengths: list[int], parents: list[int]) -> list[int]:
@@ -182,9 +181,8 @@ def _spans(parents: Any) -> tuple[Table, Table]:
     """
     if not isinstance(parents, Literal) or parents.truth or len(parents.size) not in (1, 2):
         raise OperandError("tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=")
-    pairs = map(_walked, parents.rows())
-    first, behind = (list(rows) if len(parents.size) == 2 else rows[0] for rows in zip(*pairs, strict=True))
-    return as_table(first, "tree: parents"), as_table(behind, "tree: parents")
+    first, behind = zip(*map(_walked, parents.rows()), strict=True)
+    return of_rows(first, parents, "tree: parents"), of_rows(behind, parents, "tree: parents")
 
 
 def _walked(parents: list[int]) -> tuple[list[int], list[int]]:
