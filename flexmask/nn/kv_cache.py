@@ -172,7 +172,7 @@ class KVCache:
         else:
             is_lowered = isinstance(mask, LoweredMask | BlockMask)
             whole = mask.shape[-1] == self.capacity if is_lowered else torch.compiler.is_compiling()  # type: ignore[union-attr]
-            step = self._step_over_tokens(query, cast(Tensor, key), cast(Tensor, value), whole=whole)
+            step = self._step_over_tokens(cast(Tensor, key), cast(Tensor, value), whole=whole)
         if isinstance(mask, LoweredMask | BlockMask):
             _check_cached_keys(mask, query, step.key, self.capacity)
             step.mask, step.q_offset = mask, 0
@@ -189,13 +189,13 @@ class KVCache:
         if self.key is None or self.value is None:
             if key is None or value is None:
                 raise LoweringError("KVCache() has no keys of a context yet: give them in the first call")
-            return Step(self, query.shape[2], key, value, 0, held=(key.detach(), value.detach(), 0))
+            return Step(self, query.shape[2], key, value, replaces=True)
         if key is not None:
             raise LoweringError("the cache holds the keys of a context: give no others, or call reset() before")
         self.widen(query, query)
-        return Step(self, query.shape[2], self.key, self.value, 0)
+        return Step(self, query.shape[2], self.key, self.value)
 
-    def _step_over_tokens(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Step:
+    def _step_over_tokens(self, key: Tensor, value: Tensor, *, whole: bool) -> Step:
         """A step without its mask; with ``whole`` over all ``capacity`` places."""
         number = key.shape[2]
         end = self._end + number
@@ -213,7 +213,7 @@ class KVCache:
                     "KVCache(capacity), and a mask with the window, such as sliding_window(size=...)"
                 )
             key, value, start = self._shifted(key, value)
-            return Step(self, number, key, value, start, held=(key.detach(), value.detach(), start))
+            return Step(self, number, key, value, start, replaces=True)
         shape = (*key.shape[:2], cast(int, self.capacity))
         if self.key is None:
             with torch.inference_mode(False):  # so that later calls may run in any mode
@@ -226,7 +226,7 @@ class KVCache:
                 seen = seen.clone()
                 self._write(seen, new)
             pair.append(seen)
-        return Step(self, number, pair[0], pair[1], 0)
+        return Step(self, number, pair[0], pair[1])
 
     def widen(self, key: Tensor, value: Tensor) -> None:
         """Converts what the cache holds where tokens are of a wider dtype, as after calls under autocast.
@@ -424,19 +424,13 @@ class Step:
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        number: int,
-        key: Tensor,
-        value: Tensor,
-        start: int | Tensor,
-        *,
-        held: tuple[Tensor, Tensor, int | Tensor] | None = None,
+        self, cache: KVCache, number: int, key: Tensor, value: Tensor, start: int | Tensor = 0, *, replaces: bool = False
     ) -> None:
         self.key, self.value = key, value
         self.mask: Mask | LoweredMask | BlockMask | None = None
         self.q_offset = self._begin = cache.length
-        self._cache, self._number, self._start, self._held, self._padded = cache, number, start, held, cache._padded
+        self._cache, self._number, self._start, self._padded = cache, number, start, cache._padded
+        self._held = (key.detach(), value.detach(), start) if replaces else None  # by the cache, once the call is counted in
 
     def commit(self) -> None:
         """Counts the tokens of the call in. Without it the next step takes their place, as after a call that fails."""
