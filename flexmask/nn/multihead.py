@@ -236,7 +236,8 @@ class MultiheadFlexAttention(nn.Module):
             positions = parallel.positions
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         key, value = cast(tuple[Tensor, Tensor], new or (None, None))
-        score_mod, q_offset = self._score(), 0
+        score_mod = self._score()
+        q_offset: int | Tensor = 0
         if cache is None:
             score_mod = placed_score(score_mod, 0)
         else:
