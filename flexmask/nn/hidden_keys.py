@@ -331,7 +331,7 @@ def _of_key_padding(arguments: dict[str, Any], positions: Tensor) -> Tensor | No
     ((name, data),) = ((name, data) for name, data in arguments.items() if name != "side")
     if name in ("keep", "hide"):
         return _compared(data, positions, lambda value: (value == 0) if name == "keep" else (value != 0))
-    limits = _values(data, positions)
+    limits = _values(data)
     if limits is None:
         return None
     return positions < limits.view(-1, 1) if name == "start" else positions >= limits.view(-1, 1)
@@ -345,7 +345,7 @@ def _of_documents(arguments: dict[str, Any], positions: Tensor) -> Tensor | None
     if not arguments.get("padding") or not sources:
         return None
     ((name, data),) = sources
-    ends = _values(data, positions)
+    ends = _values(data)
     return None if ends is None else positions >= (ends.sum(-1) if name == "lengths" else ends[..., -1]).view(-1, 1)
 
 
@@ -361,14 +361,14 @@ RULES: dict[str, Rule] = {
 
 def _compared(data: object, positions: Tensor, is_padding: Callable[[Tensor], Tensor]) -> Tensor | None:
     """A condition on data ``[S]`` or ``[B, S]`` at some positions; False after its end."""
-    values = _values(data, positions)
+    values = _values(data)
     if values is None:
         return None
     every = is_padding(values).expand(positions.shape[0], values.shape[-1])
     return every.gather(1, positions.clamp(max=values.shape[-1] - 1)) & (positions < values.shape[-1])
 
 
-def _values(data: object, positions: Tensor) -> Tensor | None:
+def _values(data: object) -> Tensor | None:
     """The values of an argument; None where reading them forces a host sync."""
     values = as_table(data, "padding").to_tensor()
     return None if _sync.needs_sync(values) else values
