@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, cast
 
@@ -17,30 +18,44 @@ from flexmask.tracing.rules import RULES, Rule, has_proxy, map_elements, rule
 
 __all__: list[str] = []
 
-# ---------------------------------------------------------------- arithmetic
+# ---------------------------------------------------------------- arithmetic and truth
 
 
-def _arithmetic(operation: Callable[[Any, Any], Index], on_truth: Callable[[Any, Any], Mask] | None = None) -> Rule:
+def _map_truths(state: TraceState, operation: Callable[..., Mask], *values: Any) -> Proxy:
+    """An operation on the elements of values that broadcast, as truth values."""
+    return map_elements(state, torch.bool, lambda *row: operation(*map(as_truth, row)), *values)
+
+
+def _map_integers(
+    state: TraceState, dtype: torch.dtype, operation: Callable[..., Element], *values: Any, gives: torch.dtype | None = None
+) -> Proxy:
+    """An operation on the elements of values that broadcast, as integers of the dtype that torch promotes all of them to.
+
+    No value wraps around, in the operands and in the result, which is of the same dtype by default.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        raise NoExpression(INTEGERS)
+
+    def checked(*row: Element) -> Element:
+        return state.in_range(operation(*(state.in_range(as_integer(element), dtype) for element in row)), dtype)
+
+    return map_elements(state, gives or dtype, checked, *values)
+
+
+def _operator(on_integers: Callable[[Any, Any], Index] | None, on_truth: Callable[[Any, Any], Mask] | None = None) -> Rule:
+    """A rule on integers, on truth values, or on both; ``logical_...`` takes integers as truth values."""
+
     def apply(state: TraceState, func: Any, left: Any, right: Any, *, alpha: int = 1) -> Proxy:
         if alpha != 1:
             right = RULES["mul"](state, func, state.lift(right), alpha)
-        dtype = torch.result_type(left, right)
-        if dtype == torch.bool:
-            if on_truth is None:
-                raise NoExpression
-            return map_elements(state, dtype, lambda x, y: on_truth(as_truth(x), as_truth(y)), left, right)
-        if dtype.is_floating_point or dtype.is_complex:
-            raise NoExpression(INTEGERS)
-        return map_elements(
-            state, dtype, lambda *pair: state.in_range(operation(*_converted(state, dtype, pair)), dtype), left, right
-        )
+        dtype = torch.bool if func.__name__.startswith("logical") else torch.result_type(left, right)
+        if dtype == torch.bool and on_truth is not None:
+            return _map_truths(state, on_truth, left, right)
+        if dtype == torch.bool or on_integers is None:
+            raise NoExpression
+        return _map_integers(state, dtype, on_integers, left, right)
 
     return apply
-
-
-def _converted(state: TraceState, dtype: torch.dtype, values: Iterable[Element]) -> list[Index]:
-    """The operands as integers of the dtype that torch promotes both to, where no value wraps around."""
-    return [state.in_range(as_integer(value), dtype) for value in values]
 
 
 def _reflected(name: str) -> Rule:
@@ -48,31 +63,50 @@ def _reflected(name: str) -> Rule:
 
 
 def _quotient(operation: Callable[[Any, Any], Index]) -> Rule:
-    def divided(state: TraceState, left: Index, right: Index) -> Index:
-        low, high = state.extent(right)
-        if low <= 0 <= high:
-            raise NoExpression  # torch defines what division by 0 gives
-        return operation(left, right)
-
     def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
-        return cast(Proxy, _arithmetic(partial(divided, state))(state, func, left, right))
+        def divided(x: Index, y: Index) -> Index:
+            low, high = state.extent(y)
+            if low <= 0 <= high:
+                raise NoExpression  # torch defines what division by 0 gives
+            return operation(x, y)
+
+        return cast(Proxy, _operator(divided)(state, func, left, right))
 
     return apply
 
 
-RULES |= {
-    "add": _arithmetic(lambda x, y: x + y, lambda x, y: x | y),
-    "sub": _arithmetic(lambda x, y: x - y),
-    "mul": _arithmetic(lambda x, y: x * y, lambda x, y: x & y),
-    "minimum": _arithmetic(minimum, lambda x, y: x & y),
-    "maximum": _arithmetic(maximum, lambda x, y: x | y),
-    "floor_divide": _quotient(lambda x, y: x // y),
-    "remainder": _quotient(lambda x, y: x % y),
-}
-RULES["subtract"], RULES["multiply"], RULES["__floordiv__"] = RULES["sub"], RULES["mul"], RULES["floor_divide"]
-RULES["__mod__"] = RULES["remainder"]
-RULES["__rsub__"] = RULES["rsub"] = _reflected("sub")
-RULES["__rfloordiv__"], RULES["__rmod__"] = _reflected("floor_divide"), _reflected("remainder")
+def _low_bits(left: Index, right: Index) -> Index:
+    """``x & (2**n - 1)``, which is ``x % 2**n``."""
+    for bits, value in ((left, right), (right, left)):
+        if isinstance(bits, Constant) and bits.value >= 0 and (bits.value + 1) & bits.value == 0:
+            return value % (bits.value + 1)
+    raise NoExpression
+
+
+def _shift(operation: Callable[[Index, int], Index]) -> Rule:
+    def shifted(x: Index, by: Index) -> Index:
+        if not isinstance(by, Constant) or not 0 <= by.value < 63:
+            raise NoExpression
+        return operation(x, 2**by.value)
+
+    return _operator(shifted)
+
+
+rule("add")(_operator(operator.add, operator.or_))
+rule("sub", "subtract")(_operator(operator.sub))
+rule("mul", "multiply")(_operator(operator.mul, operator.and_))
+rule("minimum")(_operator(minimum, operator.and_))
+rule("maximum")(_operator(maximum, operator.or_))
+rule("floor_divide", "__floordiv__")(_quotient(operator.floordiv))
+rule("remainder", "__mod__")(_quotient(operator.mod))
+rule("rsub", "__rsub__")(_reflected("sub"))
+rule("__rfloordiv__")(_reflected("floor_divide"))
+rule("__rmod__")(_reflected("remainder"))
+rule("__lshift__", "bitwise_left_shift")(_shift(operator.mul))
+rule("__rshift__", "bitwise_right_shift")(_shift(operator.floordiv))
+rule("__and__", "bitwise_and", "logical_and")(_operator(_low_bits, operator.and_))
+rule("__or__", "bitwise_or", "logical_or")(_operator(None, operator.or_))
+rule("__xor__", "bitwise_xor", "logical_xor")(_operator(None, operator.xor))
 
 
 def _is_non_negative(state: TraceState, *values: Any) -> bool:
@@ -100,7 +134,14 @@ def _neg(state: TraceState, func: Any, value: Proxy) -> Proxy:
 
 @rule("abs", "absolute", "__abs__")
 def _abs(state: TraceState, func: Any, value: Proxy) -> Proxy:
-    return map_elements(state, value.dtype, lambda x: state.in_range(abs(as_integer(x)), value.dtype), value)
+    return _map_integers(state, value.dtype, abs, value)
+
+
+@rule("__invert__", "bitwise_not", "logical_not")
+def _not(state: TraceState, func: Any, value: Proxy) -> Proxy:
+    if value.dtype == torch.bool or func.__name__ == "logical_not":
+        return _map_truths(state, operator.invert, value)
+    return _map_integers(state, value.dtype, lambda x: -1 - x, value)
 
 
 @rule("square", "pow")
@@ -126,21 +167,21 @@ def _clamp(state: TraceState, func: Any, value: Any, *limits: Any, **named: Any)
     return cast(Proxy, value if high is None else RULES["minimum"](state, func, value, high))
 
 
-# ---------------------------------------------------------------- comparison and truth
+# ---------------------------------------------------------------- comparisons and choices
 
 
-def _comparison(operation: Callable[[Any, Any], Mask]) -> Rule:
+def _comparison(operation: Callable[[Any, Any], Mask], on_truth: Callable[[Any, Any], Mask] | None = None) -> Rule:
     def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
-        left, right = (_rounded(state, value, other) for value, other in ((left, right), (right, left)))
+        left, right = (_rounded(value, other) for value, other in ((left, right), (right, left)))
         dtype = torch.result_type(left, right)
-        if dtype.is_floating_point or dtype.is_complex:
-            raise NoExpression(INTEGERS)
-        return map_elements(state, torch.bool, lambda *pair: operation(*_converted(state, dtype, pair)), left, right)
+        if dtype == torch.bool and on_truth is not None:
+            return _map_truths(state, on_truth, left, right)
+        return _map_integers(state, dtype, operation, left, right, gives=torch.bool)
 
     return apply
 
 
-def _rounded(state: TraceState, value: Any, other: Any) -> Any:
+def _rounded(value: Any, other: Any) -> Any:
     """A float scalar with an integral value as an int."""
     if isinstance(value, float) and not (isinstance(other, Tensor) and other.dtype.is_floating_point):
         if value.is_integer() and abs(value) < 2**24:
@@ -149,79 +190,12 @@ def _rounded(state: TraceState, value: Any, other: Any) -> Any:
     return value
 
 
-def _equality(sign: str) -> Rule:
-    compare = _comparison((lambda x, y: x == y) if sign == "==" else (lambda x, y: x != y))
-
-    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
-        if all(isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.bool) for v in (left, right)):
-            differ = map_elements(state, torch.bool, lambda x, y: x ^ y, left, right)
-            return differ if sign == "!=" else map_elements(state, torch.bool, lambda x: ~x, differ)
-        return cast(Proxy, compare(state, func, left, right))
-
-    return apply
-
-
-RULES["lt"] = RULES["less"] = _comparison(lambda x, y: x < y)
-RULES["le"] = RULES["less_equal"] = _comparison(lambda x, y: x <= y)
-RULES["gt"] = RULES["greater"] = _comparison(lambda x, y: x > y)
-RULES["ge"] = RULES["greater_equal"] = _comparison(lambda x, y: x >= y)
-RULES["eq"] = RULES["__eq__"] = _equality("==")
-RULES["ne"] = RULES["__ne__"] = RULES["not_equal"] = _equality("!=")
-
-
-def _logical(operation: Callable[[Any, Any], Mask], on_integers: Callable[[Index, Index], Index] | None = None) -> Rule:
-    """A rule on truth values; integers only with ``logical_...``, or with a rule for their bits."""
-
-    def apply(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
-        dtype = torch.bool if func.__name__.startswith("logical") else torch.result_type(left, right)
-        if dtype == torch.bool:
-            return map_elements(state, dtype, lambda x, y: operation(as_truth(x), as_truth(y)), left, right)
-        if on_integers is None:
-            raise NoExpression
-        return map_elements(state, dtype, lambda *pair: on_integers(*_converted(state, dtype, pair)), left, right)
-
-    return apply
-
-
-def _low_bits(left: Index, right: Index) -> Index:
-    """``x & (2**n - 1)``, which is ``x % 2**n``."""
-    for bits, value in ((left, right), (right, left)):
-        if isinstance(bits, Constant) and bits.value >= 0 and (bits.value + 1) & bits.value == 0:
-            return value % (bits.value + 1)
-    raise NoExpression
-
-
-for _name in ("__and__", "bitwise_and", "logical_and"):
-    RULES[_name] = _logical(lambda x, y: x & y, _low_bits)
-for _name in ("__or__", "bitwise_or", "logical_or"):
-    RULES[_name] = _logical(lambda x, y: x | y)
-for _name in ("__xor__", "bitwise_xor", "logical_xor"):
-    RULES[_name] = _logical(lambda x, y: x ^ y)
-
-
-@rule("__invert__", "bitwise_not", "logical_not")
-def _not(state: TraceState, func: Any, value: Proxy) -> Proxy:
-    if value.dtype == torch.bool or func.__name__ == "logical_not":
-        return map_elements(state, torch.bool, lambda x: ~as_truth(x), value)
-    return map_elements(state, value.dtype, lambda x: state.in_range(-1 - as_integer(x), value.dtype), value)
-
-
-def _shift(operation: Callable[[Index, int], Index]) -> Rule:
-    def apply(state: TraceState, func: Any, value: Any, by: Any) -> Proxy:
-        dtype = torch.result_type(value, by)
-
-        def shifted(x: Element, n: Element) -> Index:
-            if not isinstance(n, Constant) or not 0 <= n.value < 63:
-                raise NoExpression
-            return state.in_range(operation(state.in_range(as_integer(x), dtype), 2**n.value), dtype)
-
-        return map_elements(state, dtype, shifted, value, by)
-
-    return apply
-
-
-RULES["__lshift__"] = RULES["bitwise_left_shift"] = _shift(lambda x, factor: x * factor)
-RULES["__rshift__"] = RULES["bitwise_right_shift"] = _shift(lambda x, factor: x // factor)
+rule("lt", "less")(_comparison(operator.lt))
+rule("le", "less_equal")(_comparison(operator.le))
+rule("gt", "greater")(_comparison(operator.gt))
+rule("ge", "greater_equal")(_comparison(operator.ge))
+rule("eq", "__eq__")(_comparison(operator.eq, lambda x, y: ~(x ^ y)))
+rule("ne", "__ne__", "not_equal")(_comparison(operator.ne, operator.xor))
 
 
 @rule("where")
@@ -237,9 +211,7 @@ def _masked_fill(state: TraceState, func: Any, value: Any, mask: Any, fill: Any)
 
 def _choice(state: TraceState, condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Proxy:
     if dtype == torch.bool:
-        return map_elements(
-            state, dtype, lambda c, x, y: where(as_truth(c), as_truth(x), as_truth(y)), condition, then, otherwise
-        )
+        return _map_truths(state, where, condition, then, otherwise)
     if dtype.is_floating_point or dtype.is_complex:
         raise NoExpression(INTEGERS)
 
@@ -251,15 +223,14 @@ def _choice(state: TraceState, condition: Any, then: Any, otherwise: Any, dtype:
 
 @rule("isin")
 def _isin(state: TraceState, func: Any, elements: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Proxy:
-    values = state.lift(among).elements
-    dtype = torch.result_type(elements, among)
+    values, dtype = state.lift(among), torch.result_type(elements, among)
+    each = [state.scalar(value, values.dtype) for value in values.elements]
 
-    def among_them(x: Element) -> Mask:
-        own, *others = _converted(state, dtype, (x, *values))
-        found = reduce(lambda a, b: a | b, (own == other for other in others), cast(Mask, Truth(False)))
+    def is_among(own: Index, *others: Index) -> Mask:
+        found = reduce(operator.or_, (own == other for other in others), cast(Mask, Truth(False)))
         return ~found if invert else found
 
-    return map_elements(state, torch.bool, among_them, elements)
+    return _map_integers(state, dtype, is_among, state.lift(elements), *each, gives=torch.bool)
 
 
 # ---------------------------------------------------------------- casts and constants
@@ -284,9 +255,7 @@ def _cast(state: TraceState, func: Any, value: Proxy, *args: Any, **named: Any) 
         return value
     if dtype == torch.bool:
         return map_elements(state, dtype, as_truth, value)
-    if dtype.is_floating_point or dtype.is_complex:
-        raise NoExpression(INTEGERS)
-    return map_elements(state, dtype, lambda x: state.in_range(as_integer(x), dtype), value)
+    return _map_integers(state, dtype, lambda x: x, value)
 
 
 @rule("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_tensor")

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, maximum, minimum
-from flexmask.expr.mask import Mask
 from flexmask.tracing.proxies import MAX_ELEMENTS, Element, NoExpression, Proxy, Source, TraceState, as_integer, as_truth
 from flexmask.tracing.rules import RULES, Rule, broadcast_elements, has_proxy, rule
 
@@ -67,7 +66,7 @@ def _reduction(operation: Callable[[Any, Any], Element], convert: Callable[[Elem
         rows = places.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)) if dims else places.unsqueeze(-1)
         lines = rows.reshape(-1, rows.shape[-1]).tolist()
         folded = [reduce(operation, (convert(value.elements[i]) for i in line)) if line else empty for line in lines]
-        return state.proxy((x if isinstance(x, Mask) else state.in_range(x, dtype) for x in folded), shape, dtype)
+        return state.proxy((state.in_range(x, dtype) for x in folded), shape, dtype)
 
     return apply
 

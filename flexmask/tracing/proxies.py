@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import product
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.extent import Extent, value_range
 
 Element: TypeAlias = Index | Mask
+E = TypeVar("E", bound=Element)
 
 #: The largest magnitude that data without values is assumed to have, so that sums of it still fit 64 bits.
 LIKELY = 2**60
@@ -235,17 +236,17 @@ class TraceState:
             return True
         return cast(Extent, value_range(element, _unread_extent, {}, is_clamped=False))[0] >= 0
 
-    def in_range(self, index: Index, dtype: torch.dtype) -> Index:
-        """An index expression whose values the dtype can hold.
+    def in_range(self, element: E, dtype: torch.dtype) -> E:
+        """An element whose values the dtype can hold.
 
         Raises:
             NoExpression: it may overflow, which expressions do not.
         """
-        low, high = self.extent(index)
+        low, high = self.extent(element)
         limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
         if low < limits.min or high > limits.max:
             raise NoExpression(f"its values may not fit {dtype}")
-        return index
+        return element
 
     def argument(self, value: Any) -> Any:
         """A value as an argument of an opaque call."""
