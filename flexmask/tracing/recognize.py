@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeAlias, cast
 
 from flexmask.errors import FlexmaskError
-from flexmask.expr.index import Arithmetic, Constant, Index, Symbol
+from flexmask.expr.index import Arithmetic, Constant, Index, b
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import And, Compare, Mask, Named, Not, Or, Truth, Xor
 from flexmask.expr.node import Node, key_of
@@ -75,47 +75,40 @@ def recognize(mask: Mask) -> Mask:
 
 def _joined(kind: type[And | Or], operands: tuple[Mask, ...]) -> Mask:
     """A conjunction or disjunction; patterns with the most parts are tried first."""
-    left = [(operand, _form(operand)) for operand in operands]
+    left = dict(enumerate(map(_form, operands)))
     found: dict[int, Mask] = {}
     for pattern in (pattern for pattern in _patterns() if pattern.kind is kind):
-        while taken := _taken(pattern, left):
+        while taken := _taken(pattern, operands, left):
             chosen, named = taken
-            found[operands.index(chosen[0])] = named
-            left = [(operand, form) for operand, form in left if not any(operand is part for part in chosen)]
-    for operand, _ in left:
-        found[next(i for i, other in enumerate(operands) if other is operand)] = recognize(operand)
-    return kind.make(tuple(found[place] for place in sorted(found)))
-
-
-def _taken(pattern: Pattern, operands: list[tuple[Mask, Mask]]) -> tuple[list[Mask], Mask] | None:
-    """The first operands that match a pattern together, of operands and their forms, and the named mask."""
-    for chosen, binding in _chosen(pattern, operands):
-        body = pattern.kind.make(tuple(chosen)) if pattern.kind else chosen[0]
-        named = _filled(pattern, binding, body)
-        if named is not None:
-            return chosen, named
-    return None
+            found[chosen[0]] = named
+            left = {number: form for number, form in left.items() if number not in chosen}
+    found |= {number: recognize(operands[number]) for number in left}
+    return kind.make(tuple(found[number] for number in sorted(found)))
 
 
 def _named(mask: Mask) -> Mask:
     """A comparison, under its name if it has one."""
-    alone = [(mask, _form(mask))]
-    found = (_taken(pattern, alone) for pattern in _patterns())
+    alone = {0: _form(mask)}
+    found = (_taken(pattern, (mask,), alone) for pattern in _patterns())
     return next((named for _, named in filter(None, found)), mask)
 
 
-def _chosen(pattern: Pattern, operands: list[tuple[Mask, Mask]]) -> Iterator[tuple[list[Mask], Binding]]:
-    """The sets of operands that match the pattern, each with the values of its parameters."""
-    owners: list[Mask] = []
+def _taken(pattern: Pattern, operands: tuple[Mask, ...], forms: dict[int, Mask]) -> tuple[list[int], Mask] | None:
+    """The numbers of the first operands that match a pattern together, of those with a form, and the named mask."""
+    owners: list[int] = []
     parts: list[Mask] = []
-    for operand, form in operands:
+    for number, form in forms.items():
         own = form.operands if pattern.kind and isinstance(form, pattern.kind) else (form,)
-        owners += [operand] * len(own)
+        owners += [number] * len(own)
         parts += own
     for places, binding in _assigned(pattern.parts, parts, {}):
-        chosen = [operand for operand, _ in operands if any(owners[place] is operand for place in places)]
-        if sum(any(owner is operand for operand in chosen) for owner in owners) == len(places):
-            yield chosen, binding
+        chosen = sorted({owners[place] for place in places})
+        if sum(map(owners.count, chosen)) == len(places):
+            matched = tuple(operands[number] for number in chosen)
+            named = _filled(pattern, binding, pattern.kind.make(matched) if pattern.kind else matched[0])
+            if named is not None:
+                return chosen, named
+    return None
 
 
 def _filled(pattern: Pattern, binding: Binding, body: Mask) -> Mask | None:
@@ -135,14 +128,9 @@ def _patterns() -> tuple[Pattern, ...]:
     made = []
     for text in PATTERNS:
         mask = parse(text)
-        made.append(Pattern(mask, *_parts(mask)))
+        form = _form(mask)
+        made.append(Pattern(mask, type(form), form.operands) if isinstance(form, And | Or) else Pattern(mask, None, (form,)))
     return tuple(sorted(made, key=lambda pattern: -len(pattern.parts)))
-
-
-def _parts(mask: Mask) -> tuple[type[And | Or] | None, tuple[Mask, ...]]:
-    """The operator of a mask's form and its operands, or None and the form alone."""
-    form = _form(mask)
-    return (type(form), form.operands) if isinstance(form, And | Or) else (None, (form,))
 
 
 def _form(mask: Mask) -> Mask:
@@ -217,14 +205,11 @@ def _same_index(pattern: Index, index: Index, known: Binding) -> Iterator[Bindin
         case Param(name), Constant(value) if known.get(name, value) == value:
             yield {**known, name: value}
         case Lookup(Param(name), wanted), Lookup(Table() as table, indices) if known.get(name, table) == table:
-            if key_of(indices) in (key_of(wanted), key_of(tuple(i for i in wanted if not _is_batch(i)))):
+            keys = key_of(wanted)
+            if key_of(indices) in (keys, tuple(key for key in keys if key != b.key)):
                 yield {**known, name: table}
         case Arithmetic(sign, left, right), Arithmetic(other_sign, other_left, other_right) if sign == other_sign:
             for binding in _same_form(Linear.of(left), Linear.of(other_left), known):
                 yield from _same_form(Linear.of(right), Linear.of(other_right), binding)
         case _ if pattern.key == index.key:
             yield known
-
-
-def _is_batch(index: Index) -> bool:
-    return isinstance(index, Symbol) and index.name == "b"
