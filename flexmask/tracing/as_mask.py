@@ -43,7 +43,7 @@ def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.d
         return cached_mask(mask, None if device is None else torch.device(device))
     if callable(mask) and not isinstance(mask, type):
         refuse_traced("the mask of a mask_mod")
-    if callable(mask) and not isinstance(mask, type) and not call_hint(mask):
-        return from_mask_mod(mask, device="cpu" if device is None else device)
+        if not call_hint(mask):
+            return from_mask_mod(mask, device="cpu" if device is None else device)
     kinds = ", ".join(["a Mask, its text", *([also] if also else [])])
     raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {describe_non_mask(mask)}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.expr.choice import where
-from flexmask.expr.index import Constant, Index, maximum, minimum
+from flexmask.expr.index import Constant, Index, as_index, maximum, minimum
 from flexmask.expr.mask import Mask, Truth
 from flexmask.tracing.proxies import INTEGERS, MAX_ELEMENTS, Element, NoExpression, Proxy, TraceState, as_integer, as_truth
 from flexmask.tracing.rules import RULES, Rule, has_proxy, map_elements, rule
@@ -151,20 +151,16 @@ def _pow(state: TraceState, func: Any, value: Any, exponent: Any = 2) -> Proxy:
     return cast(Proxy, reduce(partial(RULES["mul"], state, func), [value] * exponent, 1))
 
 
-@rule("clamp", "clip", "clamp_min", "clamp_max")
-def _clamp(state: TraceState, func: Any, value: Any, *limits: Any, **named: Any) -> Proxy:
-    low = high = None
-    if func.__name__ == "clamp_max":
-        (high,) = (*limits, *named.values())
-    elif func.__name__ == "clamp_min":
-        (low,) = (*limits, *named.values())
-    else:
-        low, high = [*limits, None, None][:2]
-        low, high = named.get("min", low), named.get("max", high)
-    if low is not None:
-        is_less = isinstance(low, int) and low <= 0 and _is_non_negative(state, value)
-        value = _copied(state, func, value) if is_less else RULES["maximum"](state, func, value, low)
-    return cast(Proxy, value if high is None else RULES["minimum"](state, func, value, high))
+@rule("clamp", "clip")
+def _clamp(state: TraceState, func: Any, value: Any, min: Any = None, max: Any = None) -> Proxy:
+    if min is not None:
+        is_less = isinstance(min, int) and min <= 0 and _is_non_negative(state, value)
+        value = _copied(state, func, value) if is_less else RULES["maximum"](state, func, value, min)
+    return cast(Proxy, value if max is None else RULES["minimum"](state, func, value, max))
+
+
+rule("clamp_min")(lambda state, func, value, min: _clamp(state, func, value, min=min))
+rule("clamp_max")(lambda state, func, value, max: _clamp(state, func, value, max=max))
 
 
 # ---------------------------------------------------------------- comparisons and choices
@@ -264,7 +260,12 @@ def _constant(state: TraceState, func: Any, like: Proxy, *args: Any, **named: An
         raise NoExpression
     named.pop("device", None)
     made = func(torch.zeros(like.shape, dtype=like.dtype, device="cpu"), *args, **named)
-    return state.constant(made) if made.numel() <= MAX_ELEMENTS else made.to(state.device)
+    if made.numel() > MAX_ELEMENTS:
+        return made.to(state.device)
+    if made.dtype.is_floating_point or made.dtype.is_complex:
+        raise NoExpression
+    kind: Callable[[Any], Element] = Truth if made.dtype == torch.bool else as_index
+    return state.proxy(map(kind, made.flatten().tolist()), made.shape, made.dtype)
 
 
 @rule("contiguous", "detach", "positive", "__pos__", "alias", "requires_grad_")

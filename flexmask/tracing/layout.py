@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -71,10 +72,10 @@ def _reduction(operation: Callable[[Any, Any], Element], convert: Callable[[Elem
     return apply
 
 
-RULES["any"] = _reduction(lambda x, y: x | y, as_truth, as_truth(Constant(0)))
-RULES["all"] = _reduction(lambda x, y: x & y, as_truth, as_truth(Constant(1)))
-RULES["sum"] = _reduction(lambda x, y: x + y, as_integer, Constant(0))
-RULES["prod"] = _reduction(lambda x, y: x * y, as_integer, Constant(1))
+rule("any")(_reduction(operator.or_, as_truth, as_truth(Constant(0))))
+rule("all")(_reduction(operator.and_, as_truth, as_truth(Constant(1))))
+rule("sum")(_reduction(operator.add, as_integer, Constant(0)))
+rule("prod")(_reduction(operator.mul, as_integer, Constant(1)))
 
 
 def _by_dtype(on_integers: Rule, on_truth: Rule) -> Rule:
@@ -84,8 +85,8 @@ def _by_dtype(on_integers: Rule, on_truth: Rule) -> Rule:
     return apply
 
 
-RULES["amax"] = _by_dtype(_reduction(maximum, as_integer, Constant(0)), RULES["any"])
-RULES["amin"] = _by_dtype(_reduction(minimum, as_integer, Constant(0)), RULES["all"])
+rule("amax")(_by_dtype(_reduction(maximum, as_integer, Constant(0)), RULES["any"]))
+rule("amin")(_by_dtype(_reduction(minimum, as_integer, Constant(0)), RULES["all"]))
 
 
 @rule("max", "min")
@@ -121,11 +122,8 @@ def _getitem(state: TraceState, func: Any, data: Any, index: Any) -> Any:
         return found
     if found.is_large or any(item.dim() for item in advanced.values()):
         raise NoExpression
-    return _rearranged(state, func, found, tuple(None if item is None else slice(None) for item in items if _is_axis(item)))
-
-
-def _is_axis(item: Any) -> bool:
-    return item is None or isinstance(item, slice)
+    new = tuple(item and slice(None) for item in items if item is None or isinstance(item, slice))
+    return _rearranged(state, func, found, new)
 
 
 def _aligned(items: list[Any], axes: int) -> list[Any]:

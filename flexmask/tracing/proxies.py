@@ -6,7 +6,7 @@ index expression where it is an integer. The traced function never sees values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias, TypeVar, cast
@@ -80,12 +80,6 @@ class Proxy(torch.Tensor):
         return self.source is not None and prod(self.source.shape) > MAX_ELEMENTS
 
     @classmethod
-    def make(cls, elements: Iterable[Element], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Proxy:
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.elements, made.source, made.shared = tuple(elements), None, False
-        return made
-
-    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise Untraceable(f"{func} needs a tensor with values")
 
@@ -152,10 +146,12 @@ class TraceState:
         return self.scalar(Symbol(cast(Any, name)), torch.int64)
 
     def scalar(self, element: Element, dtype: torch.dtype) -> Proxy:
-        return Proxy.make([element], (), dtype, self.device)
+        return self.proxy([element], (), dtype)
 
     def proxy(self, elements: Iterable[Element], shape: Iterable[int], dtype: torch.dtype) -> Proxy:
-        return Proxy.make(elements, tuple(shape), dtype, self.device)
+        made = torch.Tensor._make_wrapper_subclass(Proxy, tuple(shape), dtype=dtype, device=self.device)
+        made.elements, made.source, made.shared = tuple(elements), None, False
+        return made
 
     def lift(self, value: Any) -> Proxy:
         """A proxy for an int, a bool or a small tensor of these.
@@ -176,13 +172,6 @@ class TraceState:
         if isinstance(value, Tensor) and value.numel() <= MAX_ELEMENTS:
             return self.lift(self.indexed(Source(value, [None] * value.dim())))
         raise NoExpression(f"on more than {MAX_ELEMENTS} values at once" if isinstance(value, Tensor) else INTEGERS)
-
-    def constant(self, values: Tensor) -> Proxy:
-        """A proxy for values that nothing else can change."""
-        if values.numel() > MAX_ELEMENTS or values.dtype.is_floating_point or values.dtype.is_complex:
-            raise NoExpression
-        kind: Callable[[Any], Element] = Truth if values.dtype == torch.bool else as_index
-        return self.proxy(map(kind, values.flatten().tolist()), values.shape, values.dtype)
 
     def indexed(self, source: Source) -> Proxy:
         """The proxy of a source, with elements where they are few."""
