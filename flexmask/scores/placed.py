@@ -63,15 +63,13 @@ class PlacedScore:
         steps = self.score.steps
         cap = steps[-1].cap if isinstance(steps[-1], Softcap) else None
         additive = steps if cap is None else steps[:-1]
-        if not all(step.is_additive for step in additive):
+        if any(isinstance(step, Softcap) for step in additive):
             return None
         tables = [self._at_cells(step.on(self.sizes[1], self.device)) for step in additive if isinstance(step, Bias)]
         by_distance = self._by_distance([step for step in additive if isinstance(step, Alibi | Relative)])
-        if by_distance is None:
-            return Form(sum(tables[1:], tables[0]) if tables else None, cap)
-        if not tables:
-            return Form(by_distance, cap)
-        return Form(sum(tables, diagonals(by_distance, 0, *self.sizes[2:])), cap)
+        if tables and by_distance is not None:
+            tables.insert(0, diagonals(by_distance, 0, *self.sizes[2:]))
+        return Form(sum(tables[1:], tables[0]) if tables else by_distance, cap)
 
     def _by_distance(self, steps: list[Alibi | Relative]) -> Tensor | None:
         if not steps:

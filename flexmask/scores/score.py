@@ -75,13 +75,13 @@ class Score:
     def __repr__(self) -> str:
         found = self.steps[0].text()
         for before, step in pairwise(self.steps):
-            found += (" + " if before.is_additive and step.is_additive else " >> ") + step.text()
+            found += (" >> " if Softcap in (type(before), type(step)) else " + ") + step.text()
         return found
 
     @property
     def is_additive(self) -> bool:
         """Whether it only adds biases."""
-        return all(step.is_additive for step in self.steps)
+        return not any(isinstance(step, Softcap) for step in self.steps)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -28,7 +28,6 @@ class Alibi:
     """See :func:`flexmask.scores.alibi`."""
 
     table: Table | None
-    is_additive: ClassVar[bool] = True
 
     def text(self) -> str:
         return "alibi()" if self.table is None else f"alibi(slopes={table_text(self.table)})"
@@ -61,7 +60,6 @@ class Relative:
     table: Table
     max_distance: int
     bidirectional: bool
-    is_additive: ClassVar[bool] = True
 
     def text(self) -> str:
         options = "" if self.max_distance == 128 else f", max_distance={self.max_distance}"
@@ -83,7 +81,6 @@ class Bias:
     """See :func:`flexmask.scores.bias`."""
 
     table: Table
-    is_additive: ClassVar[bool] = True
 
     def text(self) -> str:
         return f"bias({table_text(self.table)})"
@@ -114,7 +111,6 @@ class Softcap:
 
     cap: float
     table: ClassVar[None] = None
-    is_additive: ClassVar[bool] = False
 
     def text(self) -> str:
         return f"softcap({self.cap})"
