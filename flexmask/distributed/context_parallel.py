@@ -22,7 +22,7 @@ from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.query_units import KeyLists
 from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries, text_of
-from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, keys_seen, layers_of, shard_sequence
+from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
@@ -135,7 +135,7 @@ class ContextParallel:
         if self.strategy == "heads":
             lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
         else:
-            keys = self._exchange(keys_seen(self.sharding, number))
+            keys = self._exchange(self.sharding._seen[number])
             if len(self.positions) and len(keys.needed):
                 lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
         symbols = context.mask.symbols

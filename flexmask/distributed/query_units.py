@@ -5,7 +5,6 @@ Masks are analyzed some queries at a time, so that memory does not grow with the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,16 +52,12 @@ class KeyLists:
         start, stop, opens, closes = union_runs(unit * width + lo, unit * width + hi)
         start, stop = start[opens], stop[closes]
         unit = start.div(width, rounding_mode="floor")
-        first = torch.zeros(units + 1, dtype=torch.int64, device=lo.device)
-        first[1:] = torch.bincount(unit, minlength=units).cumsum(0)
-        return cls(start - unit * width, stop - unit * width, first)
+        return cls.counted(torch.bincount(unit, minlength=units), start - unit * width, stop - unit * width)
 
     @classmethod
-    def stacked(cls, parts: Sequence[KeyLists]) -> KeyLists:
-        """The units of several lists one after another."""
-        counts = torch.cat([part.first.diff() for part in parts])
-        first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        return cls(torch.cat([part.lo for part in parts]), torch.cat([part.hi for part in parts]), first)
+    def counted(cls, counts: Tensor, lo: Tensor, hi: Tensor) -> KeyLists:
+        """The intervals of all units one after another; ``counts`` says how many each unit has."""
+        return cls(lo, hi, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
     @property
     def unit(self) -> Tensor:
@@ -83,7 +78,7 @@ class KeyLists:
         counts = self.first.diff()[units]
         of_unit = torch.repeat_interleave(counts)
         at = self.first[:-1][units][of_unit] + rank_in_row(of_unit, counts)
-        return KeyLists(self.lo[at], self.hi[at], torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+        return KeyLists.counted(counts, self.lo[at], self.hi[at])
 
     def runs(self, unit: int) -> Tensor:
         """The keys of a unit as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
@@ -155,9 +150,9 @@ def units_of(context: Context, size: int, block_size: tuple[int, int]) -> QueryU
     starts = range(0, context.q_len, queries)
     chunks = (context.of_queries(start, min(start + queries, context.q_len)) for start in starts)
     parts = [_units_of_part(chunk, size, block_size) for chunk in chunks]
-    work, visible = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("work", "visible"))
-    keys = KeyLists.stacked([part.keys for part in parts])
-    return QueryUnits(work, visible, KeyLists(keys.lo.cpu(), keys.hi.cpu(), keys.first.cpu()))
+    columns = ((part.work, part.visible, part.keys.first.diff(), part.keys.lo, part.keys.hi) for part in parts)
+    work, visible, *keys = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
+    return QueryUnits(work, visible, KeyLists.counted(*keys))
 
 
 def _units_of_part(context: Context, size: int, block_size: tuple[int, int]) -> QueryUnits:

@@ -58,7 +58,7 @@ class Sharding:
     work: Tensor
     visible: Tensor
     _held: KeyLists = field(repr=False)  # the tokens of each rank
-    _seen: tuple[KeyLists, ...] = field(repr=False)
+    _seen: tuple[KeyLists, ...] = field(repr=False)  # the keys that each rank attends to, of each mask that differs
     _layers: tuple[int, ...] = field(repr=False)
     _numbers: tuple[int, ...] = field(repr=False)  # of each given mask, among those that differ
 
@@ -79,7 +79,11 @@ class Sharding:
             rank: the rank, from 0 up.
             mask: the number of a mask, in the order in which they were given; None for any of them.
         """
-        return keys_seen(self, mask).runs(self._checked(rank))
+        if mask is None:
+            seen = reduce(or_, self._seen)
+        else:
+            seen = self._seen[self._numbers[checked_int(mask, "mask", 0, len(self._numbers) - 1)]]
+        return seen.runs(self._checked(rank))
 
     @property
     def imbalance(self) -> float:
@@ -139,13 +143,6 @@ class Sharding:
         return checked_int(rank, "rank", 0, self.ranks - 1, LoweringError)
 
 
-def keys_seen(sharding: Sharding, mask: int | None) -> KeyLists:
-    """The keys that the queries of each rank attend to: see :meth:`Sharding.seen`."""
-    if mask is None:
-        return reduce(or_, sharding._seen)
-    return sharding._seen[sharding._numbers[checked_int(mask, "mask", 0, len(sharding._numbers) - 1)]]
-
-
 def shard_sequence(
     masks: Masks | None,
     seq_len: int,
@@ -191,7 +188,8 @@ def shard_sequence(
         raise LoweringError(f"the cells of {seq_len} tokens in all sequences, heads and layers exceed 64-bit integers")
     size = unit_size(seq_len, ranks, sizes[0])
     found = [units_of(context, size, sizes) for context in contexts]
-    work, visible = (_total([getattr(units, name) for units in found], times) for name in ("work", "visible"))
+    weights = torch.tensor(times, device="cpu")
+    work, visible = (weights @ torch.stack([getattr(units, name) for units in found]) for name in ("work", "visible"))
     owner = _in_order(_owners(balance, work, found, ranks, sizes[0] // size))
     edges = (owner.diff() != 0).nonzero().squeeze(-1) + 1
     starts = torch.nn.functional.pad(edges, (1, 0))
@@ -266,7 +264,3 @@ def _in_order(owner: Tensor) -> Tensor:
     first = torch.full((int(owner.max()) + 1,), owner.numel(), device="cpu")
     first.scatter_reduce_(0, owner, torch.arange(owner.numel(), device="cpu"), "amin")
     return first.argsort().argsort()[owner]
-
-
-def _total(parts: Sequence[Tensor], times: Sequence[int]) -> Tensor:
-    return torch.stack([part * count for part, count in zip(parts, times, strict=True)]).sum(0)
