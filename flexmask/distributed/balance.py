@@ -6,12 +6,11 @@ Every process computes the same: sums are those of integers, exact also in ``flo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from flexmask.distributed.query_units import KeyLists
+from flexmask.distributed.query_units import KeyLists, sums
 
 #: How far above the mean the work of a rank may be for the sake of fewer keys to receive.
 TOLERANCE = 0.02
@@ -52,11 +51,11 @@ def balanced(work: Tensor, keys: KeyLists, ranks: int, in_block: int) -> Tensor:
     """
     tried: list[tuple[float, float, Tensor]] = []
     fewest = 0
-    for number, owner in enumerate(_assignments(work, keys, ranks, in_block)):
+    for owner in _assignments(work, keys, ranks, in_block):
         most, attended = imbalance(sums(work, owner, ranks)), int(keys.grouped(owner, ranks).sizes().sum())
         fewest = fewest or attended  # of contiguous runs
         tried.append((max(most, 1 + TOLERANCE), most * attended, owner))
-        if most <= 1 + TOLERANCE and (number > 1 or attended <= MIRRORED * fewest):
+        if most <= 1 + TOLERANCE and attended <= MIRRORED * fewest:
             break
     return min(tried, key=lambda found: found[:2])[2]
 
@@ -166,8 +165,11 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
     mean, n = load.double().mean(), held.shape[1]
     limit, price = int(mean * (1 + TOLERANCE)), float(PRICE * width / mean.clamp(min=1))
     size = n * max(n, int(sums(keys.first.diff(), owner, ranks).max()))  # of the comparison of a pair
-    pairs, above = min(ranks // 2, SOME_PAIRS // size), partial(_above, limit)
-    every = ranks // 2 * size <= ALL_PAIRS
+    pairs, every = min(ranks // 2, SOME_PAIRS // size), ranks // 2 * size <= ALL_PAIRS
+
+    def above(load: Tensor) -> Tensor:
+        return (load - limit).clamp(min=0)
+
     turn = unchanged = compared = 0
     while pairs and unchanged < ranks and compared < COMPARED and (every or int(load.max()) > limit):
         by_load, place = load.argsort(descending=True, stable=True), torch.arange(ranks, device="cpu")
@@ -198,10 +200,6 @@ def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor
     owner = torch.empty_like(owner)
     owner[held[is_unit]] = torch.arange(ranks, device="cpu").unsqueeze(-1).expand_as(held)[is_unit]
     return owner
-
-
-def _above(limit: int, load: Tensor) -> Tensor:
-    return (load - limit).clamp(min=0)
 
 
 def _members(owner: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
@@ -240,11 +238,6 @@ def _added_keys(keys: KeyLists, units: Tensor, is_unit: Tensor) -> Tensor:
     new = (attends * ((times.flip(1) == 0) * lengths)).sum(-1) - alone.sum(-1)
     still = alone[:, 0] @ attends[:, 1].mT + attends[:, 0] @ alone[:, 1].mT  # keys of the given unit and of the taken one
     return new[:, 0].unsqueeze(-1) + new[:, 1].unsqueeze(-2) + still
-
-
-def sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The sums of the values of each group, ``int64[groups]``."""
-    return values.new_zeros(groups).index_add_(0, group, values)
 
 
 def imbalance(work: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.query_units import KeyLists
 from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries, text_of
-from flexmask.distributed.sharding import Balance, Masks, Sharding, distinct, layers_of, shard_sequence
+from flexmask.distributed.sharding import Balance, Masks, Sharding, layers_of, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
@@ -114,8 +114,11 @@ class ContextParallel:
         error: Exception | None = None
         given = {"balance": balance, **self._sizes}
         try:  # the error of one rank is one of all: those that have none would wait in the first layer
-            counts = distinct(layers_of(masks, self.device))
-            self.strategy = _checked_strategy(strategy)
+            counts, _ = layers_of(masks, self.device)
+            if strategy not in get_args(Strategy):
+                hint = nearest(str(strategy), get_args(Strategy))
+                raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
+            self.strategy: Strategy = strategy
             self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
             contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in counts]
             self.sharding: Sharding = shard_sequence(counts, self.seq_len, self.world_size, **given)
@@ -345,12 +348,6 @@ def _score_at(
     """A ``score_mod`` at the indices of the whole sequence."""
     heads, queries, keys = places
     return score_mod(score, b, heads[h], queries[q], keys[kv])
-
-
-def _checked_strategy(strategy: Any) -> Strategy:
-    if strategy not in get_args(Strategy):
-        raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{nearest(str(strategy), get_args(Strategy))}")
-    return cast(Strategy, strategy)
 
 
 def _part_of(heads: int, rank: int, ranks: int) -> range:

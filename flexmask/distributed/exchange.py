@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask._transforms import is_transformed
-from flexmask.distributed.balance import sums
-from flexmask.distributed.query_units import KeyLists
+from flexmask.distributed.query_units import KeyLists, sums
 from flexmask.distributed.sharding import positions_of
 from flexmask.errors import LoweringError
 
@@ -75,7 +74,7 @@ class HeadExchange:
 
     def __init__(self, held: KeyLists, rank: int, group: Any, device: torch.device) -> None:
         """As :class:`TokenExchange`."""
-        positions = positions_of(torch.stack((held.lo, held.hi), -1))
+        positions = positions_of(held.intervals)
         self._group, self._sizes = group, held.sizes().tolist()
         self._own = [self._sizes[rank]] * len(self._sizes)
         self._place, self._order = positions.to(device), positions.argsort().to(device)

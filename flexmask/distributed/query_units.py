@@ -80,6 +80,11 @@ class KeyLists:
         at = self.first[:-1][units][of_unit] + rank_in_row(of_unit, counts)
         return KeyLists.counted(counts, self.lo[at], self.hi[at])
 
+    @property
+    def intervals(self) -> Tensor:
+        """The intervals ``[lo, hi)`` of all units, ``int64[n, 2]``."""
+        return torch.stack((self.lo, self.hi), -1)
+
     def runs(self, unit: int) -> Tensor:
         """The keys of a unit as intervals ``[lo, hi)`` in order, ``int64[n, 2]``."""
         part = slice(int(self.first[unit]), int(self.first[unit + 1]))
@@ -112,8 +117,12 @@ class KeyLists:
 
     def sizes(self) -> Tensor:
         """The number of keys of each unit, ``int64[units]``."""
-        found = torch.zeros(self.first.numel() - 1, dtype=torch.int64, device=self.lo.device)
-        return found.index_add_(0, self.unit, self.hi - self.lo)
+        return sums(self.hi - self.lo, self.unit, self.first.numel() - 1)
+
+
+def sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The sums of the values of each group, ``int64[groups]``."""
+    return values.new_zeros(groups).index_add_(0, group, values)
 
 
 @dataclass(frozen=True, eq=False)

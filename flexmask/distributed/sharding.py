@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import chain
 from operator import or_
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from flexmask._checks import checked_int, nearest
-from flexmask.distributed.balance import balanced, contiguous, head_tail, imbalance, sums
-from flexmask.distributed.query_units import KeyLists, QueryUnits, unit_size, units_of
+from flexmask.distributed.balance import balanced, contiguous, head_tail, imbalance
+from flexmask.distributed.query_units import KeyLists, QueryUnits, sums, unit_size, units_of
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bind import bind
@@ -171,9 +171,7 @@ def shard_sequence(
         OperandError: an argument of another type.
         LoweringError: a mask cannot be lowered at these sizes, or sizes beyond their limits.
     """
-    given = layers_of(masks)
-    counts = distinct(given)  # models have many layers and few masks
-    numbers = {mask: number for number, mask in enumerate(counts)}
+    counts, numbers = layers_of(masks)
     seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
     ranks = checked_int(ranks, "ranks", most=MAX_RANKS, kind=LoweringError)
     if not isinstance(balance, str) or balance not in get_args(Balance):
@@ -205,7 +203,7 @@ def shard_sequence(
         _held=held,
         _seen=tuple(units.keys.grouped(owner, ranks) for units in found),
         _layers=tuple(counts.values()),
-        _numbers=tuple(numbers[mask] for mask, _ in given),
+        _numbers=tuple(numbers),
     )
 
 
@@ -216,8 +214,11 @@ def positions_of(runs: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum()), device="cpu") + (runs[:, 0] - first).repeat_interleave(lengths)
 
 
-def layers_of(masks: object, device: torch.device | None = None) -> list[tuple[Mask, int]]:
-    """The masks in the order in which they are given, each with the number of its layers. None is no mask."""
+def layers_of(masks: object, device: torch.device | None = None) -> tuple[dict[Mask, int], list[int]]:
+    """The masks that differ, each with the number of all its layers, and for each given mask which of these it is.
+
+    Models have many layers and few masks. None is no mask.
+    """
     pairs: list[tuple[object, object]]
     if isinstance(masks, Mapping):
         pairs = list(masks.items())
@@ -227,19 +228,14 @@ def layers_of(masks: object, device: torch.device | None = None) -> list[tuple[M
         pairs = [(masks, 1)]
     if not pairs:
         raise OperandError("masks must be a mask, or a list or a dict with at least one, got none")
-    return [(_as_mask(mask, device), checked_int(count, "the number of layers of a mask")) for mask, count in pairs]
-
-
-def _as_mask(mask: Any, device: torch.device | None) -> Mask:
-    return ALL_CELLS if mask is None else as_mask(mask, "masks", also="a list or a dict of them", device=device)
-
-
-def distinct(layers: Sequence[tuple[Mask, int]]) -> dict[Mask, int]:
-    """The masks that differ, each with the number of all its layers."""
-    found: dict[Mask, int] = {}
-    for mask, count in layers:
-        found[mask] = found.get(mask, 0) + count
-    return found
+    counts: dict[Mask, int] = {}
+    given = []
+    for mask, count in pairs:
+        found = ALL_CELLS if mask is None else as_mask(mask, "masks", also="a list or a dict of them", device=device)
+        counts[found] = counts.get(found, 0) + checked_int(count, "the number of layers of a mask")
+        given.append(found)
+    numbers = {mask: number for number, mask in enumerate(counts)}
+    return counts, [numbers[mask] for mask in given]
 
 
 def _contexts(masks: Sequence[Mask], seq_len: int, batch: int | None, heads: int | None) -> list[Context]:

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import _sync
 from flexmask.blocks.classify import classify, decide_open
 from flexmask.blocks.grid import BlockGrid
-from flexmask.distributed.sharding import Sharding
+from flexmask.distributed.sharding import Sharding, positions_of
 from flexmask.errors import LoweringError
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
@@ -48,7 +48,7 @@ def load_balancer(sharding: Sharding, device: torch.device | str = "cpu") -> Any
             f"torch {torch.__version__} has no {MODULE}._LoadBalancer, which torch 2.11 to 2.15 have; use "
             "flexmask.distributed.ContextParallel, which needs none"
         ) from None
-    order = _order(sharding).to(_sync.resolve_device(device)).unsqueeze(0)
+    order = positions_of(sharding._held.intervals).to(_sync.resolve_device(device)).unsqueeze(0)
 
     class ShardingLoadBalancer(base):  # type: ignore[misc]  # found when it is called
         def _generate_indices(self, restore: bool = False) -> Tensor:
@@ -86,15 +86,14 @@ def gathered_block_mask(
             lowered.
     """
     _check_equal(sharding)
-    sizes, runs = block_sizes(block_size), sharding.runs(rank)
-    for number in range(sharding.ranks):
-        edge = next((int(edge) for edge in sharding.runs(number).flatten() if edge % sizes[0] or edge % sizes[1]), None)
-        if edge is not None:
-            raise LoweringError(
-                f"blocks of {sizes[0]} queries and {sizes[1]} keys are divided between ranks at position {edge}: plan with this "
-                f"block_size and with a seq_len that is a multiple of {sharding.ranks} ranks times the block size, at least 4 "
-                "blocks for each rank"
-            )
+    sizes, runs, held = block_sizes(block_size), sharding.runs(rank), sharding._held.intervals
+    edge = next((edge for edge in held.flatten().tolist() if edge % sizes[0] or edge % sizes[1]), None)
+    if edge is not None:
+        raise LoweringError(
+            f"blocks of {sizes[0]} queries and {sizes[1]} keys are divided between ranks at position {edge}: plan with this "
+            f"block_size and with a seq_len that is a multiple of {sharding.ranks} ranks times the block size, at least 4 "
+            "blocks for each rank"
+        )
     context = bind(as_mask(mask, device=device), sharding.seq_len, sharding.seq_len, batch, heads, 0, device)
     found = []
     for start, stop in runs.tolist():
@@ -103,7 +102,7 @@ def gathered_block_mask(
         blocks = decide_open(classify(analyze(part), grid), grid)
         shape = part.batch, part.heads, grid.q_blocks, grid.kv_blocks
         found.append([kind.expand(shape) for kind in (blocks.partial, blocks.full)])
-    order = _order(sharding).to(context.device)
+    order = positions_of(held).to(context.device)
     column = order[:: sizes[1]].div(sizes[1], rounding_mode="floor")
     grids = [torch.cat(parts, 2)[..., column] for parts in zip(*found, strict=True)]
     everywhere, tokens = mask_mod(context), len(order) // sharding.ranks
@@ -113,11 +112,6 @@ def gathered_block_mask(
         return everywhere(b, h, own[q_idx], order[kv_idx])
 
     return from_lists(grid_lists(grids, context.full_batch, None), of_shards, (tokens, len(order)), sizes)
-
-
-def _order(sharding: Sharding) -> Tensor:
-    """The positions of all tokens, shard by shard, ``int64[seq_len]``."""
-    return torch.cat([sharding.positions(rank) for rank in range(sharding.ranks)])
 
 
 def _check_equal(sharding: Sharding) -> None:
