@@ -120,7 +120,7 @@ class ContextParallel:
                 raise OperandError(f"strategy must be 'keys' or 'heads', got {strategy!r}.{hint}")
             self.strategy: Strategy = strategy
             self.seq_len = checked_int(seq_len, "seq_len", most=MAX_LENGTH, kind=LoweringError)
-            contexts = [bind(mask, self.seq_len, batch=batch, heads=heads, device=self.device) for mask in counts]
+            contexts = [self._context(mask) for mask in counts]
             self.sharding: Sharding = shard_sequence(counts, self.seq_len, self.world_size, **given)
             self._held = self.sharding._held
             self.positions = self.sharding.positions(self.rank).to(self.device)
@@ -132,6 +132,9 @@ class ContextParallel:
         arguments |= {"masks": list(counts), "number of layers": list(counts.values())}
         check_agreement(arguments, error, self.group, self.device)
         self._uncompared = sum(counts.values())
+
+    def _context(self, mask: Mask) -> Context:
+        return bind(mask, self.seq_len, None, self._sizes["batch"], self._sizes["heads"], 0, self.device)
 
     def _declare(self, number: int, mask: Mask, context: Context) -> Declared:
         lowered, keys, sizes = None, None, block_sizes(self._sizes["block_size"])
@@ -227,9 +230,8 @@ class ContextParallel:
         if mask is None and len(self._declared) > 1:
             raise LoweringError(f"block_mask needs one of the masks that were given: {known(self._declared)}")
         wanted = self._declared[0].mask if mask is None else as_mask(mask, device=self.device)
-        return gathered_block_mask(
-            self.sharding, find_declared(self._declared, wanted).mask, self.rank, device=self.device, **self._sizes
-        )
+        context = self._context(find_declared(self._declared, wanted).mask)
+        return gathered_block_mask(self.sharding, context, self.rank, self._sizes["block_size"])
 
     # ---------------------------------------------------------------- attention
 

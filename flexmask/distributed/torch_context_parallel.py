@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import _sync
 from flexmask.blocks.classify import classify, decide_open
 from flexmask.blocks.grid import BlockGrid
 from flexmask.distributed.sharding import Sharding, positions_of
 from flexmask.errors import LoweringError
-from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
+from flexmask.intervals.context import Context
 from flexmask.lowering.block_lists import grid_lists
 from flexmask.lowering.block_mask import block_sizes, from_lists
 from flexmask.lowering.mask_mod import mask_mod
-from flexmask.tracing.as_mask import MaskLike, as_mask
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
 
 
-def load_balancer(sharding: Sharding, device: torch.device | str = "cpu") -> Any:
+def load_balancer(sharding: Sharding, device: torch.device) -> Any:
     """The shards of a plan as a ``_LoadBalancer`` of torch, for ``_context_parallel_shard``, ``context_parallel_unshard``, ...
 
     All masks of the plan count, where torch's own ``_PTRRLoadBalancer`` counts the blocks of one.
@@ -48,7 +46,7 @@ def load_balancer(sharding: Sharding, device: torch.device | str = "cpu") -> Any
             f"torch {torch.__version__} has no {MODULE}._LoadBalancer, which torch 2.11 to 2.15 have; use "
             "flexmask.distributed.ContextParallel, which needs none"
         ) from None
-    order = positions_of(sharding._held.intervals).to(_sync.resolve_device(device)).unsqueeze(0)
+    order = positions_of(sharding._held.intervals).to(device).unsqueeze(0)
 
     class ShardingLoadBalancer(base):  # type: ignore[misc]  # found when it is called
         def _generate_indices(self, restore: bool = False) -> Tensor:
@@ -58,32 +56,19 @@ def load_balancer(sharding: Sharding, device: torch.device | str = "cpu") -> Any
     return ShardingLoadBalancer()
 
 
-def gathered_block_mask(
-    sharding: Sharding,
-    mask: MaskLike,
-    rank: int,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    device: torch.device | str | None = None,
-    block_size: int | tuple[int, int] = 128,
-) -> BlockMask:
+def gathered_block_mask(sharding: Sharding, context: Context, rank: int, block_size: int | tuple[int, int]) -> BlockMask:
     """The BlockMask of a rank: its queries, by the keys of all ranks in the order of their shards.
 
     What torch's ``_create_cp_block_mask`` makes, for any block size and without the cells of the mask.
 
     Args:
         sharding: the plan, in which all ranks have as many tokens, in runs of whole blocks.
-        mask: the mask of a layer, its text, or a ``mask_mod``.
+        context: the lowering context of the mask of a layer, for the whole sequence.
         rank: the rank, from 0 up.
-        batch: sequences; by default as many as the mask has data for.
-        heads: heads; by default as many as the mask differs in.
-        device: where the BlockMask is made; by default where the mask's tensors are, else the CPU.
         block_size: tokens in a block, or the pair (queries, keys).
 
     Raises:
-        LoweringError: ranks have different numbers of tokens, blocks that are divided between ranks, or the mask cannot be
-            lowered.
+        LoweringError: ranks have different numbers of tokens, or blocks that are divided between ranks.
     """
     _check_equal(sharding)
     sizes, runs, held = block_sizes(block_size), sharding.runs(rank), sharding._held.intervals
@@ -94,7 +79,6 @@ def gathered_block_mask(
             f"block_size and with a seq_len that is a multiple of {sharding.ranks} ranks times the block size, at least 4 "
             "blocks for each rank"
         )
-    context = bind(as_mask(mask, device=device), sharding.seq_len, sharding.seq_len, batch, heads, 0, device)
     found = []
     for start, stop in runs.tolist():
         part = context.of_queries(start, stop)

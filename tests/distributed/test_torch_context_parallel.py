@@ -15,8 +15,10 @@ import flexmask as fm
 from flexmask.distributed import Sharding, shard_sequence
 from flexmask.distributed.torch_context_parallel import gathered_block_mask, load_balancer
 from flexmask.errors import LoweringError
+from flexmask.intervals.bind import bind
 from tests.support.block_lists import check_lists
 
+CPU = torch.device("cpu")
 LENGTHS = [130, 20, 300, 62]
 IDS = torch.repeat_interleave(torch.tensor(LENGTHS))
 
@@ -46,9 +48,9 @@ CASES: dict[str, tuple[fm.Mask, Any, int, int]] = {
 def test_block_masks_are_those_that_torch_makes(name: str, balance: Any, block_size: Any) -> None:
     mask, mod, batch, heads = CASES[name]
     sharding = shard_sequence(mask, 512, 4, balance=balance, heads=heads, block_size=32)
-    order = load_balancer(sharding)._generate_indices()[0]
+    order = load_balancer(sharding, CPU)._generate_indices()[0]
     for rank in range(4):
-        found = gathered_block_mask(sharding, mask, rank, batch=batch, heads=heads, block_size=block_size)
+        found = gathered_block_mask(sharding, bind(mask, 512, batch=batch, heads=heads), rank, block_size)
         own = order[128 * rank : 128 * (rank + 1)]
         assert own.tolist() == sharding.positions(rank).tolist()
 
@@ -63,7 +65,7 @@ def test_block_masks_are_those_that_torch_makes(name: str, balance: Any, block_s
 
 
 def test_the_order_is_undone() -> None:
-    balancer: Any = load_balancer(shard_sequence(["causal", "sliding_window(size=9)"], 96, 3, block_size=4))
+    balancer: Any = load_balancer(shard_sequence(["causal", "sliding_window(size=9)"], 96, 3, block_size=4), CPU)
     assert torch_balancers._LoadBalancer in type(balancer).__mro__
     order, back = balancer._generate_indices(), balancer._generate_indices(restore=True)
     assert order.shape == back.shape == (1, 96)
@@ -75,16 +77,16 @@ def unequal() -> Sharding:
 
 
 def test_shards_of_different_lengths() -> None:
-    for make in (lambda: load_balancer(unequal()), lambda: gathered_block_mask(unequal(), "causal", 0)):
+    for make in (lambda: load_balancer(unequal(), CPU), lambda: gathered_block_mask(unequal(), bind(fm.causal(), 101), 0, 128)):
         with pytest.raises(LoweringError, match="needs as many tokens on each rank, and this plan has 25 to 26: make seq_len a"):
             make()
 
 
 def test_divided_blocks() -> None:
-    sharding = shard_sequence("causal", 64, 4, balance="contiguous")
+    sharding, context = shard_sequence("causal", 64, 4, balance="contiguous"), bind(fm.causal(), 64)
     with pytest.raises(LoweringError, match="blocks of 128 queries and 128 keys are divided between ranks at position 16: plan"):
-        gathered_block_mask(sharding, "causal", 0)
-    assert gathered_block_mask(sharding, "causal", 0, block_size=16).seq_lengths == (16, 64)
+        gathered_block_mask(sharding, context, 0, 128)
+    assert gathered_block_mask(sharding, context, 0, 16).seq_lengths == (16, 64)
 
 
 def test_versions_of_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,4 +94,4 @@ def test_versions_of_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         LoweringError, match=r"torch .* has no torch\.distributed\..*_LoadBalancer, which torch 2\.11 to 2\.15 have"
     ):
-        load_balancer(shard_sequence("causal", 64, 2))
+        load_balancer(shard_sequence("causal", 64, 2), CPU)
