@@ -109,20 +109,16 @@ rule("__or__", "bitwise_or", "logical_or")(_operator(None, operator.or_))
 rule("__xor__", "bitwise_xor", "logical_xor")(_operator(None, operator.xor))
 
 
-def _is_non_negative(state: TraceState, *values: Any) -> bool:
-    return all(state.is_non_negative(element) for value in values for element in state.lift(value).elements)
-
-
 @rule("div", "divide", "true_divide")
 def _div(state: TraceState, func: Any, left: Any, right: Any, *, rounding_mode: str | None = None) -> Proxy:
-    if rounding_mode == "floor" or (rounding_mode == "trunc" and _is_non_negative(state, left, right)):
+    if rounding_mode == "floor" or (rounding_mode == "trunc" and state.is_non_negative(left, right)):
         return cast(Proxy, RULES["floor_divide"](state, func, left, right))
     raise NoExpression
 
 
 @rule("fmod")
 def _fmod(state: TraceState, func: Any, left: Any, right: Any) -> Proxy:
-    if _is_non_negative(state, left, right):
+    if state.is_non_negative(left, right):
         return cast(Proxy, RULES["remainder"](state, func, left, right))
     raise NoExpression
 
@@ -154,7 +150,7 @@ def _pow(state: TraceState, func: Any, value: Any, exponent: Any = 2) -> Proxy:
 @rule("clamp", "clip")
 def _clamp(state: TraceState, func: Any, value: Any, min: Any = None, max: Any = None) -> Proxy:
     if min is not None:
-        is_less = isinstance(min, int) and min <= 0 and _is_non_negative(state, value)
+        is_less = isinstance(min, int) and min <= 0 and state.is_non_negative(value)
         value = _copied(state, func, value) if is_less else RULES["maximum"](state, func, value, min)
     return cast(Proxy, value if max is None else RULES["minimum"](state, func, value, max))
 

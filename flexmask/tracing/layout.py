@@ -113,7 +113,9 @@ def _getitem(state: TraceState, func: Any, data: Any, index: Any) -> Any:
     items = _aligned(items, len(source.open_axes))
     at = iter(source.open_axes)
     axes = {next(at): item for item in items if item is not None}
-    source = _sliced(source, {axis: item for axis, item in axes.items() if isinstance(item, slice)})
+    slices = [axes[axis] if isinstance(axes.get(axis), slice) else slice(None) for axis in range(source.tensor.dim())]
+    if any(part != slice(None) for part in slices):
+        source = Source(source.tensor[tuple(slices)], source.entries)
     advanced = {axis: state.lift(item) for axis, item in axes.items() if not isinstance(item, slice)}
     if any(item.dtype == torch.bool for item in advanced.values()):
         raise NoExpression
@@ -138,13 +140,6 @@ def _aligned(items: list[Any], axes: int) -> list[Any]:
     return [*items, *rest] if place is None else [*items[:place], *rest, *items[place + 1 :]]
 
 
-def _sliced(source: Source, slices: dict[int, slice]) -> Source:
-    if all(part == slice(None) for part in slices.values()):
-        return source
-    key = tuple(slices.get(axis, slice(None)) for axis in range(source.tensor.dim()))
-    return Source(source.tensor[key], source.entries)
-
-
 def _lookup(state: TraceState, source: Source, advanced: dict[int, Proxy]) -> Proxy:
     """A source with further axes indexed, by indices that broadcast."""
 
@@ -154,9 +149,9 @@ def _lookup(state: TraceState, source: Source, advanced: dict[int, Proxy]) -> Pr
             found[axis] = _inside(state, cast(Index, element), source.tensor.shape[axis])
         return found
 
-    if all(item.dim() == 0 for item in advanced.values()):
-        return state.indexed(Source(source.tensor, entries([item.elements[0] for item in advanced.values()])))
     rows, shape = broadcast_elements(list(advanced.values()))
+    if not shape:
+        return state.indexed(Source(source.tensor, entries(rows[0])))
     if len(rows) > MAX_ELEMENTS:
         raise NoExpression
     parts = [state.indexed(Source(source.tensor, entries(row))) for row in rows]

@@ -219,11 +219,10 @@ class TraceState:
         found = _unread_extent(leaf)
         return found and (max(found[0], -LIKELY), min(found[1], LIKELY))
 
-    def is_non_negative(self, element: Element) -> bool:
-        """Whether an element is never negative, whatever values the captured tensors get later."""
-        if isinstance(element, Mask):
-            return True
-        return cast(Extent, value_range(element, _unread_extent, {}, is_clamped=False))[0] >= 0
+    def is_non_negative(self, *values: Any) -> bool:
+        """Whether values are never negative, whatever those of the captured tensors become later."""
+        numbers = (element for value in values for element in self.lift(value).elements if isinstance(element, Index))
+        return all(cast(Extent, value_range(number, _unread_extent, {}, is_clamped=False))[0] >= 0 for number in numbers)
 
     def in_range(self, element: E, dtype: torch.dtype) -> E:
         """An element whose values the dtype can hold.

@@ -46,15 +46,14 @@ def has_proxy(value: Any) -> bool:
 
 def map_elements(state: TraceState, dtype: torch.dtype, function: Callable[..., Element], *values: Any) -> Proxy:
     """``function`` of the elements of values that broadcast."""
-    traced = [state.lift(value) for value in values]
-    if all(value.dim() == 0 for value in traced):
-        return state.scalar(function(*(value.elements[0] for value in traced)), dtype)
-    rows, shape = broadcast_elements(traced)
+    rows, shape = broadcast_elements([state.lift(value) for value in values])
     return state.proxy((function(*row) for row in rows), shape, dtype)
 
 
 def broadcast_elements(traced: Sequence[Proxy]) -> tuple[list[tuple[Element, ...]], torch.Size]:
     """The elements of proxies that broadcast, as one tuple per element of the result, and the shape of the result."""
+    if all(value.dim() == 0 for value in traced):
+        return [tuple(value.elements[0] for value in traced)], torch.Size()
     places = torch.broadcast_tensors(*(torch.arange(value.numel(), device="cpu").view(value.shape) for value in traced))
     columns = [[value.elements[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
     return list(zip(*columns, strict=True)), places[0].shape
