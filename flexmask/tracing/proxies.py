@@ -89,8 +89,6 @@ def as_integer(element: Element) -> Index:
     match element:
         case Compare("!=", Lookup(table) as lookup, Constant(0)) if getattr(table, "boolean", False):
             return lookup
-        case Truth(value):
-            return as_index(int(value))
         case Mask():
             return Choice.make(element, as_index(1), as_index(0))
     return element

@@ -168,8 +168,6 @@ def _same(pattern: Mask, mask: Mask, known: Binding) -> Iterator[Binding]:
                 yield from _same_form(Linear.of(left), -form, known)
         case (And(parts), And(others)) | (Or(parts), Or(others)) if len(parts) == len(others):
             yield from (binding for _, binding in _assigned(parts, others, known))
-        case Not(part), Not(other):
-            yield from _same(part, other, known)
 
 
 def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Binding]:
@@ -178,14 +176,14 @@ def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Bindin
         if not form.terms and pattern.constant == form.constant:
             yield known
         return
-    key, (index, factor) = min(pattern.terms.items(), key=lambda item: _is_number(item[1][0]))
+    key, (index, factor) = min(pattern.terms.items(), key=lambda item: _number_name(item[1][0]) != "")
     rest = pattern.without(key)
     for other_key, (other, other_factor) in form.terms.items():
         if factor == other_factor:
             for binding in _same_index(index, other, known):
                 yield from _same_form(rest, form.without(other_key), binding)
-    if _is_number(index) and abs(factor) == 1:
-        name = index.name if isinstance(index, Param) else cast(Param, cast(Lookup, index).table).name
+    name = _number_name(index)
+    if name and abs(factor) == 1:
         value = known.get(name)
         if value is None and not rest.terms and not form.terms:
             yield {**known, name: (form.constant - rest.constant) * factor}
@@ -193,17 +191,16 @@ def _same_form(pattern: Linear, form: Linear, known: Binding) -> Iterator[Bindin
             yield from _same_form(rest + value * factor, form, known)
 
 
-def _is_number(index: Index) -> bool:
-    """Whether an expression is a parameter that matches an integer."""
-    return isinstance(index, Param) or (
-        isinstance(index, Lookup) and isinstance(index.table, Param) and len(index.table.name) == 1
-    )
+def _number_name(index: Index) -> str:
+    """The name of an expression that is a parameter that matches an integer; nothing for another."""
+    match index:
+        case Param(name) | Lookup(Param(name)) if len(name) == 1:
+            return name
+    return ""
 
 
 def _same_index(pattern: Index, index: Index, known: Binding) -> Iterator[Binding]:
     match pattern, index:
-        case Param(name), Constant(value) if known.get(name, value) == value:
-            yield {**known, name: value}
         case Lookup(Param(name), wanted), Lookup(Table() as table, indices) if known.get(name, table) == table:
             keys = key_of(wanted)
             if key_of(indices) in (keys, tuple(key for key in keys if key != b.key)):
