@@ -55,9 +55,13 @@ def _rearranged(state: TraceState, func: Any, *args: Any, **named: Any) -> Any:
     return tree_map_only(Tensor, made, found)
 
 
-def _reduction(operation: Callable[[Any, Any], Element], convert: Callable[[Element], Element], empty: Element) -> Rule:
-    def apply(state: TraceState, func: Any, value: Any, dim: Any = None, keepdim: bool = False) -> Proxy:
+def _reduction(
+    operation: Callable[[Any, Any], Element], convert: Callable[[Element], Element], empty: Element, on_truth: Rule | None = None
+) -> Rule:
+    def apply(state: TraceState, func: Any, value: Any, dim: Any = None, keepdim: bool = False) -> Any:
         value = state.lift(value)
+        if on_truth is not None and value.dtype == torch.bool:
+            return on_truth(state, func, value, dim, keepdim)
         if convert is as_truth and value.dtype == torch.uint8:
             raise NoExpression  # torch returns uint8 for uint8
         dtype = torch.bool if convert is as_truth else torch.int64 if func.__name__ in ("sum", "prod") else value.dtype
@@ -77,16 +81,8 @@ rule("all")(_reduction(operator.and_, as_truth, as_truth(Constant(1))))
 rule("sum")(_reduction(operator.add, as_integer, Constant(0)))
 rule("prod")(_reduction(operator.mul, as_integer, Constant(1)))
 
-
-def _by_dtype(on_integers: Rule, on_truth: Rule) -> Rule:
-    def apply(state: TraceState, func: Any, value: Proxy, *args: Any, **named: Any) -> Proxy:
-        return cast(Proxy, (on_truth if value.dtype == torch.bool else on_integers)(state, func, value, *args, **named))
-
-    return apply
-
-
-rule("amax")(_by_dtype(_reduction(maximum, as_integer, Constant(0)), RULES["any"]))
-rule("amin")(_by_dtype(_reduction(minimum, as_integer, Constant(0)), RULES["all"]))
+rule("amax")(_reduction(maximum, as_integer, Constant(0), RULES["any"]))
+rule("amin")(_reduction(minimum, as_integer, Constant(0), RULES["all"]))
 
 
 @rule("max", "min")

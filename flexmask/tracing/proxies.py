@@ -140,9 +140,6 @@ class TraceState:
         self.extents: dict[int, Extent] = {}
         self.known_extents: dict[Any, Extent | None] = {}
 
-    def symbol(self, name: str) -> Proxy:
-        return self.scalar(Symbol(cast(Any, name)), torch.int64)
-
     def scalar(self, element: Element, dtype: torch.dtype) -> Proxy:
         return self.proxy([element], (), dtype)
 

@@ -63,7 +63,7 @@ def trace_function(mask_mod: MaskMod | Mask, *, strict: bool = False, device: to
     state = TraceState(_sync.resolve_device(device), _captured_names(mask_mod))
     try:
         with _Tracing(state, strict):
-            found = mask_mod(*(state.symbol(name) for name in ("b", "h", "q", "kv")))
+            found = mask_mod(*(state.scalar(index, torch.int64) for index in (b, h, q, kv)))
     except TraceError:
         raise
     except (Untraceable, RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # with values the function may work
