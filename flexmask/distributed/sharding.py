@@ -189,10 +189,8 @@ def shard_sequence(
     weights = torch.tensor(times, device="cpu")
     work, visible = (weights @ torch.stack([getattr(units, name) for units in found]) for name in ("work", "visible"))
     owner = _in_order(_owners(balance, work, found, ranks, sizes[0] // size))
-    edges = (owner.diff() != 0).nonzero().squeeze(-1) + 1
-    starts = torch.nn.functional.pad(edges, (1, 0))
-    stops = torch.nn.functional.pad(edges * size, (0, 1), value=seq_len)
-    held = KeyLists.union(ranks, owner[starts], starts * size, stops)
+    starts = torch.arange(owner.numel(), device="cpu") * size
+    held = KeyLists.union(ranks, owner, starts, (starts + size).clamp(max=seq_len))
     return Sharding(
         seq_len=seq_len,
         ranks=ranks,
