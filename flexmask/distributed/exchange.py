@@ -49,8 +49,7 @@ class TokenExchange:
         self._sizes = sums(last - first, needed.unit, ranks).tolist(), sender.bincount(minlength=ranks).tolist()
         self._sent = positions_of(torch.stack((first, last), -1)).to(device)
         self.gathers = 0 < GATHER_SHARE * ranks * (ranks - 1) * self._most <= int(needed.beyond(held).sum())
-        arrival = torch.empty_like(sender)
-        arrival[sender.argsort(stable=True)] = torch.arange(len(sender), device="cpu")
+        arrival = sender.argsort(stable=True).argsort()
         self._order = (sender * self._most + at if self.gathers else arrival).to(device)
         self.needed = positions.to(device)
 
