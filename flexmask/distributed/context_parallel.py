@@ -124,7 +124,7 @@ class ContextParallel:
             self.sharding: Sharding = shard_sequence(counts, self.seq_len, self.world_size, **given)
             self._held = self.sharding._held
             self.positions = self.sharding.positions(self.rank).to(self.device)
-            self._declared = [self._declare(number, *pair) for number, pair in enumerate(zip(counts, contexts, strict=True))]
+            self._declared = [self._declare(*parts) for parts in zip(counts, contexts, self.sharding._seen, strict=True)]
             self._heads = HeadExchange(self._held, self.rank, self.group, self.device)
         except Exception as found:
             error = found
@@ -136,12 +136,12 @@ class ContextParallel:
     def _context(self, mask: Mask) -> Context:
         return bind(mask, self.seq_len, None, self._sizes["batch"], self._sizes["heads"], 0, self.device)
 
-    def _declare(self, number: int, mask: Mask, context: Context) -> Declared:
+    def _declare(self, mask: Mask, context: Context, seen: KeyLists) -> Declared:
         lowered, keys, sizes = None, None, block_sizes(self._sizes["block_size"])
         if self.strategy == "heads":
             lowered = mask_of_heads(context, _part_of(context.heads, self.rank, self.world_size), sizes)
         else:
-            keys = self._exchange(self.sharding._seen[number])
+            keys = self._exchange(seen)
             if len(self.positions) and len(keys.needed):
                 lowered = mask_of_queries(context, self.sharding.runs(self.rank), keys.needed, sizes)
         symbols = context.mask.symbols
