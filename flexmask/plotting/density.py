@@ -71,7 +71,7 @@ class MaskSlice:
         return least, least
 
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
-        """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ, 0 in the others.
+        """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ; others may be 0.
 
         The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
         """
@@ -90,17 +90,12 @@ class MaskSlice:
             )
             cells = self._cells(queries, keys).reshape(bottom - top, SAMPLES, right - left, SAMPLES)
             fraction[top:bottom, left:right] = cells.mean((1, 3))
-        fraction[least == most] = 0
         return fraction
 
-    def _rows(self, rows: Rows) -> Rows:
-        """The rows of the sequence and head, ``[1, 1, q, K]``."""
-        b, h = min(self.batch, rows.lo.shape[0] - 1), min(self.head, rows.lo.shape[1] - 1)
-        return Rows(rows.lo[b : b + 1, h : h + 1], rows.hi[b : b + 1, h : h + 1], rows.kv_len)
-
     def _count(self, rows: Rows, step: tuple[int, int]) -> Counts:
-        own = self._rows(rows).expand(1, 1, self.context.q_len)
-        return count_intervals(own.lo[0, 0].cpu().numpy(), own.hi[0, 0].cpu().numpy(), self.context.kv_len, step)
+        whole = rows.expand(self.context.batch, self.context.heads, self.context.q_len)
+        lo, hi = (ends[self.batch, self.head].cpu().numpy() for ends in (whole.lo, whole.hi))
+        return count_intervals(lo, hi, self.context.kv_len, step)
 
     def _undecided(self, least: Counts, most: Counts, step: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Ranges of rows and columns that cover every rectangle whose counts differ."""
@@ -127,8 +122,8 @@ def cells_in(q_len: int, kv_len: int, step: tuple[int, int]) -> Counts:
 
 
 def summed(operation: np.ufunc, pixels: NDArray[Any], step: tuple[int, int]) -> NDArray[Any]:
-    """What an operation makes of the pixels in each rectangle of a grid."""
-    for axis in (0, 1):
+    """What an operation makes of the pixels ``[..., rows, columns]`` in each rectangle of a grid."""
+    for axis in (-2, -1):
         pixels = operation.reduceat(pixels, range(0, pixels.shape[axis], step[axis]), axis=axis)
     return pixels
 
@@ -184,18 +179,14 @@ class Selection:
     batches: int | None
     heads: int | None
 
-    def context(self, mask: Mask) -> Context:
-        """The lowering context of a mask; sequences and heads that its data does not determine are those of the selection."""
+    def slice(self, mask: Mask) -> MaskSlice:
+        """One sequence and head of a mask; sequences and heads that its data does not determine are those of the selection."""
         own = own_sizes(mask)
         batch, heads = (
             None if axis in own or axis not in mask.symbols else index + 1 if size is None else size
             for axis, index, size in (("b", self.batch, self.batches), ("h", self.head, self.heads))
         )
-        return bind(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
-
-    def slice(self, mask: Mask) -> MaskSlice:
-        """One sequence and head of a mask."""
-        context = self.context(mask)
+        context = bind(mask, self.q_len, self.kv_len, batch=batch, heads=heads, q_offset=self.q_offset)
         return MaskSlice(context, analyze(context), self.batch if context.batch > 1 else 0, self.head if context.heads > 1 else 0)
 
 
