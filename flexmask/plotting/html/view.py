@@ -133,16 +133,14 @@ def html(
 
 def notebook_html(mask: Mask) -> str:
     """A mask as a notebook shows it: the view, or the text alone where the mask cannot be lowered yet."""
-    text = f"<code>{escape(shortened(mask.spoken()))}</code>"
+    text = escape(shortened(mask.spoken()))
     if mask.params:
-        return f"{text} with the parameters {', '.join(mask.params)}"
+        return f"<code>{text}</code> with the parameters {', '.join(mask.params)}"
     try:
         document = html(mask)
     except FlexmaskError as error:
-        return f"{text}: {escape(str(error))}"
-    frame = (
-        f'<iframe title="{escape(shortened(mask.spoken()))}" srcdoc="{escape(document)}" sandbox="allow-scripts" loading="lazy"'
-    )
+        return f"<code>{text}</code>: {escape(str(error))}"
+    frame = f'<iframe title="{text}" srcdoc="{escape(document)}" sandbox="allow-scripts" loading="lazy"'
     return f'{frame} style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
 
 
@@ -216,11 +214,11 @@ def _panel(shown: Picture) -> Data:
         "head": shown.head,
         "q_offset": shown.q_offset,
         "pairs": [list(pair) for pair in shown.pairs],
-        "cells": _compressed(shown.cells) if cells else None,
-        "hidden_by": None if hidden_by is None else _compressed(hidden_by.astype("<u4")),
-        "shares": None if cells else _compressed(_bytes(shown.shares)),
-        "estimated": None if shown.estimated is None else _compressed(shown.estimated.astype(np.uint8)),
-        "blocks": None if shown.blocks is None else _compressed(shown.blocks.astype(np.uint8)),
+        "cells": compressed(shown.cells.tobytes()) if cells else None,
+        "hidden_by": None if hidden_by is None else compressed(hidden_by.astype("<u4").tobytes()),
+        "shares": None if cells else compressed(_bytes(shown.shares).tobytes()),
+        "estimated": None if shown.estimated is None else compressed(shown.estimated.tobytes()),
+        "blocks": None if shown.blocks is None else compressed(shown.blocks.tobytes()),
         "bands": [asdict(band) for band in shown.bands],
     }
 
@@ -228,7 +226,3 @@ def _panel(shown: Picture) -> Data:
 def _bytes(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Shares from 0 to 255; what is not 0 is at least 1."""
     return np.where(shares > 0, (255 * shares).round().clip(1, 255), 0).astype(np.uint8)
-
-
-def _compressed(values: NDArray[np.generic]) -> str:
-    return compressed(np.ascontiguousarray(values).tobytes())
