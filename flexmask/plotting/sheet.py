@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Unpack, cast
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 
@@ -88,12 +88,13 @@ def term_sheet(mask: Mask, q_len: int | None = None, kv_len: int | None = None, 
         kv_len: number of keys, in the same way.
         options: options of every picture, as for :func:`flexmask.plotting.raster.rasterize`; the last one has ``why=True``.
     """
-    whole = rasterize(mask, q_len, kv_len, **cast(PictureOptions, {**options, "why": True}))
+    options["why"] = True
+    whole = rasterize(mask, q_len, kv_len, **options)
+    options |= {"q_offset": whole.q_offset, "why": False}
     parts, titles = [], []
     for term in terms(mask, whole.head):
-        place = {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
-        alone = cast(PictureOptions, {**options, **place, "q_offset": whole.q_offset, "why": False})
-        parts.append(rasterize(term, whole.q_len, whole.kv_len, **alone))
+        options |= {"batch": whole.batch if "b" in term.symbols else 0, "head": whole.head if "h" in term.symbols else 0}
+        parts.append(rasterize(term, whole.q_len, whole.kv_len, **options))
         titles.append(shortened(term.spoken(), 4))
     return Sheet(
         whole.text, (*parts, whole), (*titles, ", ".join(["together", *selection_notes(whole)])), _columns(len(parts) + 1)
@@ -199,12 +200,8 @@ def _columns(count: int) -> int:
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
     """Gives all pictures the same categories, so that colors mean the same in each."""
-    union: dict[tuple[str, Mask | str], Category] = {}
-    for shown in pictures:
-        for category in shown.categories:
-            union.setdefault(_key(category), category)
-    categories = tuple(union.values())
-    return [_with_categories(shown, categories) for shown in pictures]
+    union = {_key(category): category for shown in pictures for category in shown.categories}
+    return [_with_categories(shown, union) for shown in pictures]
 
 
 def _key(category: Category) -> tuple[str, Mask | str]:
@@ -212,14 +209,14 @@ def _key(category: Category) -> tuple[str, Mask | str]:
     return category.role, category.label if category.hides is None else category.hides
 
 
-def _with_categories(shown: Picture, categories: tuple[Category, ...]) -> Picture:
-    names = [_key(category) for category in categories]
-    places = [names.index(_key(category)) for category in shown.categories]
-    pairs = [(0, 0)] * len(categories)
-    shares = np.zeros((len(categories), *shown.shares.shape[1:]), dtype=np.float32)
+def _with_categories(shown: Picture, union: Mapping[tuple[str, Mask | str], Category]) -> Picture:
+    pairs = [(0, 0)] * len(union)
+    shares = np.zeros((len(union), *shown.shares.shape[1:]), dtype=np.float32)
     hidden_by = None if shown.hidden_by is None else np.zeros_like(shown.hidden_by)
-    for own, place in enumerate(places):
+    names = [*union]
+    for own, category in enumerate(shown.categories):
+        place = names.index(_key(category))
         pairs[place], shares[place] = shown.pairs[own], shown.shares[own]
         if hidden_by is not None and shown.hidden_by is not None:
             hidden_by |= (shown.hidden_by >> own & 1) << place
-    return replace(shown, categories=categories, pairs=tuple(pairs), shares=shares, hidden_by=hidden_by)
+    return replace(shown, categories=tuple(union.values()), pairs=tuple(pairs), shares=shares, hidden_by=hidden_by)
