@@ -166,8 +166,7 @@ flexmask render "{text}" --seq-len {q_len}
 ```
 
 `flexmask gallery` writes the pictures, the page and this file from the entries in `gallery.toml`, and
-`flexmask gallery --source FILE` from your own masks.
-"""
+`flexmask gallery --source FILE` from your own masks."""
 
 
 def readme(found: Sequence[RenderedEntry]) -> str:
@@ -177,10 +176,10 @@ def readme(found: Sequence[RenderedEntry]) -> str:
     text, q_len = (first.text, first.q_len) if first else ("causal", 16)
     contents = ["| family | masks |", "|---|---|"]
     contents += [f"| [{_plain(family)}](#{_anchor(family)}) | {len(members)} |" for family, members in shown.items()]
-    parts = [HEAD.format(count=len(found), text=text, q_len=q_len), "\n".join(contents) + "\n"]
+    parts = [HEAD.format(count=len(found), text=text, q_len=q_len), "\n".join(contents)]
     for family, members in shown.items():
-        parts += [f"## {_plain(family)}\n", *map(_readme_section, members)]
-    return "\n".join(parts)
+        parts += [f"## {_plain(family)}", *map(_readme_section, members)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _readme_section(found: RenderedEntry) -> str:
@@ -189,32 +188,18 @@ def _readme_section(found: RenderedEntry) -> str:
     source = "".join(
         _plain(text) if address is None else f"[{_plain(text)}]({address})" for text, address in linked(entry.source)
     )
-    return "\n".join(
-        [
-            f"### {_plain(entry.title)}",
-            "",
-            f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{escape(described(found))}">',
-            "",
-            _plain(entry.caption),
-            "",
-            "```python",
-            python(entry),
-            "```",
-            "",
-            " · ".join([lengths(entry), " ".join(f"`{tag}`" for tag in entry.tags), *map(_plain, entry.aliases)]),
-            "",
-            f"Source: {source}",
-            "",
-            "<details><summary>Draw it</summary>",
-            "",
-            "```bash",
-            command(entry),
-            "```",
-            "",
-            "</details>",
-            "",
-        ]
-    )
+    paragraphs = [
+        f"### {_plain(entry.title)}",
+        f'<img src="pictures/{entry.slug}.png" width="{width}" alt="{escape(described(found))}">',
+        _plain(entry.caption),
+        f"```python\n{python(entry)}\n```",
+        " · ".join([lengths(entry), " ".join(f"`{tag}`" for tag in entry.tags), *map(_plain, entry.aliases)]),
+        f"Source: {source}",
+        "<details><summary>Draw it</summary>",
+        f"```bash\n{command(entry)}\n```",
+        "</details>",
+    ]
+    return "\n\n".join(paragraphs)
 
 
 def _plain(text: str) -> str:
