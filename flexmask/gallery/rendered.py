@@ -82,11 +82,10 @@ def command(entry: Entry) -> str:
         words += ["--seq-len", str(entry.q_len)]
     else:
         words += ["--q-len", str(entry.q_len), "--kv-len", str(entry.kv_len)]
-    for option, number in (("--q-offset", entry.q_offset), ("--batch", entry.batch), ("--head", entry.head)):
+    numbers = {"--q-offset": entry.q_offset, "--batch": entry.batch, "--head": entry.head, "--block-size": entry.block_size}
+    for option, number in numbers.items():
         if number:
             words += [option, str(number)]
-    if entry.block_size is not None:
-        words += ["--block-size", str(entry.block_size)]
     if entry.why:
         words.append("--why")
     if entry.q_tokens is not None:

@@ -68,19 +68,14 @@ class Entry:
 
     @property
     def slug(self) -> str:
-        """The name of its files, and of its place on the page."""
-        return slug_of(self.title)
+        """The name of its files, and of its place on the page: its title in small letters and digits, with dashes between."""
+        return "-".join(re.findall("[a-z0-9]+", self.title.lower()))
 
     def mask(self) -> Mask:
         """The mask, with its data."""
         from flexmask.parser import parse
 
         return parse(self.text, **self.params)
-
-
-def slug_of(title: str) -> str:
-    """A title in small letters and digits, with dashes between the words."""
-    return "-".join(re.findall("[a-z0-9]+", title.lower()))
 
 
 def parse_entry(given: Mapping[str, object], place: int) -> Entry:
@@ -106,10 +101,10 @@ def parse_entry(given: Mapping[str, object], place: int) -> Entry:
         fits, wanted = KEYS[key]
         if not fits(value):
             raise RenderError(f"{where}: {key} must be {wanted}, got {value!r}")
-    if not slug_of(str(title)):
-        raise RenderError(f"{where}: title must have an ASCII letter or digit, for the names of its files")
     lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     entry = Entry(**{"kv_len": given["q_len"], **lists})
+    if not entry.slug:
+        raise RenderError(f"{where}: title must have an ASCII letter or digit, for the names of its files")
     for key, labels, length in (("q_tokens", entry.q_tokens, entry.q_len), ("kv_tokens", entry.kv_tokens, entry.kv_len)):
         if labels is not None and len(labels) != length:
             raise RenderError(f"{where}: {key} must be {length} labels, one for each position, got {len(labels)}")
