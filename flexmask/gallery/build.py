@@ -109,9 +109,8 @@ def _panel(title: str, shown: Picture) -> str:
     rows = sorted({0, shown.q_len // 2, shown.q_len - 1})
     said = [visible_text(shown), *(f"query {row + shown.q_offset} attends to {_keys(shown.cells[row] == 0)}" for row in rows)]
     if shown.blocks is not None:
-        counts = [
-            f"{(shown.blocks == state).sum()} {name}" for state, name in ((FULL, "full"), (PARTIAL, "partial"), (EMPTY, "empty"))
-        ]
+        states = {"full": FULL, "partial": PARTIAL, "empty": EMPTY}
+        counts = [f"{shown.block_count(state)} {name}" for name, state in states.items()]
         said.append(f"{', '.join(counts)} blocks")
     hidden = zip(shown.categories, shown.pairs, strict=True)
     said += [

@@ -107,6 +107,10 @@ class Picture:
         categories: NDArray[np.uint8] = self.shares.argmax(0).astype(np.uint8)
         return categories
 
+    def block_count(self, state: int) -> int:
+        """The number of blocks in a state; 0 where blocks are not drawn."""
+        return int(np.sum(self.blocks == state))
+
 
 def rasterize(
     mask: MaskLike,
@@ -259,9 +263,7 @@ def _blocks(part: MaskSlice, block: tuple[int, int], max_blocks: tuple[int, int]
         return None
     least, most = part.counts(block)
     size = block[0] * block[1]  # more than the cells of a block at the edge, which is never full
-    states = np.full(least.shape, PARTIAL, dtype=np.int8)
-    states[most == 0] = EMPTY
-    states[least == size] = FULL
+    states = np.select([most == 0, least == size], [EMPTY, FULL], PARTIAL).astype(np.int8)
     unsure = ((least == 0) != (most == 0)) | ((least == size) != (most == size))
     if unsure.any():
         fraction = part.samples(least, most, block)

@@ -7,12 +7,10 @@ from dataclasses import replace
 from textwrap import TextWrapper
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import ScaledTranslation
-from numpy.typing import NDArray
 
 from flexmask.plotting import palette
 from flexmask.plotting.annotations import PADDING, Band
@@ -68,15 +66,12 @@ def label_axes(shown: Picture, ax: Axes, *, names: bool = True) -> None:
     ax.apply_aspect()
     box, points = ax.get_window_extent(), 72 / ax.figure.dpi
     block = shown.block_size if shown.blocks is not None else None
-    most = {
-        "x": box.width * points / (72 * NUMBER_CHARACTER * len(f"{shown.kv_len:,}") + 6),
-        "y": box.height * points / 9,
-    }
+    rooms = [box.height * points / 9, box.width * points / (72 * NUMBER_CHARACTER * len(f"{shown.kv_len:,}") + 6)]
     if shown.q_len == shown.kv_len:
-        most = dict.fromkeys(most, min(most.values()))
-    across, down = (
-        numbered(length, room if length <= room else min(room, MAX_NUMBERS), block and block[axis])
-        for length, room, axis in ((shown.kv_len, most["x"], 1), (shown.q_len, most["y"], 0))
+        rooms = [min(rooms)] * 2
+    down, across = (
+        numbered(length, room if length <= room else min(room, MAX_NUMBERS), size)
+        for length, room, size in zip((shown.q_len, shown.kv_len), rooms, block or (None, None), strict=True)
     )
     ax.xaxis.tick_top()
     ax.xaxis.set_label_position("top")
@@ -97,8 +92,7 @@ def label_axes(shown: Picture, ax: Axes, *, names: bool = True) -> None:
 
 def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
     """One band, in the units of the axis along it, and in inches across."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
+    figure = ax.figure
     along_keys = band.axis == "kv"
     length = shown.kv_len if along_keys else shown.q_len
     inch, box, offset = figure.dpi_scale_trans, ax.get_window_extent(), GAP + BAND * place
@@ -116,8 +110,7 @@ def _draw_band(shown: Picture, ax: Axes, band: Band, place: int) -> None:
         at = transform + ScaledTranslation(0, 0.02, inch)
         ax.text(1 + thick / 2, 0, label, transform=at, rotation=90, ha="center", va="bottom", **font)
         font |= {"va": "center", "color": INK, "rotation": 270}
-    for number, (start, stop) in enumerate(zip(band.starts, (*band.starts[1:], length), strict=True)):
-        value = band.values[number]
+    for number, (start, stop, value) in enumerate(zip(band.starts, (*band.starts[1:], length), band.values, strict=True)):
         if not value:
             continue
         padding = value == PADDING
@@ -180,15 +173,15 @@ def _entries(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     elif is_detailed(shown.categories):
         yield from _of_categories(shown)
     elif shown.blocks is not None:
-        yield from _of_blocks(shown.blocks)
+        yield from _of_blocks(shown)
     elif shown.step == (1, 1):
         yield Look(palette.VISIBLE), "visible", ""
         yield Look(palette.HIDDEN), "hidden", ""
     else:
         for label, share in {"none visible": 0.0, "25 %": 0.25, "50 %": 0.5, "75 %": 0.75, "all": 1.0}.items():
             yield Look(faded(palette.VISIBLE, float(opacity(share)))), label, ""
-    if shown.blocks is not None and (shown.blocks == UNKNOWN).any():
-        yield Look(palette.UNDECIDED), "blocks of unknown kind", f"{(shown.blocks == UNKNOWN).sum():,}"
+    if unknown := shown.block_count(UNKNOWN):
+        yield Look(palette.UNDECIDED), "blocks of unknown kind", f"{unknown:,}"
     if shown.estimated is not None:
         yield Look(palette.UNDECIDED), "estimated", ""
     if any(PADDING in band.values for band in shown.bands):
@@ -199,27 +192,25 @@ def _of_categories(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     """The categories with their cells; of terms only those that hide some."""
     for look, category, pairs in zip(looks_of(shown.categories), shown.categories, shown.pairs, strict=True):
         if category.role == "visible" and shown.blocks is not None and shown.block_size is not None:
-            in_full = int((shown.blocks == FULL).sum()) * shown.block_size[0] * shown.block_size[1]
+            in_full = shown.block_count(FULL) * shown.block_size[0] * shown.block_size[1]
             if in_full:
                 yield Look(palette.VISIBLE), "visible, in full blocks", f"{in_full:,}"
             yield Look(palette.IN_PARTIAL), "visible, in partial blocks", count_text((pairs[0] - in_full, pairs[1] - in_full))
         elif category.hides is None or pairs[1]:
             yield look if squares(shown) else replace(look, hatch=""), category.label, count_text(pairs)
-    if shown.blocks is not None and (shown.blocks == EMPTY).any():
+    if shown.block_count(EMPTY):
         yield Look("#FFFFFF"), "paler: in empty blocks, skipped", ""
 
 
-def _of_blocks(blocks: NDArray[np.int8]) -> Iterator[tuple[Look, str, str]]:
+def _of_blocks(shown: Picture) -> Iterator[tuple[Look, str, str]]:
     """The states of blocks with their number."""
-    count = {state: int((blocks == state).sum()) for state in (FULL, PARTIAL, EMPTY)}
-    some = [state for state, number in count.items() if number]
-    if FULL in some:
-        yield Look(palette.VISIBLE), "full blocks", f"{count[FULL]:,}"
-    if PARTIAL in some:
-        yield Look(palette.IN_PARTIAL), "partial blocks, visible cells", f"{count[PARTIAL]:,}"
+    if full := shown.block_count(FULL):
+        yield Look(palette.VISIBLE), "full blocks", f"{full:,}"
+    if partial := shown.block_count(PARTIAL):
+        yield Look(palette.IN_PARTIAL), "partial blocks, visible cells", f"{partial:,}"
         yield Look(palette.WASTED), "partial blocks, hidden cells: computed, then discarded", ""
-    if EMPTY in some:
-        yield Look(palette.HIDDEN), "empty blocks, skipped", f"{count[EMPTY]:,}"
+    if empty := shown.block_count(EMPTY):
+        yield Look(palette.HIDDEN), "empty blocks, skipped", f"{empty:,}"
 
 
 def _columns(shown: Picture) -> int:
