@@ -41,10 +41,10 @@ def draw_cells(shown: Picture, ax: Axes) -> None:
 
 
 def _draw_scores(shown: Picture, scores: Scores, ax: Axes) -> None:
-    _draw_image(shown, ax, colored_scores(scores, shown.shares[0]))
+    _draw_image(shown, ax, _colored_scores(scores, shown.shares[0]))
     if squares(shown):
         _draw_rectangles(ax, rectangles_of(shown.cells > 0), (1, 1), UNSEEN)
-        draw_numbers(shown, ax)
+        _draw_numbers(shown, scores, ax)
 
 
 def _draw_categories(shown: Picture, ax: Axes) -> None:
@@ -149,9 +149,7 @@ def _colored(fraction: NDArray[np.float32], color: str) -> NDArray[np.float32]:
 
 def _draw_image(shown: Picture, ax: Axes, image: NDArray[Any]) -> None:
     bottom, right = image.shape[0] * shown.step[0], image.shape[1] * shown.step[1]
-    limits = ax.get_xlim(), ax.get_ylim()
-    ax.imshow(image, extent=(0, right, bottom, 0), aspect=ax.get_aspect(), zorder=1)
-    ax.set(xlim=limits[0], ylim=limits[1])
+    ax.imshow(image, extent=(0, right, bottom, 0), aspect=ax.get_aspect(), zorder=1)  # keeps limits that are set
 
 
 def _draw_lines(shown: Picture, ax: Axes) -> None:
@@ -161,8 +159,7 @@ def _draw_lines(shown: Picture, ax: Axes) -> None:
     if shown.blocks is not None and shown.block_size is not None:
         width = min(1.0, 10 / max(shown.blocks.shape))
         _draw_grid(shown, ax, shown.block_size, color=INK, linewidth=width)
-    for spine in ax.spines.values():
-        spine.set(color=INK if shown.blocks is not None or not squares(shown) else "white", linewidth=0.8)
+    ax.spines[:].set(color=INK if shown.blocks is not None or not squares(shown) else "white", linewidth=0.8)
 
 
 def _draw_grid(shown: Picture, ax: Axes, step: tuple[int, int], *, color: str, linewidth: float) -> None:
@@ -181,23 +178,22 @@ UNSEEN = Look(HIDDEN, "////", "#CFCFCF")
 ROOM, DARK = 0.2, 0.5
 
 
-def colored_scores(scores: Scores, visible: NDArray[np.float32]) -> NDArray[np.float32]:
+def _colored_scores(scores: Scores, visible: NDArray[np.float32]) -> NDArray[np.float32]:
     """The color of each pixel, ``float32[rows, columns, 3]``; of one that shows nothing that of hidden cells."""
     image = np.asarray(SCALE(_relative(scores)), dtype=np.float32)[..., :3]
-    image[visible == 0] = [int(HIDDEN[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    image[visible == 0] = to_rgb(HIDDEN)
     return image
 
 
-def draw_numbers(shown: Picture, ax: Axes) -> None:
+def _draw_numbers(shown: Picture, scores: Scores, ax: Axes) -> None:
     """Writes the weight into each visible cell, where they fit."""
-    assert shown.scores is not None
     box = ax.get_window_extent()
     inches = min(box.width / shown.kv_len, box.height / shown.q_len) / ax.figure.dpi
     if inches < ROOM:
         return
-    relative = _relative(shown.scores)
+    relative = _relative(scores)
     places = np.argwhere(shown.shares[0] > 0).tolist()
-    numbers = [_written(float(shown.scores.values[row, column])) for row, column in places]
+    numbers = [_written(float(scores.values[row, column])) for row, column in places]
     size = min(8.0, 72 * inches / (0.75 * max(map(len, numbers), default=1) + 0.65))
     for (row, column), number in zip(places, numbers, strict=True):
         color = "white" if relative[row, column] > DARK else INK
@@ -214,8 +210,7 @@ def _written(weight: float) -> str:
 def scale_marks(scores: Scores) -> list[tuple[str, str]]:
     """Colors along the scale, each with its weight."""
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
-    colors = [tuple(round(255 * part) for part in SCALE(share)[:3]) for share in shares]
-    return [("#{:02X}{:02X}{:02X}".format(*c), f"{share * scores.most:.2g}") for c, share in zip(colors, shares, strict=True)]
+    return [(to_hex(SCALE(share)), f"{share * scores.most:.2g}") for share in shares]
 
 
 def _relative(scores: Scores) -> NDArray[np.float32]:
