@@ -146,5 +146,11 @@ def visible_text(picture: Picture) -> str:
     return f"{least:.3g} % visible" if least == most else f"{least:.3g} to {most:.3g} % visible"
 
 
+def panel_notes(title: str, picture: Picture) -> list[str]:
+    """The title of a picture on a sheet, and of a mask how much is visible."""
+    visible = [visible_text(picture)] if picture.categories[0].role == "visible" and picture.scores is None else []
+    return [part for part in (title, *visible) if part]
+
+
 def _amount(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.plotting.annotations import FrameOptions, LabelOptions, Tokens
-from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, picture_suffix, title_lines, visible_text
+from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, panel_notes, picture_suffix, title_lines
 from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
 from flexmask.plotting.mpl.legend import band_room, draw_legend, entries_of, label_axes, label_room, legend_lines, token_room
 from flexmask.plotting.palette import INK
@@ -59,6 +59,19 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "flexmask",
     "svg.fonttype": "none",  # half the size, and text that LaTeX and editors set in their own fonts
 }
+
+
+@cache
+def _families() -> list[str]:
+    installed = set(fontManager.get_font_names())
+    return ["DejaVu Sans", *(name for name in SCRIPTS if name in installed)]
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The settings of all pictures, whatever those of the user."""
+    with matplotlib.style.context(["default", STYLE, {"font.family": _families()}]):
+        yield
 
 
 def plot_scores(
@@ -125,6 +138,7 @@ def plot_score_panels(
     return draw_sheet(score_sheet(weights, mask, batch=batch, head=head, **labels), title=title)
 
 
+@style()
 def save(shown: Picture | Sheet, path: str | Path, *, dpi: int = DPI, **frame: Unpack[FrameOptions]) -> None:
     """Writes a picture or a sheet as PNG, SVG or PDF, as the ending of ``path`` says.
 
@@ -141,28 +155,8 @@ def save(shown: Picture | Sheet, path: str | Path, *, dpi: int = DPI, **frame: U
     """
     suffix = picture_suffix(path, (".png", ".svg", ".pdf"))
     words = ABOUT[suffix] if suffix == ".png" else {**ABOUT[suffix], "Title": shown.text}
-    with style():
-        figure = draw_sheet(shown, **frame) if isinstance(shown, Sheet) else _figure(draw(shown, **frame))
-        figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """The settings of all pictures, whatever those of the user."""
-    with matplotlib.style.context(["default", STYLE, {"font.family": _families()}]):
-        yield
-
-
-@cache
-def _families() -> list[str]:
-    installed = set(fontManager.get_font_names())
-    return ["DejaVu Sans", *(name for name in SCRIPTS if name in installed)]
-
-
-def _figure(ax: Axes) -> Figure:
-    figure = ax.get_figure(root=True)
-    assert isinstance(figure, Figure)
-    return figure
+    figure = draw_sheet(shown, **frame) if isinstance(shown, Sheet) else draw(shown, **frame).figure.figure
+    figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=words, bbox_inches="tight", pad_inches=MARGIN)
 
 
 def draw(
@@ -184,13 +178,6 @@ def draw(
         with style():
             return _drawn(shown, _new_axes(shown, title, width), title, TEXT_WIDTH, legend)
     return _drawn(shown, ax, title, LEAST_WIDTH, legend)
-
-
-def draw_sheet(shown: Sheet, *, title: str | None = None, legend: bool = True, width: float | None = None) -> Figure:
-    """Draws a sheet on a new figure; ``width`` is that of the cells of each panel, in inches."""
-    check_frame(title, width)
-    with style():
-        return _drawn_sheet(shown, title, legend, width)
 
 
 def _fit(shown: Picture, square: float, longest: float, width: float | None) -> tuple[float, float]:
@@ -223,25 +210,29 @@ def _new_axes(shown: Picture, title: str | None, asked: float | None) -> Axes:
 
 def _drawn(shown: Picture, ax: Axes, title: str | None, least: float, legend: bool) -> Axes:
     """Draws on axes, with text as wide as they are, or as ``least`` in inches."""
-    width = max(ax.get_position(original=True).width * _figure(ax).get_figwidth(), least)
+    root = ax.figure.figure  # that of a subfigure is the figure which it is a part of
+    width = max(ax.get_position(original=True).width * root.get_figwidth(), least)
     draw_cells(shown, ax)
     ax.set_aspect("equal" if _to_scale(shown) else "auto")
     label_axes(shown, ax)
     ax.set_title("\n".join(_title(shown, title, width)), loc="left", **_font(title))
     if legend:
-        below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), _figure(ax).dpi_scale_trans)
+        below = ScaledTranslation(0, -4 / 72 - band_room(shown, "kv"), root.dpi_scale_trans)
         entries = entries_of([shown], int(width / NOTE_CHARACTER))
         draw_legend(ax, entries, _notes(shown, width), (0, 0), bbox_transform=ax.transAxes + below)
     return ax
 
 
-def _drawn_sheet(shown: Sheet, title: str | None, legend: bool, asked: float | None) -> Figure:
+@style()
+def draw_sheet(shown: Sheet, *, title: str | None = None, legend: bool = True, width: float | None = None) -> Figure:
+    """Draws a sheet on a new figure; ``width`` is that of the cells of each panel, in inches."""
+    check_frame(title, width)
     last = shown.pictures[-1]
-    width, height = _fit(last, PANEL_SQUARE, PANEL_LONGEST, asked)
+    width, height = _fit(last, PANEL_SQUARE, PANEL_LONGEST, width)
     label_width = label_room(last) + 0.1
     wide = max(label_width + width + band_room(last, "q"), PANEL_WIDTH)
     titles = [
-        join_lines(_words(text, picture), wide / PANEL_CHARACTER, SEPARATOR)
+        join_lines(panel_notes(text, picture), wide / PANEL_CHARACTER, SEPARATOR)
         for text, picture in zip(shown.titles, shown.pictures, strict=True)
     ]
     above = PANEL_LINE * max(map(len, titles)) + token_room(last.kv_tokens) + 0.2
@@ -286,9 +277,3 @@ def _notes(shown: Picture, width: float, *, alone: bool = True) -> list[str]:
     """The notes in lines that fit into a width in inches; ``alone`` is False for a sheet."""
     said = [*notes(shown, alone=alone), *(["not to scale"] if alone and not _to_scale(shown) else [])]
     return join_lines([*said, *filter(None, [first_term_note(shown)])], width / NOTE_CHARACTER, SEPARATOR)
-
-
-def _words(title: str, shown: Picture) -> list[str]:
-    """The title of a panel, and of a mask how much is visible."""
-    visible = [visible_text(shown)] if shown.categories[0].role == "visible" and shown.scores is None else []
-    return [part for part in (title, *visible) if part]

@@ -18,7 +18,7 @@ from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.expr.mask import Mask
 from flexmask.plotting.annotations import PictureOptions
-from flexmask.plotting.caption import first_term_note, join_lines, notes, title_lines, visible_text
+from flexmask.plotting.caption import first_term_note, join_lines, notes, panel_notes, title_lines
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.sheet import Sheet
 from flexmask.plotting.terminal.canvas import FAINT, MAX_LINES, Canvas, Drawing, LegendEntry
@@ -87,7 +87,8 @@ def _sheet_lines(shown: Sheet, canvas: Canvas, legend: bool) -> Iterator[Text]:
     drawings = [_drawn(one, narrow) for one in shown.pictures]
     last = drawings[-1]
     yield from _head(shown.text, notes(last.shown, pixels=last.by_area, alone=False), canvas)
-    titles = [[*_title(title, drawing.shown, narrow)] for title, drawing in zip(shown.titles, drawings, strict=True)]
+    said = [", ".join(panel_notes(title, drawing.shown)) for title, drawing in zip(shown.titles, drawings, strict=True)]
+    titles = [[Text(line, "bold") for line in narrow.wrapped(text)] for text in said]
     for first in range(0, len(drawings), columns):
         row = slice(first, first + columns)
         high = max(map(len, titles[row]))
@@ -118,13 +119,6 @@ def _head(text: str, said: list[str], canvas: Canvas) -> Iterator[Text]:
     for style, lines in (("bold", title_lines(text, canvas.width)), (FAINT, join_lines(said, canvas.width, ", "))):
         yield from (Text(part, style) for line in lines for part in canvas.wrapped(line))
     yield Text()
-
-
-def _title(title: str, shown: Picture, canvas: Canvas) -> Iterator[Text]:
-    """The title of a picture on a sheet, with the visible share."""
-    words = [title, visible_text(shown)] if shown.categories[0].role == "visible" else [title]
-    for line in canvas.wrapped(", ".join(filter(None, words))):
-        yield Text(line, "bold")
 
 
 def _side_by_side(panels: Sequence[Sequence[Text]], width: int) -> Iterator[Text]:
