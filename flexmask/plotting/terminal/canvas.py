@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,9 +160,8 @@ def ruler(numbers: Mapping[int, str], room: int) -> str:
     return line
 
 
-def framed(over: Sequence[str], row_labels: Sequence[str], lines: Sequence[Text], margin: int) -> Iterator[Text]:
+def framed(over: Sequence[str], rows: Iterable[tuple[str, Text]], margin: int) -> list[Text]:
     """Lines with a number or token to the left of each, below the labels of the columns."""
-    for number, above in enumerate(over, 1):
-        yield Text(f"{CORNER if number == len(over) else '':>{margin}} {above}", FAINT)
-    for label, line in zip(row_labels, lines, strict=True):
-        yield Text(" " * (margin - cell_len(label)) + label + " ", FAINT).append_text(line)
+    corners = [""] * (len(over) - 1) + [CORNER]
+    lines = [Text(f"{corner:>{margin}} {above}", FAINT) for corner, above in zip(corners, over, strict=True)]
+    return lines + [Text(" " * (margin - cell_len(label)) + label + " ", FAINT).append_text(line) for label, line in rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count, cycle
+from itertools import chain, count, cycle, zip_longest
 from string import ascii_lowercase
 from typing import TypeAlias
 
@@ -110,30 +110,21 @@ def draw_cells(shown: Picture, canvas: Canvas) -> Drawing:
     upright, flat, cross = RULES[canvas.plain]
     edges = [size is not None and key % size[1] == 0 for key in range(shown.kv_len)]
     rule = Text(flat + "".join((cross if edge else flat) + flat for edge in edges[1:]), FAINT)
+    between = [Text(), *(Text(upright if edge else " ", FAINT) for edge in edges[1:])]
     drawn = [canvas.sign(sign) for sign in signs]
     down, across = (_band(shown, axis) for axis in ("q", "kv"))
     if cells_width(shown, canvas) > canvas.width:
         down = ""
-    lines, row_labels = [], []
+    rows = []
     for query, label in enumerate(canvas.row_labels(shown)):
         if size is not None and query and query % size[0] == 0:
-            lines.append(rule)
-            row_labels.append("")
-        line = Text()
-        for key, edge in enumerate(edges):
-            if key:
-                line.append(upright if edge else " ", FAINT)
-            line.append_text(drawn[marks[query, key]])
-        lines.append(line.append(GAP + down[query], FAINT) if down else line)
-        row_labels.append(label)
+            rows.append(("", rule))
+        line = Text().join(chain(*zip(between, [drawn[mark] for mark in marks[query]], strict=True)))
+        rows.append((label, line.append(GAP + down[query], FAINT) if down else line))
     if across:
-        lines.append(Text(" ".join(across), FAINT))
-        row_labels.append("")
-    return Drawing(
-        shown,
-        list(framed(_over(shown, canvas), row_labels, lines, canvas.margin(shown))),
-        [*legend, *_band_legend(down + across, shown)],
-    )
+        rows.append(("", Text(" ".join(across), FAINT)))
+    lines = framed(_over(shown, canvas), rows, canvas.margin(shown))
+    return Drawing(shown, lines, [*legend, *_band_legend(down + across, shown)])
 
 
 def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
@@ -143,29 +134,32 @@ def draw_blocks(shown: Picture, canvas: Canvas) -> Drawing:
     high, wide = shown.block_size
     columns = shown.blocks.shape[1]
     lines = [Text(" ").join([canvas.sign(BLOCKS[int(state)]) for state in row]) for row in shown.blocks]
-    row_labels = canvas.row_labels(shown, high)
+    rows = zip(canvas.row_labels(shown, high), lines, strict=True)
     step = numbered(columns, 2 * columns / (len(f"{shown.kv_len:,}") + 1))
     over = ruler({2 * column: f"{column * wide:,}" for column in step}, canvas.room(shown))
-    legend = []
-    for state, sign in BLOCKS.items():
-        if count := int((shown.blocks == state).sum()):
-            legend.append(canvas.entry(sign, f"{count:,}"))
-    return Drawing(shown, list(framed([over], row_labels, lines, canvas.margin(shown))), legend)
+    counts = {sign: shown.block_count(state) for state, sign in BLOCKS.items()}
+    legend = [canvas.entry(sign, f"{count:,}") for sign, count in counts.items() if count]
+    return Drawing(shown, framed([over], rows, canvas.margin(shown)), legend)
 
 
-def _cell_signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.uint8], tuple[Sign, ...], list[LegendEntry]]:
+def _category_signs(shown: Picture, canvas: Canvas) -> tuple[tuple[Sign, ...], list[LegendEntry]]:
+    """The sign of each category, and its entry, with its cells if there are more categories than visible and hidden."""
+    signs, more = signs_of(shown.categories), is_detailed(shown.categories)
+    return signs, [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
+
+
+def _cell_signs(shown: Picture, canvas: Canvas) -> tuple[NDArray[np.integer], tuple[Sign, ...], list[LegendEntry]]:
     """The index of the sign of each cell, the signs, and the legend."""
-    marks, signs, more = shown.cells.copy(), signs_of(shown.categories), is_detailed(shown.categories)
-    entries = [canvas.entry(sign, count_text(pairs) if more else "") for sign, pairs in zip(signs, shown.pairs, strict=True)]
+    signs, entries = _category_signs(shown, canvas)
+    marks, more = shown.cells, is_detailed(shown.categories)
     if shown.blocks is None or shown.block_size is None:
         return marks, signs, entries
     high, wide = shown.block_size
     blocks = shown.blocks[np.arange(shown.q_len)[:, None] // high, np.arange(shown.kv_len) // wide]
     in_blocks = (IN_FULL, IN_PARTIAL, *(() if more else (WASTED, SKIPPED)))
-    visible = marks == 0
-    marks[visible] = np.where(blocks == FULL, len(signs), len(signs) + 1)[visible]
-    if not more:
-        marks[~visible] = np.where(blocks == EMPTY, len(signs) + 3, len(signs) + 2)[~visible]
+    visible = np.where(blocks == FULL, len(signs), len(signs) + 1)
+    hidden = marks if more else np.where(blocks == EMPTY, len(signs) + 3, len(signs) + 2)
+    marks = np.where(marks == 0, visible, hidden)
     return marks, (*signs, *in_blocks), [canvas.entry(sign) for sign in in_blocks] + (entries[1:] if more else [])
 
 
@@ -199,11 +193,10 @@ def _band_legend(characters: str, shown: Picture) -> Iterator[LegendEntry]:
 
 def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
     """Draws a picture as large as there is room."""
-    high, wide = _step(shown, canvas)
-    shown = coarsen(shown, (high, wide))
+    shown = coarsen(shown, _step(shown, canvas))
     drawn, legend = _halves(shown) if canvas.mixing else _signs(shown, canvas)
     row_labels, over = _numbers(shown, len(drawn), 2 if canvas.mixing else 1, canvas)
-    lines = list(framed([over], row_labels, drawn, canvas.margin(shown)))
+    lines = framed([over], zip(row_labels, drawn, strict=True), canvas.margin(shown))
     return Drawing(shown, lines, legend, by_area=True)
 
 
@@ -226,9 +219,7 @@ def _numbers(shown: Picture, lines: int, high: int, canvas: Canvas) -> tuple[lis
 
 def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[LegendEntry]]:
     """A sign for each pixel: of a difference, else of the visible share, else of the category that is hidden."""
-    signs, more = signs_of(shown.categories), is_detailed(shown.categories)
-    amounts = [count_text(pairs) if more else "" for pairs in shown.pairs]
-    legend = [canvas.entry(sign, amount) for sign, amount in zip(signs, amounts, strict=True)]
+    signs, legend = _category_signs(shown, canvas)
     if shown.every_cell:
         return _written(shown.cells, signs, canvas), legend
     if shown.categories[0].role == "shard":  # the most frequent shard in each pixel that has any visible cell
@@ -236,10 +227,10 @@ def _signs(shown: Picture, canvas: Canvas) -> tuple[list[Text], list[LegendEntry
         return _written(marks, signs, canvas), legend
     shades = SHADES_OF_BOTH if shown.categories[0].role == "both" else SHADES
     marks = _levels(shown.shares[0], 3) + (shown.shares[0] == 1)
-    if more:
+    if is_detailed(shown.categories):
         marks = np.where(marks == 0, len(shades) + shown.shares[1:].argmax(0), marks)
         by_share = Text("").join([canvas.sign(sign) for sign in shades[1:]])
-        legend[0] = LegendEntry(by_share, f"{signs[0].meaning}, by share", amounts[0])
+        legend[0] = LegendEntry(by_share, f"{signs[0].meaning}, by share", legend[0].amount)
     else:
         legend = [canvas.entry(sign) for sign in shades]
     only = [place for place, category in enumerate(shown.categories) if category.role in ("only_a", "only_b")]
@@ -260,14 +251,9 @@ def _written(marks: NDArray[np.integer], signs: Sequence[Sign], canvas: Canvas) 
 
 def _halves(shown: Picture) -> tuple[list[Text], list[LegendEntry]]:
     """Two pixels per character, one above the other."""
-    colors = _colors(shown.shares, shown.categories).tolist()
-    lines = []
-    for top, upper in enumerate(colors[::2]):
-        under = colors[2 * top + 1] if 2 * top + 1 < len(colors) else [None] * len(upper)
-        line = Text()
-        for pair in zip(map(tuple, upper), [pixel and tuple(pixel) for pixel in under], strict=True):
-            line.append("▀", _style(*pair))
-        lines.append(line)
+    colors = [[tuple(color) for color in row] for row in _colors(shown.shares, shown.categories).tolist()]
+    pairs_of_rows = zip_longest(colors[::2], colors[1::2], fillvalue=[None] * len(colors[0]))
+    lines = [Text.assemble(*(("▀", _style(*pair)) for pair in zip(*rows, strict=True))) for rows in pairs_of_rows]
     if is_detailed(shown.categories):
         alone = _colors(np.eye(len(shown.categories))[:, :, None], shown.categories)[:, 0].tolist()
         said = [(sign.meaning, count_text(pairs)) for sign, pairs in zip(signs_of(shown.categories), shown.pairs, strict=True)]
@@ -325,7 +311,7 @@ def coarsen(shown: Picture, step: tuple[int, int]) -> Picture:
     return replace(
         shown,
         step=(factors[0] * shown.step[0], factors[1] * shown.step[1]),
-        shares=np.stack([summed(np.add, share * cells, factors) for share in shown.shares]) / summed(np.add, cells, factors),
+        shares=summed(np.add, shown.shares * cells, factors) / summed(np.add, cells, factors),
         estimated=None if shown.estimated is None else summed(np.logical_or, shown.estimated, factors),
         hidden_by=None,
     )
