@@ -179,7 +179,7 @@ def rasterize(
             raise OperandError(f"{name} must be a pair of positive integers, got {most!r}")
     queries, keys = picture_lengths(mask, q_len, kv_len, {"tokens": tokens, "kv_tokens": kv_tokens, "q_offset": q_offset})
     selection = select([mask] if against is None else [mask, against], queries, keys, batch, head, q_offset)
-    if shards is not None and (queries != shards.seq_len or selection.slice(mask).context.q_offset != 0):
+    if shards is not None and (queries != shards.seq_len or isinstance(q_offset, Tensor) or q_offset):
         raise RenderError(f"shards= is a plan of {shards.seq_len:,} tokens; give q_len={shards.seq_len} and no q_offset")
     if against is not None:
         categories = difference(mask, against)

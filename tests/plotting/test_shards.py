@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import flexmask as fm
 from flexmask.distributed import shard_sequence
@@ -79,7 +80,15 @@ def test_one_coloring_at_a_time(options: dict[str, Any]) -> None:
         rasterize(MASK, 64, shards=shard_sequence(MASK, 64, 3), **options)
 
 
-@pytest.mark.parametrize("lengths", [{"q_len": 32, "kv_len": 64}, {"q_len": 64, "kv_len": 80, "q_offset": 16}])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"q_len": 32, "kv_len": 64},
+        {"q_len": 64, "kv_len": 80, "q_offset": 16},
+        {"q_len": 64, "kv_len": 80, "q_offset": torch.tensor([16, 8])},
+    ],
+    ids=str,
+)
 def test_a_plan_of_another_sequence(lengths: dict[str, Any]) -> None:
     with pytest.raises(RenderError, match="shards= is a plan of 64 tokens; give q_len=64 and no q_offset"):
         rasterize("causal", **lengths, shards=shard_sequence("causal", 64, 3))
