@@ -145,7 +145,7 @@ class Evaluation:
         term, factor = form.terms[greatest]
         rest = form.without(greatest)
         if not self.fits_int64(rest.index(), read):
-            return self._limbs_within(form, of_term, low, high, read)
+            return self._limbs_within(form, low, high, read)
         of_rest = extent(rest.index(), self.context, read)
         if factor < 0:  # f * x is -f * -x
             least, most = laws.limits(low, high, *of_rest, -factor)
@@ -163,7 +163,7 @@ class Evaluation:
             values = clamped(values, *inside)
         return _added([(values if abs(factor) == 1 else values * abs(factor), factor), *self._parts(rest)], rest.constant)
 
-    def _limbs_within(self, form: Linear, of_term: dict[Any, Extent], low: int, high: int, read: Read) -> Any:
+    def _limbs_within(self, form: Linear, low: int, high: int, read: Read) -> Any:
         """As :meth:`_within` for several great terms, which are added up as two limbs."""
         plain = all(self.fits_int64(index, read) for index, _ in form.terms.values())
         near = max(abs(low), abs(high)) < 2**61

@@ -58,7 +58,7 @@ def subtree_rows(
     if not bool(segments.nested.all()):
         return None
     columns = [padded(column.expand(*shape, kv_len), (0, n - kv_len), 0) for column, _, _ in depths]
-    are_depths = [segments.has_depths(column, kv_len) for column in columns]
+    are_depths = [segments.has_depths(column) for column in columns]
     least = [
         (column, value.clamp(-MOST, MOST).expand(*shape, -1) + is_strict)
         for column, (_, value, is_strict), is_depth in zip(columns, depths, are_depths, strict=True)
@@ -127,7 +127,7 @@ class Segments:
         own, parent, head, root = (padded(segments, (0, 1), m) for segments in (own, parent, head, root))
         return cls(edges, number, own, parent, head, root, nested)
 
-    def has_depths(self, column: Tensor, kv_len: int) -> bool:
+    def has_depths(self, column: Tensor) -> bool:
         """Whether each value is one more than that of the key before it in its chain, and all are far from overflow."""
         number = self.number[:-1]
         before = torch.arange(-1, column.shape[-1] - 1, device=column.device).expand_as(column).clone()
