@@ -191,7 +191,7 @@ def load() -> None:
     """
     problems: list[str] = []
     with _loader.lock:
-        if not _loader.has_begun:  # else a plugin may look up a name during its import
+        if not _loader.has_begun:  # not again where a plugin looks up a name during its import, when no clash is known yet
             _loader.has_begun = True
             try:
                 problems = _load_all()

@@ -154,11 +154,11 @@ def text_of(mask: Mask) -> str | None:
 
 def _is_text_of(own: Declared, mask: Mask) -> bool:
     """Whether a mask that traced code makes of a text alone, or has by default, equals a declared one."""
-    text = "full" if mask is ALL_CELLS else None
     if isinstance(mask, DeferredMask):
-        match mask.call:
-            case (_, "parse", ((_, text),), ()):
-                pass
+        _, function, arguments, names = mask.call
+        text = arguments[0][1] if function == "parse" and not names else None
+    else:
+        text = "full" if mask is ALL_CELLS else None
     return text is not None and own.text is not None and _are_equal(text, own.text)
 
 

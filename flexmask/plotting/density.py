@@ -71,9 +71,9 @@ class MaskSlice:
         return least, least
 
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
-        """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ; others may be 0.
+        """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ.
 
-        The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
+        What it gives elsewhere has no meaning. The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
         """
         fraction = np.zeros(least.shape)
         draw = np.random.default_rng(0)

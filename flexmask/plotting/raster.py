@@ -109,7 +109,7 @@ class Picture:
 
     def block_count(self, state: int) -> int:
         """The number of blocks in a state; 0 where blocks are not drawn."""
-        return int(np.sum(self.blocks == state))
+        return 0 if self.blocks is None else int((self.blocks == state).sum())
 
 
 def rasterize(

@@ -120,7 +120,7 @@ def _getitem(state: TraceState, func: Any, data: Any, index: Any) -> Any:
         return found
     if found.is_large or any(item.dim() for item in advanced.values()):
         raise NoExpression
-    new = tuple(item and slice(None) for item in items if item is None or isinstance(item, slice))
+    new = tuple(None if item is None else slice(None) for item in items if item is None or isinstance(item, slice))
     return _rearranged(state, func, found, new)
 
 

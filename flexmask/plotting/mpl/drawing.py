@@ -141,8 +141,10 @@ def _draw_pixels(shown: Picture, ax: Axes, looks: tuple[Look, ...]) -> None:
 
 
 def _colored(fraction: NDArray[np.float32], color: str) -> NDArray[np.float32]:
-    colors = np.broadcast_to(to_rgb(color), (*fraction.shape, 3))
-    return np.dstack((colors, opacity(fraction))).astype(np.float32)
+    image = np.empty((*fraction.shape, 4), dtype=np.float32)
+    image[..., :3] = to_rgb(color)
+    image[..., 3] = opacity(fraction)
+    return image
 
 
 def _draw_image(shown: Picture, ax: Axes, image: NDArray[Any]) -> None:
