@@ -231,7 +231,7 @@ def _close(ascending: Sequence[tuple[int, int]]) -> Runs:
     return tuple(merged)
 
 
-def check_within(wrong: bool, kv_len: int) -> None:
+def check_within(wrong: int, kv_len: int) -> None:
     """Raises a LoweringError where an interval is outside 0..KV."""
     if wrong:
         raise LoweringError(f"bounds has an interval outside 0..{kv_len}; wanted 0 <= lo and hi <= {kv_len} keys")

@@ -43,7 +43,8 @@ def _of_made(name: str) -> Any:
 class DeferredNode(Deferred):
     """An expression as the call of a deferrable function. It is a pytree of the tensors and numbers among its arguments.
 
-    These lie in one tuple, also those of the calls among the arguments: dynamo takes its time for each container of a pytree.
+    These lie in one tuple, also those of the calls among the arguments: dynamo takes its time for each container of a pytree. A
+    part that stands twice in an expression is passed and made twice.
 
     Attributes:
         call: the call, with the function's key in :data:`flexmask.expr.deferral.FUNCTIONS`.
@@ -108,6 +109,9 @@ class DeferredNode(Deferred):
 
     def __repr__(self) -> str:
         return self.brief() if is_traced() else repr(self.made())
+
+    def __reduce__(self) -> Any:
+        return self._outside().__reduce__()
 
     def _outside(self) -> Any:
         """What the call makes, where the code is not traced."""

@@ -45,6 +45,7 @@ class Plan:
     ) -> None:
         self.mask, self.setting, self.compile, self.follows = mask, setting, compile, follows
         self._names, self._mask_mod = mask.params, mask_mod
+        self._text = mask.brief()  # which dynamo cannot follow
 
     def __call__(self, /, *lengths: int, q_offset: int | Tensor = 0, **data: Any) -> LoweredMask:
         """Lowers the mask with some data.
@@ -116,12 +117,12 @@ class Plan:
         unknown, missing = sorted(given - set(self._names)), sorted(set(self._names) - given)
         has = f"its parameters are {', '.join(self._names)}" if self._names else "it has no parameters"
         if unknown:
-            return f"the mask {self.mask.brief()} has no parameter {', '.join(unknown)}; {has}"
-        return f"the mask {self.mask.brief()} has parameters that are not given: {self._call_text(missing)}"
+            return f"the mask {self._text} has no parameter {', '.join(unknown)}; {has}"
+        return f"the mask {self._text} has parameters that are not given: {self._call_text(missing)}"
 
     def _call_text(self, names: Sequence[str]) -> str:
         if not names:
-            return f"the mask {self.mask.brief()} has no parameters, so call the plan with none"
+            return f"the mask {self._text} has no parameters, so call the plan with none"
         return f"call the plan with {', '.join(f'{name}=...' for name in names)}"
 
     def _explained(self, error: LoweringError, data: dict[str, Tensor]) -> LoweringError:

@@ -186,8 +186,13 @@ def bound(mask: Mask, setting: Setting, tensors: Sequence[Tensor]) -> Context:
     offset = values.pop() if setting.q_offset < 0 else setting.q_offset
     if mask.params:
         whole = whole.bind(**dict(zip(mask.params, values, strict=False)))
+    return context_of(whole, setting, offset)
+
+
+def context_of(mask: Mask, setting: Setting, q_offset: int | Tensor) -> Context:
+    """The lowering context of a mask at the lengths and sizes of a setting, whose ``q_offset`` is not used."""
     batch, heads = (None if are_ints(size) and not size else size for size in (setting.batch, setting.heads))
-    return bind(whole, setting.q_len, setting.kv_len, batch, heads, offset, setting.device)
+    return bind(mask, setting.q_len, setting.kv_len, batch, heads, q_offset, setting.device)
 
 
 def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:

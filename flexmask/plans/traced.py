@@ -13,7 +13,7 @@ from flexmask._transforms import are_ints, captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
 from flexmask.expr.deferred import KINDS, DeferredMask
 from flexmask.expr.mask import Mask
-from flexmask.plans.capture import Setting, bound, lower
+from flexmask.plans.capture import Setting, context_of, lower
 from flexmask.plans.lowered import LoweredMask
 
 #: The errors that a refused lowering raises.
@@ -83,12 +83,9 @@ def _lowered(
 ) -> LoweredMask:
     if not isinstance(q_offset, Tensor) and not are_ints(q_offset):  # one that changes is data
         q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=device)
-    offset, values = (-1, (q_offset,)) if isinstance(q_offset, Tensor) else (q_offset, ())
-    sizes = int(block_size[0]), int(block_size[1])
+    setting = Setting(q_len, kv_len, batch, heads, 0, device, (int(block_size[0]), int(block_size[1])))
     with captured():
-        mask = _made(deferred, device)
-        setting = Setting(q_len, kv_len, batch, heads, offset, device, sizes)
-        return lower(bound(mask, setting, (*mask.tensors, *values)), sizes)
+        return lower(context_of(_made(deferred, device), setting, q_offset), setting.block_size)
 
 
 def _made(deferred: DeferredMask, device: torch.device) -> Mask:

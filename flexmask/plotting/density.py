@@ -73,7 +73,7 @@ class MaskSlice:
     def samples(self, least: Counts, most: Counts, step: tuple[int, int]) -> NDArray[np.float64]:
         """The visible fraction of ``SAMPLES`` x ``SAMPLES`` cells in each rectangle where the counts differ.
 
-        What it gives elsewhere has no meaning. The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
+        Elsewhere the result has no meaning. The cells are random, to avoid aliasing with patterns of the mask, from a fixed seed.
         """
         fraction = np.zeros(least.shape)
         draw = np.random.default_rng(0)

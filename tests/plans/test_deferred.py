@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,7 @@ def test_lists_that_are_no_data_are_a_part_of_the_graph() -> None:
     assert counter.frame_count == 3
 
 
+PLAN = fm.plan("key_padding(n)", LENGTH)
 ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a text": (lambda n: "causl", "causl is not a named mask. Did you mean causal"),
     "an argument": (lambda n: fm.key_padding(lengthz=n), "unexpected keyword argument 'lengthz'. Did you mean lengths"),  # type: ignore[call-arg]
@@ -215,6 +217,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a chained comparison": (lambda n: 0 <= q - kv < 3, "has no single truth value"),
     "axes": (lambda n: fm.table(n)[fm.b, q] < kv, r"has 1 axis \[2\] but is looked up with 2 indices.*write \[q\]"),
     "no data": (lambda n: fm.table(n[:0])[fm.b] < kv, "holds no values; attention takes it for an empty batch"),
+    "a name of a plan": (lambda n: PLAN(m=n), r"key_padding\(lengths=n\) has no parameter m; its parameters are n"),
     "an object": (lambda n: fm.key_padding({1, 2}), "made of tensors, numbers, lists, texts and masks, got "),  # type: ignore[arg-type]
 }
 
@@ -259,6 +262,14 @@ def test_a_mask_that_leaves_its_graph() -> None:
     torch.testing.assert_close(layer(x, cache=fm.KVCache(LENGTH)), layer(x, mask))
 
 
+@pytest.mark.parametrize("mask", [fm.causal(), fm.key_padding(torch.tensor([20, 3]))], ids=str)
+def test_an_offset_below_0(mask: fm.Mask) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda mask: attention(X, X, X, mask, q_offset=-1), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="q_offset must be at least 0, got -1"):
+        compiled(mask)
+
+
 @pytest.fixture
 def few_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is kept at first: behind a graph break the compiler follows each one that is, which takes seconds for a thousand."""
@@ -273,6 +284,7 @@ def test_a_mask_made_before_and_after_a_graph_break() -> None:
     torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & keys(n)))
     made = torch.compile(lambda n: fm.causal() & ~fm.key_padding(n), backend="eager")(n)
     torch.testing.assert_close(attention(X, X, X, made), dense(CAUSAL & ~keys(n)))
+    torch.testing.assert_close(attention(X, X, X, pickle.loads(pickle.dumps(made))), dense(CAUSAL & ~keys(n)))
 
 
 @pytest.mark.slow
