@@ -128,6 +128,11 @@ def pack_documents(lengths: Tokens, capacity: int, *, device: torch.device | str
         ExpressionError: a length or a capacity below 1.
         OperandError: no documents, other values than integers, or a document that is longer than a row.
     """
+    if isinstance(lengths, Sequence) and any(isinstance(tokens, Sequence) or getattr(tokens, "ndim", 0) for tokens in lengths):
+        raise OperandError(
+            "pack_documents takes the lengths of documents, not their tokens: give [len(tokens) for tokens in documents], and "
+            "the tokens to packed.scatter(documents)"
+        )
     sizes = _numbers(lengths, "pack_documents: lengths", least=1)
     trees = [[(at, [0] * size, 0)] for at, size in enumerate(sizes)]
     device = None if device is None else resolve_device(device)

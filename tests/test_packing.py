@@ -167,6 +167,8 @@ def test_one_graph_for_other_samples() -> None:
         (lambda: pack_prefixes([[1]], 0), "capacity must be at least 1, got 0"),
         (lambda: pack_documents([], 4), "pack_documents: lengths must be integers"),
         (lambda: pack_documents([3, 0], 4), "pack_documents: lengths must be at least 1, got 0"),
+        (lambda: pack_documents([[7, 8], [9]], 4), r"not their tokens: give \[len\(tokens\) for tokens in documents\]"),  # type: ignore[list-item]
+        (lambda: pack_documents([torch.ones(2), torch.ones(1)], 4), "not their tokens"),  # type: ignore[list-item]
         (lambda: pack_documents([3, 5], 4), "a document has 5 tokens, more than a row of 4"),
         (lambda: pack_documents([3], 4).gather(torch.zeros(1, 3)), r"the shape \[1, 4, ...\], got \[1, 3\]"),
         (lambda: pack_documents([3], 4).scatter([[1, 2]]), r"as many as \[3\]; got the shapes \[\[2\]\]"),

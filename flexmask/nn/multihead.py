@@ -68,8 +68,8 @@ class MultiheadFlexAttention(nn.Module):
 
     Attributes:
         in_proj: the stacked projections to queries, keys and values:
-            ``Linear(d_in, (n_heads + 2 * n_kv_heads) * d_head)``. With ``d_context`` there are ``q_proj`` and, for keys and
-            values, ``kv_proj`` instead.
+            ``Linear(d_in, (n_heads + 2 * n_kv_heads) * d_head)``. Where ``d_context`` differs from ``d_in`` there are
+            ``q_proj`` and, for keys and values, ``kv_proj`` instead.
         out_proj: ``Linear(n_heads * d_head, d_out)``.
 
     Raises:
