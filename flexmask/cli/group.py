@@ -109,8 +109,8 @@ def _ending(error: BaseException) -> tuple[int, str]:
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Whether Python or torch's allocator is out of memory, on a device or on the CPU, whose error is a plain RuntimeError."""
-    is_named_so = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return is_named_so or "DefaultCPUAllocator" in str(error)
+    is_on_the_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    return is_on_the_cpu or type(error).__name__ == "OutOfMemoryError"
 
 
 def _drop_unwritten(stream: IO[str]) -> None:

@@ -74,7 +74,8 @@ class Plan:
         if self.follows:
             tensors = (value for value in (*data.values(), q_offset) if isinstance(value, Tensor))
             setting = setting._replace(device=next((tensor.device for tensor in tensors), setting.device))
-        values = [_tensor(data[name], name, setting.device) for name in self._names]
+        given = {name: _tensor(data[name], name, setting.device) for name in self._names}
+        values = [*given.values()]
         if not isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
             checked_int(q_offset, "q_offset", 0, MAX_OFFSET, LoweringError, "an int or an integer tensor [B]")
         if isinstance(q_offset, Tensor) or q_offset:
@@ -83,7 +84,7 @@ class Plan:
         if torch.compiler.is_compiling():
             from flexmask.plans.traced import lower_traced
 
-            mask = self.mask.bind(**dict(zip(self._names, values, strict=False))) if self._names else self.mask
+            mask = self.mask.bind(**given) if given else self.mask
             offset = values[-1] if setting.q_offset else 0
             return lower_traced(in_graph(mask), setting[:4], offset, setting.device, setting.block_size)
         if self._mask_mod is not None:  # what it captures may be another tensor by now
@@ -92,7 +93,7 @@ class Plan:
         try:
             return run_graph(self.mask, setting, inputs, varies=not self.setting.q_len, compiled=self.compile)
         except LoweringError as error:
-            raise self._explained(error, dict(zip(self._names, values, strict=False))) from error
+            raise self._explained(error, given) from error
 
     def __repr__(self) -> str:
         given = {name: getattr(self.setting, name) for name in ("q_len", "kv_len", "batch", "heads", "block_size")}
