@@ -92,6 +92,7 @@ MASKS: dict[str, Callable[[int, str], Mask]] = {
     "global_window": lambda n, at: fm.masks.global_window(truths(at, n), left=64, right=64),
     "image_cross": lambda n, at: fm.masks.image_cross(numbers(at, n // 64, 2), 64),
     "in_context": lambda n, at: fm.masks.in_context(lengths=numbers(at, 9), test_start=numbers(at, 2), padding=True),
+    "in_context(ids=)": lambda n, at: fm.masks.in_context(numbers(at, n), test_start=numbers(at, 2)),
     "key_padding(keep=)": lambda n, at: fm.key_padding(keep=truths(at, 2, n)),
     "key_padding(lengths)": lambda n, at: fm.key_padding(numbers(at, 2)),
     "key_padding(start=)": lambda n, at: fm.key_padding(start=numbers(at, 2)),

@@ -57,6 +57,13 @@ def test_documents_that_promise_to_be_contiguous_have_intervals() -> None:
     assert not has_cells(fm.document(numbers("meta", SHORT), contiguous=True), SHORT)
 
 
+@pytest.mark.parametrize("source", ["lengths", "cu_seqlens"])
+def test_examples_given_by_lengths_have_no_cells(source: str) -> None:
+    for padding in (False, True):
+        mask = fm.masks.in_context(**{source: numbers("meta", 3)}, padding=padding, test_start=numbers("meta", 1))
+        assert fm.plan(mask, SHORT, device=META)().cells is None
+
+
 def test_lists_are_copied_to_the_device_once() -> None:
     assert not has_cells(fm.causal() & fm.document(lengths=[SHORT - 9, 9]) & fm.prefix_lm([4]), SHORT)
 
