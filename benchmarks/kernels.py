@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from benchmarks.kernel_workloads import further_kernel_workloads, kernel_workloads
 from benchmarks.measuring import Measurement, measure_kernels
 from benchmarks.rows import Candidate, Row, Section
-from benchmarks.workloads import Workload, kernel_workloads
+from benchmarks.workloads import Workload
 from flexmask import MaskCache, attention, plan
 from flexmask.backends import choose_backend
 from flexmask.backends.varlen import OLDEST
@@ -29,9 +30,11 @@ __all__ = ["attention_kernels"]
 
 HEADS, WIDTHS = 16, (64, 128)
 LENGTHS = (2048, 8192, 65536)
+#: That of the masks whose kernels are compared with those by hand alone.
+FURTHER = 8192
 #: The most tokens for which a table of all cells is measured.
 MOST_DENSE = 8192
-OURS = "flexmask flex"
+OURS, HAND = "flexmask flex", "hand-written flex"
 
 #: A call with query, key and value.
 Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,6 +47,7 @@ def attention_kernels(device: str) -> Section:
     candidates = {
         (work.name, length): list(_makers(work, device)) for length in LENGTHS for work in kernel_workloads(length, device)
     }
+    candidates |= {(work.name, FURTHER): [OURS, HAND] for work in further_kernel_workloads(FURTHER, device)}
     kernels = dict.fromkeys((name, width, c) for (name, _), found in candidates.items() for width in WIDTHS for c in found)
     compiled, rows = _Compiled(device, list(kernels)), []
     for (name, length), found in candidates.items():
@@ -95,13 +99,15 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
     """Compiles kernels, says so, and measures those that are asked for."""
     torch._dynamo.config.automatic_dynamic_shapes = False  # a kernel for each length
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
-    works = {(work.name, length): work for length in LENGTHS for work in kernel_workloads(length, device)}
+    works = {(work.name, work.length): work for length in LENGTHS for work in kernel_workloads(length, device)}
+    works |= {(work.name, work.length): work for work in further_kernel_workloads(FURTHER, device)}
     runs: dict[tuple[Kernel, int], Run] = {}
     failed: dict[tuple[Kernel, int], str] = {}
     for kernel in kernels:
         for length in LENGTHS:
             name, width, candidate = kernel
-            make = _makers(works[name, length], device).get(candidate)
+            work = works.get((name, length))
+            make = work and _makers(work, device).get(candidate)
             if make is None:
                 continue
             try:
@@ -139,7 +145,7 @@ def _makers(work: Workload, device: str) -> dict[str, Callable[[], Run]]:
     """What makes each call, of the backends that compute the mask."""
     makers: dict[str, Callable[[], Run]] = {
         OURS: partial(_by_plan, work, device),
-        "hand-written flex": partial(_by_hand, work, device),
+        HAND: partial(_by_hand, work, device),
     }
     sample = torch.empty(1, HEADS, work.length, WIDTHS[0], device=device, dtype=torch.bfloat16, requires_grad=True)
     if choose_backend(sample, sample, sample, work.mask()) == "flash":

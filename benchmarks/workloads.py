@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexmask import Mask, causal, document, from_dense, h, key_padding, kv, prefix_lm, q, sliding_window
 from flexmask.lowering.mask_mod import MaskMod
-from flexmask.masks import chunked, prefix_tree, sink_window
+from flexmask.masks import prefix_tree
 
 __all__ = [
+    "DOCUMENT",
     "Workload",
     "causal_work",
     "dilated_work",
+    "documents",
     "even_work",
     "heads_work",
-    "kernel_workloads",
     "packed_work",
     "prefix_work",
     "table_work",
@@ -51,7 +52,7 @@ class Workload:
     heads: int | None = None
 
 
-def _documents(batch: int, length: int, device: str, mean: int) -> Tensor:
+def documents(batch: int, length: int, device: str, mean: int) -> Tensor:
     """Ids of documents of ``mean`` tokens on average with random ends, ``int64[batch, length]``."""
     draw = torch.Generator().manual_seed(length + batch)
     ids = torch.zeros(batch, length, dtype=torch.int64)
@@ -62,7 +63,7 @@ def _documents(batch: int, length: int, device: str, mean: int) -> Tensor:
 
 def packed_work(length: int, device: str, batch: int = 1, mean: int = DOCUMENT) -> Workload:
     """Causal attention within packed documents, padded at the end."""
-    ids = _documents(batch, length, device, mean)
+    ids = documents(batch, length, device, mean)
     draw = torch.Generator().manual_seed(0)
     shortest = length // 2 if batch > 1 else length - length // 20
     lengths = torch.randint(shortest, length, (batch,), generator=draw).to(device)
@@ -175,38 +176,3 @@ def workloads(device: str, *, quick: bool) -> list[Workload]:
     found += [prefix_work(length, device) for length in (32 * k, 128 * k)]
     found += [tree_work(32 * k, device), packed_work(8 * k, device, batch=16), heads_work(8 * k, 16)]
     return [*found, dilated_work(8 * k), dilated_work(32 * k), table_work(8 * k, device)]
-
-
-def kernel_workloads(length: int, device: str) -> list[Workload]:
-    """One sequence, of masks whose kernels are measured."""
-    ids = _documents(1, length, device, DOCUMENT)
-    kept = torch.tensor([length - length // 4], device=device)
-    cu_seqlens = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
-    ragged = document(cu_seqlens=cu_seqlens)
-    ends = torch.tensor([*range(0, length, DOCUMENT), length], device=device)
-    return [
-        causal_work(length),
-        replace(even_work(length, device), mask=lambda: causal() & document(cu_seqlens=ends)),
-        Workload(
-            "causal & ragged documents",
-            length,
-            lambda: causal() & ragged,
-            lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]),
-            1,
-        ),
-        Workload("ragged documents", length, lambda: ragged, lambda b, h, q, kv: ids[b, q] == ids[b, kv], 1),
-        window_work(length),
-        Workload("key padding", length, lambda: key_padding(kept), lambda b, h, q, kv: kv < kept[b], 1),
-        Workload(
-            "sinks and a window of 256",
-            length,
-            lambda: sink_window(sinks=4, size=256),
-            lambda b, h, q, kv: (q >= kv) & ((q - kv < 256) | (kv < 4)),
-        ),
-        Workload(
-            "causal chunks of 1,000",
-            length,
-            lambda: causal() & chunked(1000),
-            lambda b, h, q, kv: (q >= kv) & (q // 1000 == kv // 1000),
-        ),
-    ]

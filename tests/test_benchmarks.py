@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from benchmarks.compiled import Decoder
+from benchmarks.kernel_workloads import further_kernel_workloads, kernel_workloads
 from benchmarks.measuring import CLEAR, Measurement, measure
 from benchmarks.report import write
 from benchmarks.rows import Row, Section
@@ -19,7 +20,6 @@ from benchmarks.workloads import (
     dilated_work,
     even_work,
     heads_work,
-    kernel_workloads,
     packed_work,
     prefix_work,
     table_work,
@@ -58,6 +58,7 @@ SHORT = [
     heads_work(300, 3),
     table_work(300, "cpu"),
     *kernel_workloads(1200, "cpu"),
+    *further_kernel_workloads(1200, "cpu"),
 ]
 
 

@@ -1,0 +1,124 @@
+"""The masks whose kernels are measured on a GPU, each as a user would write it by hand too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.workloads import DOCUMENT, Workload, causal_work, documents, even_work, window_work
+from flexmask import Mask, causal, document, key_padding, prefix_lm, query_padding, sliding_window
+from flexmask.lowering.mask_mod import MaskMod
+from flexmask.masks import (
+    bidirectional_spans,
+    block_causal,
+    block_diffusion,
+    chunked,
+    cross_document,
+    in_context,
+    multi_item,
+    neighborhood,
+    shared_prefix,
+    sink_window,
+)
+
+__all__ = ["further_kernel_workloads", "kernel_workloads"]
+
+
+def kernel_workloads(length: int, device: str) -> list[Workload]:
+    """One sequence, of the masks that most models train with."""
+    ids, kept = documents(1, length, device, DOCUMENT), _kept(length, device)
+    ragged = document(cu_seqlens=_cumulative(ids))
+    ends = torch.tensor([*range(0, length, DOCUMENT), length], device=device)
+    return [
+        causal_work(length),
+        replace(even_work(length, device), mask=lambda: causal() & document(cu_seqlens=ends)),
+        Workload(
+            "causal & ragged documents",
+            length,
+            lambda: causal() & ragged,
+            lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]),
+            1,
+        ),
+        Workload("ragged documents", length, lambda: ragged, lambda b, h, q, kv: ids[b, q] == ids[b, kv], 1),
+        window_work(length),
+        Workload("key padding", length, lambda: key_padding(kept), lambda b, h, q, kv: kv < kept[b], 1),
+        Workload(
+            "sinks and a window of 256",
+            length,
+            lambda: sink_window(sinks=4, size=256),
+            lambda b, h, q, kv: (q >= kv) & ((q - kv < 256) | (kv < 4)),
+        ),
+        Workload(
+            "causal chunks of 1,000",
+            length,
+            lambda: causal() & chunked(1000),
+            lambda b, h, q, kv: (q >= kv) & (q // 1000 == kv // 1000),
+        ),
+    ]
+
+
+def further_kernel_workloads(length: int, device: str) -> list[Workload]:
+    """One sequence, of named masks whose key intervals have other forms."""
+    ids, kept, half = documents(1, length, device, DOCUMENT), _kept(length, device), length // 2
+    key_ids = ids.max() - ids.flip(1)
+    spans = torch.where(ids % 2 == 1, ids, -1)
+    positions = torch.arange(length - half, device=device) % 100
+    prefix_of = torch.zeros(int(ids.max()) + 1, dtype=torch.int64, device=device)
+    ragged, crossed = (document(cu_seqlens=_cumulative(ids)), _cumulative(key_ids))
+    start = torch.tensor([half], device=device)
+
+    def after_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own, prefix = ids[b, q], prefix_of[ids[b, q]]
+        return ((own == ids[b, kv]) & (kv <= q)) | ((prefix == ids[b, kv]) & (prefix != own))
+
+    def diffused(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own, other = q % half // 32, kv % half // 32
+        noised = (q < half) & (((kv < half) & (own == other)) | ((kv >= half) & (other < own)))
+        return noised | ((q >= half) & (kv >= half) & (other <= own))
+
+    def around(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        first = (q - 128).clamp(0, length - 257)
+        return (kv >= first) & (kv < first + 257)
+
+    found: dict[str, tuple[Mask, MaskMod]] = {
+        "causal & key padding": (causal() & key_padding(kept), lambda b, h, q, kv: (q >= kv) & (kv < kept[b])),
+        "prefix LM": (prefix_lm(start), lambda b, h, q, kv: (q >= kv) | (kv < start[b])),
+        "window of 256 & ragged documents": (
+            sliding_window(size=256) & ragged,
+            lambda b, h, q, kv: (q >= kv) & (q - kv < 256) & (ids[b, q] == ids[b, kv]),
+        ),
+        "128 keys to both sides": (sliding_window(left=128, right=128), lambda b, h, q, kv: (q - kv).abs() <= 128),
+        "block_causal of 1,000": (block_causal(1000), lambda b, h, q, kv: kv // 1000 <= q // 1000),
+        "bidirectional_spans": (
+            bidirectional_spans(spans),
+            lambda b, h, q, kv: (q >= kv) | ((spans[b, q] == spans[b, kv]) & (spans[b, q] >= 0)),
+        ),
+        "in_context": (
+            in_context(cu_seqlens=_cumulative(ids), test_start=start),
+            lambda b, h, q, kv: (q >= kv) & ((ids[b, q] == ids[b, kv]) | (q >= start[b])),
+        ),
+        "cross_document": (
+            cross_document(q_cu_seqlens=_cumulative(ids), kv_cu_seqlens=crossed),
+            lambda b, h, q, kv: ids[b, q] == key_ids[b, kv],
+        ),
+        "query_padding": (query_padding(kept), lambda b, h, q, kv: q < kept[b]),
+        "neighborhood of 257": (neighborhood(canvas=[length], kernel=[257]), around),
+        "multi_item": (
+            multi_item(half, positions),
+            lambda b, h, q, kv: (q >= kv) & ((kv < half) | (kv > q - positions[(q - half).clamp(min=0)])),
+        ),
+        "shared_prefix": (shared_prefix(cu_seqlens=_cumulative(ids), prefix_of=prefix_of), after_prefix),
+        "block_diffusion of 32": (block_diffusion(half, 32), diffused),
+    }
+    return [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
+
+
+def _kept(length: int, device: str) -> Tensor:
+    return torch.tensor([length - length // 4], device=device)
+
+
+def _cumulative(ids: Tensor) -> Tensor:
+    """The cumulative lengths of runs of equal ids, which start with 0."""
+    return torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
