@@ -43,11 +43,17 @@ def position(place: Place, q_idx: Tensor) -> Tensor | int:
     size, n = place
     if not size:
         return n
-    return (q_idx if size == 1 else q_idx // size * size) + n
+    start = q_idx if size == 1 else q_idx // size * size
+    return start + n if n else start
 
 
 def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
     """``low <= kv < high``, each end compared by itself, as torch recognizes it."""
     tests = [kv_idx >= key_of(low, row) for low in lows]
-    tests += [kv_idx < key_of(high, row) for high in highs]
+    for high in highs:
+        if isinstance(high, ReadEnd):
+            tests.append(kv_idx < key_of(high, row))
+        else:  # kv <= q takes an instruction less than kv < q + 1
+            size, n = high
+            tests.append(kv_idx <= position((size, n - 1), row[2]))
     return reduce(operator.and_, tests) if tests else kv_idx >= 0
