@@ -107,7 +107,7 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
         for length in LENGTHS:
             name, width, candidate = kernel
             work = works.get((name, length))
-            make = work and _makers(work, device).get(candidate)
+            make = None if work is None else _makers(work, device).get(candidate)
             if make is None:
                 continue
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexmask import _sync
 from flexmask._transforms import are_ints, has_values, is_captured, is_transformed, number_text
 from flexmask.backends.backend import Backend, Call, Output
 from flexmask.backends.cache import shared
@@ -20,6 +22,10 @@ from flexmask.backends.dropout import Hashes, keep_weights
 from flexmask.backends.score_mods import check_scores
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
+from flexmask.intervals.bands import Fused, fused_kind
+from flexmask.intervals.bind import bind
+from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.mask_mod import Form
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore
@@ -75,25 +81,24 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
         call = call._replace(score_mod=call.score_mod.function())
     elif call.score_mod is not None and not torch.compiler.is_compiling():
         check_scores(call.score_mod, query, key)
+    fused: Fused = None
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, key, call.q_offset, block_size)
     elif isinstance(mask, Mask):
-        form = "auto" if is_flash else "triton"
-        setting: dict[str, Any] = {"batch": batch, "heads": heads, "device": query.device, "block_size": block_size, "form": form}
-        made = partial(mask.block_mask, q_len, key.shape[2], q_offset=call.q_offset, **setting)
-        mask = shared(mask, ("flex", q_len, key.shape[2], *setting.values()), call.q_offset, made)
-    proved: dict[str, object] = {}
+        form: Form = "auto" if is_flash else "triton"
+        setting = batch, heads, q_len, key.shape[2], query.device, block_size, form
+        mask, fused = shared(mask, ("flex", *setting), call.q_offset, partial(_lower, mask, call, block_size, form))
     if isinstance(mask, LoweredMask):
-        are_runs = mask.fused and are_ints(q_len) and not q_len % mask.block_size[0]
-        mask = mask.block_mask if is_flash else mask.triton_block_mask
-        if are_runs:
-            # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries
-            # reaches beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
-            proved = {"BLOCKS_ARE_CONTIGUOUS": True}
-            # All queries attend to the first key that their kernel visits. Its score is finite for finite queries and keys, as no
-            # function changes it.
-            if _is_prefill(query, key, mask) and call.score_mod is None and not call.dropout_p:
-                proved["ROWS_GUARANTEED_SAFE"] = True
+        fused, mask = mask.fused, mask.block_mask if is_flash else mask.triton_block_mask
+    proved: dict[str, object] = {}
+    if fused and mask is not None and are_ints(q_len) and not q_len % mask.BLOCK_SIZE[0]:
+        # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries reaches
+        # beyond the last of them, its blocks are partial, and lists of queries have a gap before it.
+        proved = {"BLOCKS_ARE_CONTIGUOUS": True}
+        # All queries attend to the first key that their kernel visits. Its score is finite for finite queries and keys, as no
+        # function changes it.
+        if _is_prefill(query, key, mask) and call.score_mod is None and not call.dropout_p:
+            proved["ROWS_GUARANTEED_SAFE"] = True
     scale = call.scale
     if _inference_only(query):
         query, key, value = query.detach(), key.detach(), value.detach()
@@ -114,6 +119,14 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     else:
         return cast(Tensor, _call(query, key, value, score_mod=call.score_mod, **options))
     return (out, lse) if call.return_lse else out
+
+
+def _lower(mask: Mask, call: Call, block_size: tuple[int, int], form: Form) -> tuple[BlockMask, Fused]:
+    """The BlockMask of a mask, and its kind where that has a kernel of its own: on the CPU one kernel serves most masks."""
+    (batch, heads, q_len, _), device = call.query.shape, call.query.device
+    context = bind(mask, q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=device)
+    fused = fused_kind(replace(context, mask=context.with_lengths(context.mask))) if _sync.needs_sync(call.query) else None
+    return block_mask(context, block_size, form), fused
 
 
 def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:

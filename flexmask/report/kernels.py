@@ -71,7 +71,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         *(("block sizes" if not number else "", text) for number, text in enumerate(blocks)),
         (
             "lists",
-            "the blocks of a row are neighbors: compiled code and plans set FlexAttention's BLOCKS_ARE_CONTIGUOUS"
+            "the blocks of a row are neighbors: backend flex sets FlexAttention's BLOCKS_ARE_CONTIGUOUS"
             if are_runs
             else "FlexAttention reads the place of each block",
         ),
@@ -88,7 +88,7 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     Args:
         context: the lowering context.
         bounds: of the mask.
-        is_set: whether the option is set in compiled code without a score_mod and dropout.
+        is_set: whether the option is set where there is neither a score_mod nor dropout.
     """
     if not bounds.exact:
         return "not known, as each cell is evaluated; FlexAttention's option ROWS_GUARANTEED_SAFE is left unset"
@@ -99,7 +99,7 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     rows = bounds.lower
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
-        said = "is set in compiled code and plans without a score_mod and dropout" if is_set else "is left unset, and would hold"
+        said = "is set by backend flex without a score_mod and dropout" if is_set else "is left unset, and would hold"
         return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE {said}"
     return (
         f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexmask as fm
+from flexmask import _sync
 from flexmask.backends import choose_backend, flex
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.names import NAMES
@@ -123,6 +124,24 @@ def test_contiguous_blocks_and_safe_rows(options: dict[str, Any]) -> None:
             assert bool(mask.dense(q_len, kv_len)[0, 0].gather(1, visited.repeat_interleave(2).view(-1, 1)).all()), name
     assert given >= {"causal 0", "full 0", *(name for name in OTHERS if "window" not in name and ", 7 x" not in name)}
     assert not any("window" in name or ", 7 x" in name for name in given)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "sliding_window(size=300)", "causal & key_padding(lengths=[100])"])
+@pytest.mark.parametrize("q_len", [256, 257])
+def test_a_mask_that_is_not_lowered_yet(
+    mask: str, q_len: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has them where a GPU has a kernel for it alone, not on the CPU, where one serves most masks."""
+    x, wanted = torch.empty(1, 1, q_len, 1), {"FORCE_USE_FLEX_ATTENTION": True}
+    fm.attention(x, x, x, mask, backend="flex")
+    assert options["kernel_options"] == wanted
+    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
+    if mask in {"causal", "full"} and q_len == 256:
+        wanted |= {"BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
+    fm.attention(x, x, x, mask, backend="flex")
+    assert options["kernel_options"] == wanted
+    fm.attention(x, x, x, mask, backend="flex", q_offset=1)
+    assert options["kernel_options"] == ({"FORCE_USE_FLEX_ATTENTION": True} if mask == "causal" else wanted)
 
 
 def test_rows_are_not_safe_where_a_function_may_hide_their_first_key(options: dict[str, Any]) -> None:
