@@ -128,9 +128,7 @@ def test_contiguous_blocks_and_safe_rows(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "full", "sliding_window(size=300)", "causal & key_padding(lengths=[100])"])
 @pytest.mark.parametrize("q_len", [256, 257])
-def test_a_mask_that_is_not_lowered_yet(
-    mask: str, q_len: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_that_is_not_lowered_yet(mask: str, q_len: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has them where a GPU has a kernel for it alone, not on the CPU, where one serves most masks."""
     x, wanted = torch.empty(1, 1, q_len, 1), {"FORCE_USE_FLEX_ATTENTION": True}
     fm.attention(x, x, x, mask, backend="flex")
