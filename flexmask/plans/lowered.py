@@ -70,6 +70,7 @@ class LoweredMask:
     ) -> None:
         self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
         self.classes, self._lists = classes, lists
+        self._mods: dict[bool, MaskMod] = {}
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +101,15 @@ class LoweredMask:
         return self._block_mask(self._mask_mod(joins_ends=True))
 
     def _mask_mod(self, *, joins_ends: bool = False) -> MaskMod:
+        """The function, kept for the next layer: to make its tensors takes a few kernel launches."""
+        # A graph computes its own, and tensors that are made in inference mode serve there alone.
+        if torch.compiler.is_compiling() or is_captured() or torch.is_inference_mode_enabled():
+            return self._make_mask_mod(joins_ends)
+        if joins_ends not in self._mods:
+            self._mods[joins_ends] = self._make_mask_mod(joins_ends)
+        return self._mods[joins_ends]
+
+    def _make_mask_mod(self, joins_ends: bool) -> MaskMod:
         if self.cells is None:
             return interval_mod(self._rows(), self.shape[:3], self.band, joins_ends=joins_ends)
         of_cells = _cells_mod(self.cells)
@@ -185,6 +195,9 @@ class LoweredMask:
         classes, lists = tuple(rest[cells : cells + count]), tuple(rest[cells + count :])
         shape = batch, heads, q_len, kv_len
         return cls(shape, bounds, rest[0] if cells else None, block_size, lists, band, classes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mods": {}}  # functions are not pickled
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

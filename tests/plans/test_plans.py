@@ -279,6 +279,7 @@ def test_sequences_of_the_batch(lowered: LoweredMask) -> None:
 def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
     copied = tree_map_only(Tensor, torch.clone, lowered)
     assert isinstance(copied, LoweredMask)
+    lowered.block_mask  # noqa: B018  its function is kept, and cannot be saved
     file = io.BytesIO()
     torch.save(lowered, file)
     file.seek(0)
@@ -289,6 +290,15 @@ def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
     with pytest.raises(OperandError, match="takes a torch"):
         lowered.to(torch.float32)  # type: ignore[arg-type]
     assert repr(lowered).startswith("LoweredMask(shape=(3, 1, 40, 40)")
+
+
+def test_layers_share_the_function_of_a_lowered_mask(lowered: LoweredMask) -> None:
+    with torch.inference_mode():  # whose tensors have no gradients elsewhere
+        unlike = lowered.block_mask.mask_mod
+    kept = lowered.block_mask.mask_mod
+    assert kept is lowered.block_mask.mask_mod
+    assert kept is not unlike
+    assert kept is not lowered.triton_block_mask.mask_mod
 
 
 def test_a_plan_is_printed_as_it_is_made() -> None:
