@@ -51,9 +51,8 @@ def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
     """``low <= kv < high``, each end compared by itself, as torch recognizes it."""
     tests = [kv_idx >= key_of(low, row) for low in lows]
     for high in highs:
-        if isinstance(high, ReadEnd):
+        if isinstance(high, ReadEnd) or high[0] != 1:
             tests.append(kv_idx < key_of(high, row))
-        else:  # kv <= q takes an instruction less than kv < q + 1
-            size, n = high
-            tests.append(kv_idx <= position((size, n - 1), row[2]))
+        else:  # an instruction less; of other places Triton knows divisors, by which it tests several keys at once
+            tests.append(kv_idx <= position((1, high[1] - 1), row[2]))
     return reduce(operator.and_, tests) if tests else kv_idx >= 0
