@@ -66,7 +66,7 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
     spans = torch.where(ids % 2 == 1, ids, -1)
     positions = torch.arange(length - half, device=device) % 100
     prefix_of = torch.zeros(int(ids.max()) + 1, dtype=torch.int64, device=device)
-    ragged, crossed = (document(cu_seqlens=_cumulative(ids)), _cumulative(key_ids))
+    cu_seqlens, key_cu_seqlens = _cumulative(ids), _cumulative(key_ids)
     start = torch.tensor([half], device=device)
 
     def after_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
         "causal & key padding": (causal() & key_padding(kept), lambda b, h, q, kv: (q >= kv) & (kv < kept[b])),
         "prefix LM": (prefix_lm(start), lambda b, h, q, kv: (q >= kv) | (kv < start[b])),
         "window of 256 & ragged documents": (
-            sliding_window(size=256) & ragged,
+            sliding_window(size=256) & document(cu_seqlens=cu_seqlens),
             lambda b, h, q, kv: (q >= kv) & (q - kv < 256) & (ids[b, q] == ids[b, kv]),
         ),
         "128 keys to both sides": (sliding_window(left=128, right=128), lambda b, h, q, kv: (q - kv).abs() <= 128),
@@ -96,11 +96,11 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
             lambda b, h, q, kv: (q >= kv) | ((spans[b, q] == spans[b, kv]) & (spans[b, q] >= 0)),
         ),
         "in_context": (
-            in_context(cu_seqlens=_cumulative(ids), test_start=start),
+            in_context(cu_seqlens=cu_seqlens, test_start=start),
             lambda b, h, q, kv: (q >= kv) & ((ids[b, q] == ids[b, kv]) | (q >= start[b])),
         ),
         "cross_document": (
-            cross_document(q_cu_seqlens=_cumulative(ids), kv_cu_seqlens=crossed),
+            cross_document(q_cu_seqlens=cu_seqlens, kv_cu_seqlens=key_cu_seqlens),
             lambda b, h, q, kv: ids[b, q] == key_ids[b, kv],
         ),
         "query_padding": (query_padding(kept), lambda b, h, q, kv: q < kept[b]),
@@ -109,13 +109,14 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
             multi_item(half, positions),
             lambda b, h, q, kv: (q >= kv) & ((kv < half) | (kv > q - positions[(q - half).clamp(min=0)])),
         ),
-        "shared_prefix": (shared_prefix(cu_seqlens=_cumulative(ids), prefix_of=prefix_of), after_prefix),
+        "shared_prefix": (shared_prefix(cu_seqlens=cu_seqlens, prefix_of=prefix_of), after_prefix),
         "block_diffusion of 32": (block_diffusion(half, 32), diffused),
     }
     return [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
 
 
 def _kept(length: int, device: str) -> Tensor:
+    """The real tokens of one sequence, three quarters of all."""
     return torch.tensor([length - length // 4], device=device)
 
 

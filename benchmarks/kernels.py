@@ -30,8 +30,8 @@ __all__ = ["attention_kernels"]
 
 HEADS, WIDTHS = 16, (64, 128)
 LENGTHS = (2048, 8192, 65536)
-#: That of the masks whose kernels are compared with those by hand alone.
-FURTHER = 8192
+#: The length at which further masks are compared, with the same by hand alone.
+FURTHER_LENGTH = 8192
 #: The most tokens for which a table of all cells is measured.
 MOST_DENSE = 8192
 OURS, HAND = "flexmask flex", "hand-written flex"
@@ -47,7 +47,7 @@ def attention_kernels(device: str) -> Section:
     candidates = {
         (work.name, length): list(_makers(work, device)) for length in LENGTHS for work in kernel_workloads(length, device)
     }
-    candidates |= {(work.name, FURTHER): [OURS, HAND] for work in further_kernel_workloads(FURTHER, device)}
+    candidates |= {(work.name, FURTHER_LENGTH): [OURS, HAND] for work in further_kernel_workloads(FURTHER_LENGTH, device)}
     kernels = dict.fromkeys((name, width, c) for (name, _), found in candidates.items() for width in WIDTHS for c in found)
     compiled, rows = _Compiled(device, list(kernels)), []
     for (name, length), found in candidates.items():
@@ -100,7 +100,7 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
     torch._dynamo.config.automatic_dynamic_shapes = False  # a kernel for each length
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     works = {(work.name, work.length): work for length in LENGTHS for work in kernel_workloads(length, device)}
-    works |= {(work.name, work.length): work for work in further_kernel_workloads(FURTHER, device)}
+    works |= {(work.name, work.length): work for work in further_kernel_workloads(FURTHER_LENGTH, device)}
     runs: dict[tuple[Kernel, int], Run] = {}
     failed: dict[tuple[Kernel, int], str] = {}
     for kernel in kernels:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -87,9 +86,10 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     elif isinstance(mask, Mask):
         form: Form = "auto" if is_flash else "triton"
         setting = batch, heads, q_len, key.shape[2], query.device, block_size, form
-        mask, fused = shared(mask, ("flex", *setting), call.q_offset, partial(_lower, mask, call, block_size, form))
+        mask, fused = shared(mask, ("flex", *setting), call.q_offset, partial(_block_mask_and_kind, mask, call, block_size, form))
     if isinstance(mask, LoweredMask):
-        fused, mask = mask.fused, mask.block_mask if is_flash else mask.triton_block_mask
+        fused = mask.fused
+        mask = mask.block_mask if is_flash else mask.triton_block_mask
     proved: dict[str, object] = {}
     if fused and mask is not None and are_ints(q_len) and not q_len % mask.BLOCK_SIZE[0]:
         # Each list is one run of blocks, and kernels need not read where the next one is. Where the last block of queries reaches
@@ -121,12 +121,11 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
     return (out, lse) if call.return_lse else out
 
 
-def _lower(mask: Mask, call: Call, block_size: tuple[int, int], form: Form) -> tuple[BlockMask, Fused]:
-    """The BlockMask of a mask, and its kind where that has a kernel of its own: on the CPU one kernel serves most masks."""
+def _block_mask_and_kind(mask: Mask, call: Call, block_size: tuple[int, int], form: Form) -> tuple[BlockMask, Fused]:
+    """The BlockMask of a mask, and its kind, but on the CPU: options for a kind would be another kernel to compile there."""
     (batch, heads, q_len, _), device = call.query.shape, call.query.device
     context = bind(mask, q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=device)
-    fused = fused_kind(replace(context, mask=context.with_lengths(context.mask))) if _sync.needs_sync(call.query) else None
-    return block_mask(context, block_size, form), fused
+    return block_mask(context, block_size, form), fused_kind(context) if _sync.needs_sync(call.query) else None
 
 
 def _is_prefill(query: Tensor, key: Tensor, mask: BlockMask | None) -> bool:

@@ -6,7 +6,6 @@ Time is linear in the visible cells and memory in the lengths, forward and backw
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -168,7 +167,7 @@ def _bound(mask: Mask, call: Call) -> Context:
 def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) -> tuple[Fused, Visible | None]:
     """As :func:`_visible`. With ``shapes_only`` the mask is only checked, and the bounds are placeholders."""
     context = _bound(mask, call)
-    if plain and (fused := fused_kind(replace(context, mask=context.with_lengths(context.mask)))):
+    if plain and (fused := fused_kind(context)):
         return fused, None
     if shapes_only:
         return None, (torch.tensor([[[[[-1, 0]]]]], dtype=torch.int32, device="cpu").to(context.device), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from math import inf
 from typing import Literal, TypeAlias
@@ -41,7 +42,7 @@ MOST = 2
 
 def fused_kind(context: Context) -> Fused:
     """The kind of the mask of a lowering context."""
-    return KINDS.get(band_of(context))
+    return KINDS.get(band_of(replace(context, mask=context.with_lengths(context.mask))))
 
 
 def band_of(context: Context) -> Band:

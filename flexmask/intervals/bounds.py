@@ -352,15 +352,11 @@ class _Analysis:
             case Compare() if "kv" not in mask.symbols:
                 holds = self.queries.holds(mask)
                 return None if holds is None else ([], [torch.where(holds, kv_len, 0)])
-            case Compare(">=", Lookup(DocumentTable(rule)) as ids, Constant(0)) if rule in COVERING:
-                table = self.documents_of(ids)
-                return None if table is None else ([], [self.last_stop(table)])
+            case Compare(">=" | "<" as sign, Lookup(DocumentTable(rule)) as ids, Constant(0)) if rule in COVERING:
+                if (table := self.documents_of(ids)) is not None:
+                    last = [self.context.stops[table.key][..., -1].view(-1, 1, 1)]
+                    return ([], last) if sign == ">=" else (last, [])
         return None
-
-    def last_stop(self, table: Table | Param) -> Tensor:
-        """The first position behind all documents given by lengths, ``int64[B, 1, 1]``."""
-        stops = self.context.stops[table.key]
-        return stops.view(-1, 1, stops.shape[-1])[..., -1:].clamp(max=self.context.kv_len)
 
     def span(self, spans: Collection[Ends], rows: Sequence[Rows] = ()) -> Rows:
         """The keys inside all of the spans and of the rows of one interval."""

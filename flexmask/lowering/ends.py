@@ -53,6 +53,6 @@ def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
     for high in highs:
         if isinstance(high, ReadEnd) or high[0] != 1:
             tests.append(kv_idx < key_of(high, row))
-        else:  # an instruction less; of other places Triton knows divisors, by which it tests several keys at once
+        else:  # kv <= q saves an instruction, but an end with a known divisor is tested for several keys at once by <
             tests.append(kv_idx <= position((1, high[1] - 1), row[2]))
     return reduce(operator.and_, tests) if tests else kv_idx >= 0

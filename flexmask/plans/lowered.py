@@ -17,7 +17,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 
 from flexmask import _sync
 from flexmask._checks import check_flag, kind_of
-from flexmask._transforms import is_captured, vectorized
+from flexmask._transforms import can_keep_tensors, is_captured, vectorized
 from flexmask.blocks.grid import BlockGrid
 from flexmask.errors import LoweringError, OperandError
 from flexmask.expr.mask import Truth
@@ -70,7 +70,7 @@ class LoweredMask:
     ) -> None:
         self.shape, self.bounds, self.cells, self.block_size, self.band = shape, bounds, cells, block_size, band
         self.classes, self._lists = classes, lists
-        self._mods: dict[bool, MaskMod] = {}
+        self._mask_mods: dict[tuple[bool, bool], _sync.Stamped[MaskMod]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -101,13 +101,16 @@ class LoweredMask:
         return self._block_mask(self._mask_mod(joins_ends=True))
 
     def _mask_mod(self, *, joins_ends: bool = False) -> MaskMod:
-        """The function, kept for the next layer: to make its tensors takes a few kernel launches."""
-        # A graph computes its own, and tensors that are made in inference mode serve there alone.
-        if torch.compiler.is_compiling() or is_captured() or torch.is_inference_mode_enabled():
+        """The function, kept for the next layer: to make its tensors takes several kernel launches."""
+        leaves = [self.bounds] if self.cells is None else [self.bounds, self.cells]
+        if not can_keep_tensors() or not all(map(_sync.has_stamp, leaves)):
             return self._make_mask_mod(joins_ends)
-        if joins_ends not in self._mods:
-            self._mods[joins_ends] = self._make_mask_mod(joins_ends)
-        return self._mods[joins_ends]
+        setting = joins_ends, torch.is_inference_mode_enabled()  # whose tensors have no gradients elsewhere
+        known = self._mask_mods.get(setting)
+        if known is None or not known.stamp.holds(leaves):
+            known = _sync.Stamped(_sync.Stamp(leaves, copies=False), self._make_mask_mod(joins_ends))
+            self._mask_mods[setting] = known
+        return known.result
 
     def _make_mask_mod(self, joins_ends: bool) -> MaskMod:
         if self.cells is None:
@@ -197,7 +200,7 @@ class LoweredMask:
         return cls(shape, bounds, rest[0] if cells else None, block_size, lists, band, classes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_mods": {}}  # functions are not pickled
+        return self.__dict__ | {"_mask_mods": {}}  # closures cannot be pickled
 
     def __repr__(self) -> str:
         kind = "key intervals" if self.cells is None else "key intervals and cells"

@@ -130,16 +130,30 @@ def test_contiguous_blocks_and_safe_rows(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("q_len", [256, 257])
 def test_a_mask_that_is_not_lowered_yet(mask: str, q_len: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has them where a GPU has a kernel for it alone, not on the CPU, where one serves most masks."""
-    x, wanted = torch.empty(1, 1, q_len, 1), {"FORCE_USE_FLEX_ATTENTION": True}
+    x, none = torch.empty(1, 1, q_len, 1), {"FORCE_USE_FLEX_ATTENTION": True}
     fm.attention(x, x, x, mask, backend="flex")
-    assert options["kernel_options"] == wanted
+    assert options["kernel_options"] == none
     monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
-    if mask in {"causal", "full"} and q_len == 256:
-        wanted |= {"BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
-    fm.attention(x, x, x, mask, backend="flex")
-    assert options["kernel_options"] == wanted
-    fm.attention(x, x, x, mask, backend="flex", q_offset=1)
-    assert options["kernel_options"] == ({"FORCE_USE_FLEX_ATTENTION": True} if mask == "causal" else wanted)
+    known = mask in {"causal", "full"} and q_len == 256
+    runs, safe = ({name: True} if known else {} for name in ("BLOCKS_ARE_CONTIGUOUS", "ROWS_GUARANTEED_SAFE"))
+    with fm.MaskCache():
+        for _ in range(2):
+            fm.attention(x, x, x, mask, backend="flex")
+            assert options["kernel_options"] == none | runs | safe
+        fm.attention(x, x, x, mask, backend="flex", q_offset=1)
+        assert options["kernel_options"] == (none if mask == "causal" else none | runs | safe)
+        fm.attention(x, x, x, mask, backend="flex", dropout_p=0.5)
+        assert options["kernel_options"] == none | runs
+
+
+def test_a_mask_that_is_causal_for_its_lengths(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)
+    query, key = torch.empty(1, 1, 256, 1), torch.empty(1, 1, 300, 1)
+    for other, is_known in ((query, True), (key, False)):
+        fm.attention(query, other, other, fm.causal("lower_right"), backend="flex")
+        assert ("BLOCKS_ARE_CONTIGUOUS" in options["kernel_options"]) == is_known
+        lines = dict(fm.explain(fm.causal("lower_right"), 256, other.shape[2], kernel=True).kernel)
+        assert ("BLOCKS_ARE_CONTIGUOUS" in lines["lists"]) == is_known
 
 
 def test_rows_are_not_safe_where_a_function_may_hide_their_first_key(options: dict[str, Any]) -> None:

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import flexmask as fm
-from flexmask import Mask, attention, kv, q
+from flexmask import Mask, _sync, attention, kv, q
 from flexmask.errors import ExpressionError, LoweringError, OperandError, TraceError
+from flexmask.expr import document_ids
 from flexmask.plans import LoweredMask
 from flexmask.plans.capture import GRAPHS
 from tests.lowering.test_host_syncs import MASKS
@@ -88,6 +90,23 @@ def test_contiguous_documents(ids: list[int]) -> None:
     lowered = plan(ids=table)
     assert lowered.cells is None
     check_equal(lowered, fm.causal() & fm.document(table), 6)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (4, 9), (9, 4)])
+@pytest.mark.parametrize("stops", [[0, 2, 5], [[0, 2, 5], [0, 0, 3]], [[0, 1, 2], [0, 6, 6]]])
+def test_keys_behind_the_last_document(stops: Any, q_len: int, kv_len: int) -> None:
+    cu_seqlens = torch.tensor(stops)
+    in_context = fm.masks.in_context(cu_seqlens=cu_seqlens, padding=True, test_start=torch.tensor([1, 3]))
+    ids = document_ids(cu_seqlens=cu_seqlens, padding=True)
+    hidden = fm.causal() & ~((ids[kv] if cu_seqlens.dim() == 1 else ids[fm.b, kv]) >= 0)
+    total = torch.as_tensor(stops).view(-1, 3)[:, -1:].expand(2, 1)
+    for mask, wanted in ((in_context, None), (hidden, (torch.arange(kv_len) >= total).view(2, 1, 1, kv_len))):
+        lowered = fm.plan(mask, q_len, kv_len, batch=2)()
+        assert lowered.cells is None
+        assert torch.equal(lowered.dense(), mask.dense(q_len, kv_len, batch=2).expand(lowered.shape))
+        if wanted is not None:
+            causal = torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+            assert torch.equal(lowered.dense(), wanted & causal)
 
 
 def test_documents_that_are_not_contiguous() -> None:
@@ -293,12 +312,39 @@ def test_it_is_a_pytree_that_can_be_saved(lowered: LoweredMask) -> None:
 
 
 def test_layers_share_the_function_of_a_lowered_mask(lowered: LoweredMask) -> None:
-    with torch.inference_mode():  # whose tensors have no gradients elsewhere
-        unlike = lowered.block_mask.mask_mod
     kept = lowered.block_mask.mask_mod
     assert kept is lowered.block_mask.mask_mod
-    assert kept is not unlike
-    assert kept is not lowered.triton_block_mask.mask_mod
+    with torch.inference_mode():  # whose tensors have no gradients elsewhere
+        inference = lowered.block_mask.mask_mod
+        assert inference is lowered.block_mask.mask_mod
+    assert len({kept, inference, lowered.triton_block_mask.mask_mod}) == 3
+
+
+def test_a_kept_function_is_not_used_for_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)  # a GPU has more functions that copy the ends
+    plan = fm.plan("causal & key_padding(n)", 8, batch=2)
+    lowered, other = (plan(n=torch.tensor(n)) for n in ([3, 8], [5, 2]))
+    at = torch.meshgrid(torch.arange(2), torch.arange(8), torch.arange(8), indexing="ij")
+
+    def cells(mask: LoweredMask) -> Tensor:
+        return mask.triton_block_mask.mask_mod(at[0], at[0] * 0, at[1], at[2])
+
+    assert torch.equal(cells(lowered), lowered.dense()[:, 0])
+    lowered.bounds.copy_(other.bounds)
+    assert torch.equal(cells(lowered), other.dense()[:, 0])
+
+
+def test_no_function_is_kept_that_serves_there_alone(lowered: LoweredMask) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = lowered.triton_block_mask.mask_mod
+    transformed = []
+
+    def transform(x: Tensor) -> Tensor:
+        transformed.append(lowered.triton_block_mask.mask_mod)
+        return x
+
+    torch.func.grad(transform)(torch.tensor(1.0))
+    assert lowered.triton_block_mask.mask_mod not in (fake, *transformed)
 
 
 def test_a_plan_is_printed_as_it_is_made() -> None:
