@@ -196,6 +196,11 @@ DATA: list[Row] = [
     ),
     ("too many arguments", lambda: fm.masks.chunked(4, 1, 2, 3), r"chunked: too many ... chunked\(size"),
     ("misspelt argument", lambda: fm.causal(ofset=1), "ofset ... Did you mean offset"),
+    (
+        "misspelt argument that is required",
+        lambda: fm.masks.in_context([0, 0, 1], test_starts=2),
+        r"'test_start'. Did you mean test_start in place of test_starts\?",
+    ),
     ("window without anything", lambda: fm.sliding_window(), "left ... right ... size"),
     ("window with both forms", lambda: fm.sliding_window(left=1, right=1, size=3), "left ... right ... size"),
     ("window of negative distance", lambda: fm.sliding_window(left=-1, right=2), "left ... -1"),

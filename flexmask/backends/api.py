@@ -332,6 +332,8 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     if isinstance(mask, LoweredMask | BlockMask):
         refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
         check_sizes(mask, query, key, call.q_offset)
+        if isinstance(mask, LoweredMask) and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            mask = mask.with_gradients()
     elif isinstance(mask, Plan):
         raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")
     elif mask is not None:
@@ -364,7 +366,7 @@ def unknown_names(
     else:
         what = "no mask is given" if mask is None else f"{described(mask)} has no parameters"
         has = f"{what}; data goes with its mask, as in {example}"
-    hint = "" if torch.compiler.is_compiling() else nearest(unknown[0], (*known, *options))
+    hint = "" if torch.compiler.is_compiling() else nearest(unknown[0], {*known, *options} - {unknown[0]})
     return f"{caller} has no argument {', '.join(unknown)}, and {has}.{hint}"
 
 

@@ -21,14 +21,18 @@ OLDEST = "2.15"
 def _supports(call: Call) -> str | None:
     query = call.query
     if torch.__version__ < OLDEST:
-        return f"variable-length attention takes torch {OLDEST} or newer, this is {torch.__version__}"
+        return (
+            f"variable-length attention takes torch {OLDEST} or newer, this is {torch.__version__}; use backend='flex' or 'sdpa'"
+        )
     if torch.compiler.is_compiling():
         return (
             "variable-length attention reads the values of a mask's data, so compiled code takes it as varlen_attn(query, key, "
             "value, ...) of torch, with the arguments of mask.varlen(), made outside"
         )
-    if query.device.type not in DEVICES or not has_values(query) or is_captured() or is_transformed(query, call.key, call.value):
-        return "variable-length attention takes tensors on CUDA, without transforms of torch.func; use backend='sdpa'"
+    if query.device.type not in DEVICES:
+        return f"variable-length attention takes tensors on CUDA, got {query.device.type}; use backend='sdpa'"
+    if not has_values(query) or is_captured() or is_transformed(query, call.key, call.value):
+        return "variable-length attention takes no transforms of torch.func and no tensors without values; use backend='sdpa'"
     if query.dtype not in DTYPES:
         return f"variable-length attention takes float16 and bfloat16, got {query.dtype}"
     if not isinstance(call.mask, Mask | None):

@@ -128,9 +128,8 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     scores = torch.stack([lse.to(precise_dtype(lse)) for lse in lses])
     greatest = scores.detach().amax(0)
     weights = (scores - greatest.masked_fill(greatest == -torch.inf, 0)).exp()
-    total = weights.sum(0)
-    is_seen = total > 0
-    divisor = total.where(is_seen, 1)
+    is_seen = greatest != -torch.inf  # also where it is NaN, as the result is then
+    divisor = weights.sum(0).where(is_seen, 1)
     lse = (divisor.log() + greatest).where(is_seen, -torch.inf)
     counted = torch.stack(tuple(outputs)).masked_fill((weights == 0).unsqueeze(-1), 0)  # where it does not count: NaN would
     return ((weights / divisor).unsqueeze(-1) * counted).sum(0).to(outputs[0].dtype), lse

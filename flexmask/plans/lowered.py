@@ -163,6 +163,10 @@ class LoweredMask:
         where = _sync.resolve_device(device)
         return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(where, non_blocking=non_blocking), self))
 
+    def with_gradients(self) -> Self:
+        """The same value, of copies where it was made in inference mode, whose tensors cannot be saved for a backward pass."""
+        return cast(Self, tree_map_only(Tensor, torch.clone, self)) if self.bounds.is_inference() else self
+
     def pin_memory(self) -> Self:
         """The same value with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""
         return cast(Self, tree_map_only(Tensor, Tensor.pin_memory, self))

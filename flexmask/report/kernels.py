@@ -46,7 +46,8 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
         if reads and () not in ends and context.kv_len <= MOST_JOINT:
             cells += "; backend flex compares both ends at once"
-        bits = f"applies {count} {'interval' if count == 1 else 'intervals'} to 32 keys at a time, as bits (torch 2.15)"
+        intervals = f"{count} {'interval' if count == 1 else 'intervals'}"
+        bits = f"applies {intervals} to 32 keys at a time, as bits, on Blackwell (torch 2.15)"
         if compares_classes(context):
             cells = (
                 "whether the query attends to all keys or to none: one value is read from memory"
@@ -76,10 +77,16 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
             else "FlexAttention reads the place of each block",
         ),
         ("safe rows", _safe_text(context, bounds, is_set=are_runs)),
-        ("SDPA alone", SDPA.get(fused or "", "no: it needs this mask as a tensor")),
+        ("SDPA alone", SDPA.get("whole" if _shows_all(bounds) else fused or "", "no: it needs this mask as a tensor")),
         ("varlen", _varlen_text(context)),
         ("host syncs", _sync_text(unread)),
     ]
+
+
+def _shows_all(bounds: RowBounds) -> bool:
+    """Whether each query attends to all keys."""
+    rows = bounds.lower
+    return rows.slots == 1 and bool(((rows.lo == 0) & (rows.hi == rows.kv_len)).all())
 
 
 def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:

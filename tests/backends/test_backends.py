@@ -85,6 +85,8 @@ def test_auto_takes_it_where_it_prefers_the_device(dense: list[Call]) -> None:
     assert chosen.reasons["first"] == "first takes nothing"
     assert chosen.reasons["sdpa"] == chosen.reasons["dense"] == "eager comes first on cpu"
     assert choose_backend(QUERY, QUERY, QUERY, MASK, dropout_p=0.5) == "sdpa"
+    with pytest.raises(OperandError, match=r"no argument backend, .* n=n\.$"):
+        choose_backend(QUERY, QUERY, QUERY, MASK, backend="sdpa")
     attention(QUERY, QUERY, QUERY, MASK, backend=chosen)
 
 

@@ -284,6 +284,15 @@ def test_parts_that_no_row_attends_to() -> None:
     assert torch.equal(torch.autograd.grad(out.sum(), hidden)[0], torch.zeros_like(hidden))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_logsumexp_that_is_no_number_stays_one(value: float) -> None:
+    """So merging merged parts again does not hide it."""
+    outputs, bad, good = torch.ones(1, 1, 1), torch.tensor([[value]]), torch.zeros(1, 1)
+    merged_out, lse = merge_attention([outputs * value, outputs], [bad, good])
+    for out in (merged_out, lse, *merge_attention([merged_out, outputs], [lse, good])):
+        assert out.isnan().all()
+
+
 def test_scores_far_apart() -> None:
     out = torch.tensor([[[[1.0]]], [[[3.0]]]])
     merged_out, lse = merge_attention([*out], [torch.full((1, 1), 1e4), torch.full((1, 1), 1e4 + 1)])

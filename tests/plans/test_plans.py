@@ -320,6 +320,14 @@ def test_layers_share_the_function_of_a_lowered_mask(lowered: LoweredMask) -> No
     assert len({kept, inference, lowered.triton_block_mask.mask_mod}) == 3
 
 
+def test_a_lowered_mask_of_inference_mode_has_gradients() -> None:
+    with torch.inference_mode():
+        lowered = fm.plan("causal & (q * kv % 5 != 2)", 8)()
+    query = torch.randn(1, 1, 8, 4, requires_grad=True)
+    found, wanted = (attention(query, query, query, mask) for mask in (lowered, "causal & (q * kv % 5 != 2)"))
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), query) for out in (found, wanted)))
+
+
 def test_a_kept_function_is_not_used_for_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sync, "needs_sync", lambda tensor: True)  # a GPU has more functions that copy the ends
     plan = fm.plan("causal & key_padding(n)", 8, batch=2)

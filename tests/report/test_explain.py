@@ -347,13 +347,15 @@ def test_kernels() -> None:
         ),
         (
             "FLASH",
-            "applies 1 interval to 32 keys at a time, as bits (torch 2.15); blocks of 128 x 128 on Hopper, 128 x 128 on "
-            "Blackwell, for heads of up to 128 channels",
+            "applies 1 interval to 32 keys at a time, as bits, on Blackwell (torch 2.15); blocks of 128 x 128 on Hopper, "
+            "128 x 128 on Blackwell, for heads of up to 128 channels",
         ),
     )
     lines = dict(found.lines())
     assert lines["varlen"] == "3 segments of at most 10 queries and 10 keys, window_size=(-1, 0)"
     assert lines["SDPA alone"] == "no: it needs this mask as a tensor"
+    decoding = dict(fm.explain(fm.causal(), 1, 64, q_offset=63, kernel=True).kernel)
+    assert decoding["SDPA alone"] == "scaled_dot_product_attention without a mask"
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("the blocks of a row are neighbors")
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith(", computed from q")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "FlexAttention reads the place of each block"
