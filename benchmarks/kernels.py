@@ -44,10 +44,8 @@ Kernel: TypeAlias = tuple[str, int, str]
 
 def attention_kernels(device: str) -> Section:
     """The kernels that are written for a mask, next to the same mask by hand and to dense SDPA."""
-    candidates = {
-        (work.name, length): list(_makers(work, device)) for length in LENGTHS for work in kernel_workloads(length, device)
-    }
-    candidates |= {(work.name, FURTHER_LENGTH): [OURS, HAND] for work in further_kernel_workloads(FURTHER_LENGTH, device)}
+    works, further = _works(device)
+    candidates = {key: list(_makers(work, device)) for key, work in works.items()} | {key: [OURS, HAND] for key in further}
     kernels = dict.fromkeys((name, width, c) for (name, _), found in candidates.items() for width in WIDTHS for c in found)
     compiled, rows = _Compiled(device, list(kernels)), []
     for (name, length), found in candidates.items():
@@ -64,6 +62,13 @@ def attention_kernels(device: str) -> Section:
         "Several processes compile a kernel for each length, and then measure in turn."
     )
     return Section("Attention kernels", text, OURS, rows)
+
+
+def _works(device: str) -> list[dict[tuple[str, int], Workload]]:
+    """The masks by name and length: those that are measured with every backend, and those next to the same by hand alone."""
+    works = [work for length in LENGTHS for work in kernel_workloads(length, device)]
+    further = further_kernel_workloads(FURTHER_LENGTH, device)
+    return [{(work.name, work.length): work for work in found} for found in (works, further)]
 
 
 class _Compiled:
@@ -99,8 +104,8 @@ def _serve(end: Connection, device: str, kernels: list[Kernel]) -> None:
     """Compiles kernels, says so, and measures those that are asked for."""
     torch._dynamo.config.automatic_dynamic_shapes = False  # a kernel for each length
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
-    works = {(work.name, work.length): work for length in LENGTHS for work in kernel_workloads(length, device)}
-    works |= {(work.name, work.length): work for work in further_kernel_workloads(FURTHER_LENGTH, device)}
+    main, further = _works(device)
+    works = main | further
     runs: dict[tuple[Kernel, int], Run] = {}
     failed: dict[tuple[Kernel, int], str] = {}
     for kernel in kernels:

@@ -26,7 +26,7 @@ from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, Opera
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind, check_bound
 from flexmask.plans.api import Plan
-from flexmask.plans.lowered import LoweredMask
+from flexmask.plans.lowered import LoweredMask, outside_inference_mode
 from flexmask.scores.placed import PlacedScore, placed_score
 from flexmask.scores.score import ScoreLike
 from flexmask.tracing.as_mask import MaskLike, as_mask
@@ -332,8 +332,8 @@ def checked_call(call: Call, mask: Any, parameters: Mapping[str, Any] | None = N
     if isinstance(mask, LoweredMask | BlockMask):
         refuse_in_parallel(f"a {type(mask).__name__}", "; give the Mask")
         check_sizes(mask, query, key, call.q_offset)
-        if isinstance(mask, LoweredMask) and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            mask = mask.with_gradients()
+        if isinstance(mask, LoweredMask):
+            mask = outside_inference_mode(mask)
     elif isinstance(mask, Plan):
         raise OperandError("mask is a plan: call it with the mask's data, as in attention(query, key, value, plan(cu=cu))")
     elif mask is not None:

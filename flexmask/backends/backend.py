@@ -15,6 +15,8 @@ from flexmask._sync import move_remedy
 from flexmask.backends.dropout import Hashes, hashes_of, seed_tensor
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
+from flexmask.intervals.bind import bind
+from flexmask.intervals.context import Context
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.score import ScoreMod
 
@@ -67,6 +69,11 @@ class Call(NamedTuple):
         sizes = *self.query.shape[:3], self.key.shape[2]
         b, *rest = (torch.arange(size, device=device) for size in sizes)
         return hashes_of(seed_tensor(self.dropout_seed, device), b, *(self.places or rest))
+
+    def bound(self, mask: Mask) -> Context:
+        """A mask in the setting of the call."""
+        (batch, heads, q_len, _), device = self.query.shape, self.query.device
+        return bind(mask, q_len, self.key.shape[2], batch=batch, heads=heads, q_offset=self.q_offset, device=device)
 
     def needs_gradients(self) -> bool:
         """Whether autograd differentiates the output by query, key or value."""

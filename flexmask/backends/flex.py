@@ -22,7 +22,6 @@ from flexmask.backends.score_mods import check_scores
 from flexmask.errors import LoweringError
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bands import Fused, fused_kind
-from flexmask.intervals.bind import bind
 from flexmask.lowering.block_mask import block_mask
 from flexmask.lowering.mask_mod import Form
 from flexmask.plans.capture import lower_in_graph
@@ -123,8 +122,7 @@ def run_flex(call: Call, block_size: tuple[int, int] = (128, 128)) -> Output:
 
 def _block_mask_and_kind(mask: Mask, call: Call, block_size: tuple[int, int], form: Form) -> tuple[BlockMask, Fused]:
     """The BlockMask of a mask, and its kind, but on the CPU: options for a kind would be another kernel to compile there."""
-    (batch, heads, q_len, _), device = call.query.shape, call.query.device
-    context = bind(mask, q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=device)
+    context = call.bound(mask)
     return block_mask(context, block_size, form), fused_kind(context) if _sync.needs_sync(call.query) else None
 
 

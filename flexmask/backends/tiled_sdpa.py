@@ -25,10 +25,8 @@ from flexmask.backends.tile_weights import differentiable_attention, has_nonfini
 from flexmask.backends.tiling import may_be_dense
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bands import Fused, fused_kind
-from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.closures import mask_closure
-from flexmask.intervals.context import Context
 from flexmask.plans.capture import lower, lower_in_graph
 from flexmask.plans.lowered import from_block_mask
 from flexmask.scores.placed import PlacedScore
@@ -148,7 +146,7 @@ def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
     if isinstance(mask, Mask) and torch.compiler.is_compiling():
         mask = lower_in_graph(mask, query, call.key, call.q_offset, block_size=(0, 0))
     elif isinstance(mask, Mask) and is_captured():
-        mask = lower(_bound(mask, call), (0, 0))
+        mask = lower(call.bound(mask), (0, 0))
     elif isinstance(mask, Mask):
         make = partial(_lower, mask, call, plain=plain)
         if not has_values(query):
@@ -159,14 +157,9 @@ def _visible(call: Call, *, plain: bool) -> tuple[Fused, Visible | None]:
     return (mask.fused, None) if plain and mask.fused else (None, (mask.bounds, mask.cells))
 
 
-def _bound(mask: Mask, call: Call) -> Context:
-    (batch, heads, q_len, _), device = call.query.shape, call.query.device
-    return bind(mask, q_len, call.key.shape[2], batch=batch, heads=heads, q_offset=call.q_offset, device=device)
-
-
 def _lower(mask: Mask, call: Call, *, plain: bool, shapes_only: bool = False) -> tuple[Fused, Visible | None]:
     """As :func:`_visible`. With ``shapes_only`` the mask is only checked, and the bounds are placeholders."""
-    context = _bound(mask, call)
+    context = call.bound(mask)
     if plain and (fused := fused_kind(context)):
         return fused, None
     if shapes_only:

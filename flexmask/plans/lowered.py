@@ -163,10 +163,6 @@ class LoweredMask:
         where = _sync.resolve_device(device)
         return cast(Self, tree_map_only(Tensor, lambda tensor: tensor.to(where, non_blocking=non_blocking), self))
 
-    def with_gradients(self) -> Self:
-        """The same value, of copies where it was made in inference mode, whose tensors cannot be saved for a backward pass."""
-        return cast(Self, tree_map_only(Tensor, torch.clone, self)) if self.bounds.is_inference() else self
-
     def pin_memory(self) -> Self:
         """The same value with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""
         return cast(Self, tree_map_only(Tensor, Tensor.pin_memory, self))
@@ -218,6 +214,13 @@ class LoweredMask:
         batch, heads, q_len, kv_len = self.shape
         own = self.bounds.shape[0] if self.cells is None else max(self.bounds.shape[0], self.cells.shape[0])
         return Context(Truth(True), q_len, kv_len, own, batch, heads, 0, None, self.device)
+
+
+def outside_inference_mode(lowered: LoweredMask) -> LoweredMask:
+    """The same value, of tensors that a backward pass may save: copies of those that were made in inference mode."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not lowered.bounds.is_inference():
+        return lowered
+    return cast(LoweredMask, tree_map_only(Tensor, torch.clone, lowered))
 
 
 def flat_lists(context: Context, rows: Rows, cells: Tensor | None, sizes: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -99,7 +99,7 @@ def test_keys_behind_the_last_document(stops: Any, q_len: int, kv_len: int) -> N
     in_context = fm.masks.in_context(cu_seqlens=cu_seqlens, padding=True, test_start=torch.tensor([1, 3]))
     ids = document_ids(cu_seqlens=cu_seqlens, padding=True)
     hidden = fm.causal() & ~((ids[kv] if cu_seqlens.dim() == 1 else ids[fm.b, kv]) >= 0)
-    total = torch.as_tensor(stops).view(-1, 3)[:, -1:].expand(2, 1)
+    total = cu_seqlens.view(-1, 3)[:, -1:].expand(2, 1)
     for mask, wanted in ((in_context, None), (hidden, (torch.arange(kv_len) >= total).view(2, 1, 1, kv_len))):
         lowered = fm.plan(mask, q_len, kv_len, batch=2)()
         assert lowered.cells is None
