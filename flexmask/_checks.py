@@ -157,7 +157,7 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
         return f"{name}: {first}{', '.join(by_name)} {verb} given by name only: write {written}"
     wrong = next((word for word in kwargs if word not in parameters), "")
     hint = nearest(wrong, parameters) if wrong else ""
-    if hint and wrong not in str(error):  # which names an argument that is missing alone
+    if hint and repr(wrong) not in str(error):  # which names an argument that is missing alone
         hint = f"{hint[:-1]} in place of {wrong}?"
     return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
 

@@ -201,6 +201,11 @@ DATA: list[Row] = [
         lambda: fm.masks.in_context([0, 0, 1], test_starts=2),
         r"'test_start'. Did you mean test_start in place of test_starts\?",
     ),
+    (
+        "a part of the name of an argument that is required",
+        lambda: fm.masks.multi_item(prefix=10, positions=[1, 2]),
+        r"'prefix_length'. Did you mean prefix_length in place of prefix\?",
+    ),
     ("window without anything", lambda: fm.sliding_window(), "left ... right ... size"),
     ("window with both forms", lambda: fm.sliding_window(left=1, right=1, size=3), "left ... right ... size"),
     ("window of negative distance", lambda: fm.sliding_window(left=-1, right=2), "left ... -1"),
