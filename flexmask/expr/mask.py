@@ -306,8 +306,12 @@ def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operan
     decides, neutral_key = (NO_CELLS.key, ALL_CELLS.key) if neutral else (ALL_CELLS.key, NO_CELLS.key)
     parts = [part for part in _flat(kind, operands) if part.key != neutral_key]  # a & full -> a
     keys = {part.key for part in parts}
-    opposites = (Not.make(part) for part in parts if isinstance(part, Not | Compare))  # that of another part is a Not
-    if decides in keys or any(_is_among(opposite, kind, keys) for opposite in opposites):
+    # The parts of an operand are no opposites of each other: those of the longest are compared with the others alone.
+    longest = max((operand.operands for operand in operands if isinstance(operand, kind)), key=len, default=())
+    compared = keys.difference(part.key for part in longest)
+    # The opposite of any other part is a Not.
+    opposed = (part for part in parts if isinstance(part, Not) or (isinstance(part, Compare) and part.key in compared))
+    if decides in keys or any(_is_among(Not.make(part), kind, keys) for part in opposed):
         return Truth(not neutral)  # a & empty, a & ~a -> empty
     parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
     if len(parts) < 2:

@@ -4,7 +4,9 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import flexmask as fm
 from flexmask import Mask
 from flexmask.errors import OperandError
+from flexmask.expr.mask import Not
 from tests.support.exhaustive import half
 from tests.support.strategies import Case, Shape, mask_cases, shaped_masks, shapes
 
@@ -358,3 +361,21 @@ def test_signs_on_the_right_of_a_number() -> None:
 def test_a_comparison_differs_from_its_opposite_everywhere() -> None:
     assert (fm.q < fm.kv) ^ (fm.q >= fm.kv) == fm.full()
     assert (fm.q < fm.kv) ^ fm.causal() ^ (fm.q >= fm.kv) == ~fm.causal()
+
+
+@pytest.mark.parametrize("join", [operator.and_, operator.or_])
+def test_opposites_among_many_parts(join: Callable[[Mask, Mask], Mask], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is compared once: a mask of hundreds of parts took seconds where each further one was compared with all."""
+    made = Mock(side_effect=Not.make)
+    monkeypatch.setattr(Not, "make", made)
+    parts = [fm.kv < 3 * number + 10 * fm.q for number in range(60)]
+    decided = EMPTY if join is operator.and_ else FULL
+    for first, second in ((parts[:50], parts[50:]), (parts[50:], parts[:50])):
+        one, other = reduce(join, first), reduce(join, second)
+        assert made.call_count <= 60
+        for place in (0, 5, -1):
+            assert join(join(one, other), ~first[place]) == decided
+            assert join(~first[place], join(one, other)) == decided
+            assert join(one, join(other, ~first[place])) == decided
+            assert join(join(other, ~first[place]), one) == decided
+        made.reset_mock()
