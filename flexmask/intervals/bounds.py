@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
+from operator import or_
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -42,7 +43,6 @@ from flexmask.intervals.subtrees import subtree_rows
 MAX_SLOTS = 64
 #: The most queries with which a copy of a mask's data is kept: masks of more are rarely lowered twice with the same data.
 MAX_KEPT_QUERIES = 1024
-
 
 #: Starts and stops of spans: numbers or ``int64[B, H, q_len]``, exact between 0 and kv_len.
 Ends: TypeAlias = tuple[list[Any], list[Any]]
@@ -86,6 +86,11 @@ class RowBounds:
         if self.exact:
             return RowBounds.of(~self.lower)
         return RowBounds(RowBounds.of(~self.upper).lower, RowBounds.of(~self.lower).upper)
+
+    def filled(self, rows: Tensor) -> RowBounds:
+        """With all keys in some rows, ``bool[B, H, q_len, 1]``."""
+        lower = self.lower.filled(rows)
+        return RowBounds(lower, lower if self.exact else self.upper.filled(rows))
 
     def __xor__(self, other: RowBounds) -> RowBounds:
         return (self & ~other) | (~self & other)
@@ -155,12 +160,7 @@ class _Analysis:
             case And(operands):
                 return self.conjunction(operands)
             case Or(operands):
-                parts = [self.rows(operand) for operand in operands]
-                found = self.disjunction(parts)
-                are_single = found.exact and all(part.exact and part.lower.slots == 1 for part in parts)
-                if are_single and share_a_key(operands, self.context):
-                    return RowBounds.of(found.lower.hull())  # also where the host cannot read how many intervals are used
-                return found
+                return self.disjunction(operands)
             case Xor(operands):
                 return reduce(lambda a, b: a ^ b, map(self.rows, operands))
             case Not(operand):
@@ -272,14 +272,21 @@ class _Analysis:
         lo, hi = document_spans(stops.to(torch.int32), self.queries.document_number(table), padding)
         return Rows(lo.unsqueeze(-1), hi.unsqueeze(-1), context.kv_len)
 
-    def disjunction(self, parts: list[RowBounds]) -> RowBounds:
+    def disjunction(self, operands: tuple[Mask, ...]) -> RowBounds:
         """The rows of ``a | b | ...``, those that are exact joined at once."""
-        exact = [part.lower for part in parts if part.exact]
-        others = [part for part in parts if not part.exact]
-        if exact and sum(rows.slots for rows in exact) <= MAX_SLOTS:
-            others.insert(0, RowBounds.of(Rows.union(exact) if len(exact) > 1 else exact[0]))
-            return reduce(lambda a, b: a | b, others)
-        return reduce(lambda a, b: a | b, parts)
+        parts = [(operand, self.rows(operand)) for operand in operands]
+        exact = [part.lower for _, part in parts if part.exact]
+        are_single = len(exact) == len(parts) <= MAX_SLOTS and all(rows.slots == 1 for rows in exact)
+        if are_single and share_a_key(operands, self.context):
+            return RowBounds.of(Rows.union(exact).hull())  # also where the host cannot read how many intervals are used
+        # Conditions on the query alone give a row all keys: no further interval, also where the host cannot read that.
+        whole = [part.lower for operand, part in parts if part.exact and "kv" not in operand.symbols]
+        exact = [rows for rows in exact if rows not in whole]
+        if len(exact) > 1 and sum(rows.slots for rows in exact) <= MAX_SLOTS:
+            exact = [Rows.union(exact)]
+        joined = [*map(RowBounds.of, exact), *(part for _, part in parts if not part.exact)]
+        found = reduce(or_, joined or [self.leaf(Truth(False))])
+        return found.filled(reduce(or_, [rows.lo < rows.hi for rows in whole])) if whole else found
 
     def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
         """The bounds, intersected with conditions on piecewise non-decreasing columns, those of the fewest pieces first."""

@@ -142,6 +142,12 @@ class Rows:
         lo, hi = (end[:, min(head, end.shape[1] - 1), None].expand(batch, 1, q_len, -1) for end in (self.lo, self.hi))
         return Rows(lo, hi, self.kv_len)
 
+    def filled(self, rows: Tensor) -> Rows:
+        """The same sets, with all keys in some rows, ``bool[B, H, q_len, 1]``."""
+        whole = padded(torch.zeros_like(self.lo[:1, :1, :1, :1]), (0, self.slots - 1), self.kv_len)
+        lo, hi = torch.where(rows, whole, self.lo), torch.where(rows, self.kv_len, self.hi)
+        return Rows(lo, hi, self.kv_len)._trimmed()
+
     def compact(self) -> Rows:
         """The same sets with empty intervals last, given intervals in order apart from these."""
         empty = self.lo >= self.hi

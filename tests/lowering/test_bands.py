@@ -190,11 +190,13 @@ def cells(mask_mod: Any, *sizes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BANDS)
+@pytest.mark.usefixtures("elsewhere")
 def test_bands(name: str) -> None:
     text, band, meaning = BANDS[name]
-    plan, (q, kv) = fm.plan(text, 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    assert plan().band == band_of(band)
-    assert torch.equal(plan().dense()[0, 0], meaning(q, kv))
+    lowered, (q, kv) = fm.plan(text, 5, 8, batch=1)(), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    assert lowered.band == band_of(band)
+    for found in (lowered.dense(), cells(lowered.triton_block_mask.mask_mod, 1, 1, 5, 8)):
+        assert torch.equal(found[0, 0], meaning(q, kv))
 
 
 #: One of each sort: computed from the query; one end read, the other, both; computed from the chunk; two intervals.
@@ -332,11 +334,33 @@ def test_padding_between_documents_takes_no_interval(text: str) -> None:
     assert torch.equal(cells(mask.mask_mod(8), 2, 1, 8, 8)[:, 0], wanted)
 
 
-@pytest.mark.parametrize("text", ["block_diffusion(length=4, size=2)", "multi_item(2, [0, 1, 2, 0, 1, 2])"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "block_diffusion(length=4, size=2)",
+        "multi_item(2, [0, 1, 2, 0, 1, 2])",
+        "svg_spatial(2, width=1, prompt=1)",
+        "causal & qk_sparse([2], [3])",
+    ],
+)
 @pytest.mark.usefixtures("elsewhere")
 def test_named_masks_of_two_intervals(text: str) -> None:
     """As their rows are, where the host cannot count them."""
     assert fm.parse(text).rows(8).lower.slots == 2
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_conditions_on_the_query_take_no_interval() -> None:
+    conditions, q, kv = " | ".join(f"(q == {place})" for place in range(1, 71)), torch.arange(80)[:, None], torch.arange(80)
+    whole = (q >= 1) & (q <= 70)
+    for text, count, wanted in (
+        (conditions, 1, whole.expand(80, 80)),
+        (f"(kv == 2) | {conditions} | (kv == 4)", 2, whole | (kv == 2) | (kv == 4)),
+        (f"((q + kv) % 3 == 1) | (kv == 2) | {conditions}", 2, whole | (kv == 2) | ((q + kv) % 3 == 1)),
+    ):
+        mask = fm.parse(text)
+        assert mask.rows(80).upper.slots == count
+        assert torch.equal(mask.plan(80)().dense()[0, 0], wanted)
 
 
 #: Masks whose parts share a key in each row, so that their union is one interval.
