@@ -3,23 +3,24 @@
 import gc
 import os
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 ALWAYS: Any = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-HAS_CUDA = torch.cuda.is_available()
 settings.register_profile("default", **ALWAYS, derandomize=True, max_examples=25)
 settings.register_profile("all", **ALWAYS, derandomize=True, max_examples=1000)
 settings.register_profile("explore", **ALWAYS, max_examples=2000)
 settings.load_profile("default")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
+    import torch  # which their parent, that runs no test, would take seconds to import
+
     torch.set_num_threads(1)
 
 
@@ -43,9 +44,18 @@ def pytest_collection_finish() -> None:
         vars(guards)["profile_guard_manager"] = lambda *_: 0.0
 
 
+@cache
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Each test draws the same random numbers, whatever ran before it."""
+    import torch
+
     torch.default_generator.manual_seed(0)
-    if HAS_CUDA:  # torch.manual_seed formats a stack of calls for a CUDA that is not there, for milliseconds
+    if has_cuda():  # torch.manual_seed formats a stack of calls for a CUDA that is not there, for milliseconds
         torch.cuda.manual_seed_all(0)

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.md"
 
 
+@pytest.mark.slow
 def test_each_run_gets_what_was_prepared_for_it() -> None:
     prepared, seen = iter(range(100)), list[int]()
     found = measure(seen.append, lambda: next(prepared), seconds=0.0)
@@ -39,6 +40,7 @@ def test_each_run_gets_what_was_prepared_for_it() -> None:
     assert found.runs >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CLEAR.exists(), reason="the system does not say how much memory a process held at the most")
 def test_memory_that_was_freed_again_counts() -> None:
     def run(_: None) -> None:

@@ -30,6 +30,7 @@ def test_expressions_import_without_torch() -> None:
     assert loaded_after(statement, HEAVY) == set()
 
 
+@pytest.mark.slow
 def test_attention_imports_neither_drawing_nor_the_compiler_and_drawing_no_pyplot() -> None:
     """The compiler takes longer to import than everything else, and only code that is compiled needs it.
 

@@ -167,6 +167,7 @@ def test_every_use_of_another_name_loads_plugins_once(use: str, tmp_path: Path) 
     assert printed(tmp_path, code) == ["imported", "landmarks(every=3)"]
 
 
+@pytest.mark.slow
 def test_masks_of_plugins_are_masks(tmp_path: Path) -> None:
     write(tmp_path, "eager", ONE.format(name="landmarks"))
     code = """

@@ -145,6 +145,7 @@ def test_private_names_load_nothing() -> None:
     assert loaded_after(code, {*HEAVY, "flexmask._suggestions", "importlib.metadata"}) == set()
 
 
+@pytest.mark.slow
 def test_two_plugins_with_one_name_are_no_other_error(tmp_path: Path) -> None:
     for package in ("one", "two"):
         (tmp_path / f"{package}.py").write_text(

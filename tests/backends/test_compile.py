@@ -205,6 +205,7 @@ def test_more_intervals_take_other_kernels(backend: str) -> None:
             assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_flex_on_the_cpu_is_refused_in_compiled_code() -> None:
     """There torch's kernel reads wrong values for views of one tensor next to what the graph computes."""
     stacked, lowered = torch.randn(3, 1, 2, 20, 16), fm.plan("causal", 20)()

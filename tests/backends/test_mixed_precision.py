@@ -16,6 +16,7 @@ from flexmask.backends import Backend, attention_weights, backend, choose_backen
 from flexmask.errors import OperandError
 from tests.support import oracle
 from tests.support.dropout import kept_of
+from tests.support.exhaustive import slow
 
 LENGTH = 9
 IDS = torch.arange(LENGTH) // 4
@@ -124,7 +125,7 @@ def test_one_cache_of_masks_within_and_without() -> None:
     assert (cache.builds, cache.hits) == (1, 2)
 
 
-@pytest.mark.parametrize(("name", "within"), [("causal", False), ("documents", True)])
+@pytest.mark.parametrize(("name", "within"), [("causal", False), *slow([("documents", True)])])
 def test_in_compiled_code(name: str, within: bool) -> None:
     (mask, visible), tensors = MASKS[name], inputs()
     query, key, value = tensors

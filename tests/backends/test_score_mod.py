@@ -73,6 +73,7 @@ def test_one_graph_with_gradients(name: str) -> None:
     torch.testing.assert_close(found, attend(query, key, value, bias, mask))
 
 
+@pytest.mark.slow
 def test_new_data_runs_the_same_graph() -> None:
     """No tile depends on a value of the mask that was traced."""
     plan = fm.plan("causal & document(cu_seqlens=cu)", LENGTH)
@@ -121,6 +122,7 @@ def test_a_graph_has_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("checkpoint" in str(node.target) for node in graph.graph.nodes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "score_mod",
     [

@@ -140,6 +140,7 @@ def test_a_cache_makes_the_arguments_once() -> None:
     assert (cache.builds, cache.hits) == (1, 1)
 
 
+@pytest.mark.slow
 def test_compiled_code_takes_torch_s_function() -> None:
     query, key, value = tensors = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
     mask = fm.causal() & fm.document(lengths=LENGTHS[0])

@@ -255,6 +255,7 @@ LOADED = [
 ]
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     command = [sys.executable, "-c", CHECK.format(arguments=[arguments for arguments, _ in LOADED])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})

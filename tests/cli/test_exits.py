@@ -159,6 +159,7 @@ def test_no_command_answers_where_a_function_fails(module: str, command: tuple[s
     assert ("Traceback" in result.stderr) == (name == "broken")
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_no_part_of_an_answer(module: str, tmp_path: Path) -> None:
     """Not what another process prints either, for which there has to be a real output."""
     command = [sys.executable, "-m", "flexmask", "diff", "causal", "of_a_user:mask_mod", "--seq-len", "8", "--json"]

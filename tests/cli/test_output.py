@@ -187,6 +187,7 @@ mask = fm.causal()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_an_interrupt_says_so(tmp_path: Path) -> None:
     (tmp_path / "slow_masks.py").write_text("open('begun', 'w').close()\n" + SLOW.format(seconds=60))
@@ -232,6 +233,7 @@ def terminal() -> Iterator[tuple[int, bytearray]]:
         os.close(reading)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 def test_a_sign_of_life_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_masks.py").write_text(SLOW.format(seconds=1.5))

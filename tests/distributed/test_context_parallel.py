@@ -140,6 +140,7 @@ def dies(rank: int) -> None:
     assert not ENTERED
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies() -> None:
     assert exit_codes(2, dies, timeout=5) == [0, -signal.SIGKILL]
 

@@ -127,6 +127,7 @@ def test_the_deepest_mask_can_be_used(name: str, use: str) -> None:
     assert from_deep_inside(lambda: USES[use](mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["by head", *exhaustive(["choice", "and, or", "not separable", "sum"])])
 def test_the_deepest_mask_can_be_compiled(name: str) -> None:
     mask = deepest(name)

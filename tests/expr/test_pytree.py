@@ -59,6 +59,7 @@ def test_other_data_may_have_another_shape_and_is_seen_in_texts() -> None:
     assert torch.equal(mask.dense(3), (fm.causal() & fm.document(IDS[:, :3])).dense(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", ["import torch, flexmask", "import flexmask; flexmask.attention; import torch"])
 def test_masks_are_pytrees_before_one_has_data(statement: str) -> None:
     code = f"{statement}; from torch.utils import _pytree; print(_pytree.tree_leaves(flexmask.causal()))"

@@ -66,10 +66,11 @@ def test_masks(text: str) -> None:
 @pytest.mark.parametrize("name", BANDS)
 @pytest.mark.usefixtures("elsewhere")
 def test_bands(name: str) -> None:
+    """Those of plans are in the test of the same name of ``test_bands.py``."""
     text, _, meaning = BANDS[name]
     q, kv = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    for found in (fm.parse(text).mask_mod(5, 8, form="triton"), fm.plan(text, 5, 8, batch=1)().triton_block_mask.mask_mod):
-        assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
+    found = fm.parse(text).mask_mod(5, 8, form="triton")
+    assert torch.equal(cells(found, 1, 1, 5, 8)[0, 0], meaning(q, kv))
 
 
 @pytest.mark.parametrize("kv_len", [MOST_JOINT, MOST_JOINT + 1])
@@ -146,17 +147,22 @@ def test_classes_of_other_plans(text: str) -> None:
     assert "intervals" in tensors_of(mask.mask_mod(2, 6, q_offset=4, form="triton"))
 
 
+CROSSED: dict[str, Callable[[int, int], fm.Mask]] = {
+    "ids": lambda q_len, kv_len: fm.document(torch.arange(q_len) // 2, kv_ids=3 - torch.arange(kv_len) // 3),
+    "offsets": lambda q_len, kv_len: fm.masks.cross_document(q_cu_seqlens=[0, 1, q_len], kv_cu_seqlens=[0, kv_len - 1, kv_len]),
+}
+
+
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 6), (6, 5), (6, 9), (9, 6), (1, 6), (6, 1)])
-def test_classes_of_other_numbers_of_keys(q_len: int, kv_len: int) -> None:
-    masks = [
-        fm.document(torch.arange(q_len) // 2, kv_ids=3 - torch.arange(kv_len) // 3),
-        fm.masks.cross_document(q_cu_seqlens=[0, 1, q_len], kv_cu_seqlens=[0, kv_len - 1, kv_len]),
-    ]
-    for mask in masks:
-        for found in (mask.mask_mod(q_len, kv_len, form="triton"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
-            assert "intervals" not in tensors_of(found)
-            assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
+@pytest.mark.parametrize(
+    ("name", "q_len", "kv_len"),
+    [(name, *sizes) for name, sizes in zip([*CROSSED] * 3, [(5, 6), (6, 5), (9, 6), (6, 9), (1, 6), (6, 1)], strict=True)],
+)
+def test_classes_of_other_numbers_of_keys(name: str, q_len: int, kv_len: int) -> None:
+    mask = CROSSED[name](q_len, kv_len)
+    for found in (mask.mask_mod(q_len, kv_len, form="triton"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
+        assert "intervals" not in tensors_of(found)
+        assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -33,6 +33,7 @@ def steps(layer: Any, x: Tensor, mask: Any, cache: KVCache, **options: Any) -> T
         return torch.cat([layer(x[:, a:b], mask, cache=cache, **options) for a, b in zip([0, *ends], ends, strict=False)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [PACKED, *exhaustive(["causal", fm.sliding_window(size=3)])])
 def test_steps_have_two_graphs(mask: Any) -> None:
     layer = MultiheadFlexAttention(16, 16, 4, n_kv_heads=2).eval()
@@ -76,6 +77,7 @@ def test_refused(mask: str, cache: KVCache, message: str) -> None:
         model(torch.randn(2, 3, 16), mask, cache=cache)
 
 
+@pytest.mark.slow
 def test_a_full_cache_says_so_in_compiled_code() -> None:
     layer, cache, x = MultiheadFlexAttention(8, 8, 2), KVCache(16), torch.randn(1, 20, 8)
     step = torch.compile(lambda x: layer(x, "causal", cache=cache), fullgraph=True, backend="eager")

@@ -17,7 +17,7 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.plans.capture import GRAPHS, MOST_VARYING
 from tests.support import oracle
 from tests.support.block_lists import check_lists
-from tests.support.exhaustive import each_run
+from tests.support.exhaustive import each_run, exhaustive, slow
 
 BLOCK_SIZE, HEADS = 8, 2
 #: Batch, tokens and documents of each step, of more than one block and one of each.
@@ -128,7 +128,7 @@ def no_graphs() -> None:
     GRAPHS.clear()
 
 
-@pytest.mark.parametrize("text", ["sink_window(2, left=3)", "table([1, 0])[table([0, 1])[q_len % 2]] < q"])
+@pytest.mark.parametrize("text", ["sink_window(2, left=3)", *slow(["table([1, 0])[table([0, 1])[q_len % 2]] < q"])])
 def test_whole_blocks_and_others(text: str) -> None:
     plan, mask = fm.plan(text, block_size=BLOCK_SIZE), fm.parse(text)
     for tokens in (2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE):
@@ -137,7 +137,9 @@ def test_whole_blocks_and_others(text: str) -> None:
         check_lists(lowered.block_mask, mask.block_mask(tokens, block_size=BLOCK_SIZE))
 
 
-@pytest.mark.parametrize("name", each_run(MASKS, "cu_seqlens", "padding"))
+@pytest.mark.parametrize(
+    "name", ["padding", *slow(["cu_seqlens"]), *exhaustive(sorted(MASKS.keys() - {"padding", "cu_seqlens"}))]
+)
 def test_one_graph_for_20_sizes(name: str) -> None:
     text, make, meaning = MASKS[name]
     plan, rng, before = fm.plan(text, block_size=BLOCK_SIZE), random.Random(1), GRAPHS.captures
@@ -147,6 +149,7 @@ def test_one_graph_for_20_sizes(name: str) -> None:
     assert GRAPHS.captures == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_run(["cu_seqlens", "padding", "heads"], "padding"))
 def test_sizes_of_one_have_other_graphs(name: str) -> None:
     """One sequence, one document, one query, one block; no more than torch takes apart."""
@@ -214,6 +217,7 @@ def test_more_key_intervals_in_longer_rows(name: str) -> None:
     assert GRAPHS.captures == before + len(tokens)
 
 
+@pytest.mark.slow
 def test_a_length_in_cells() -> None:
     mask = fm.key_padding(torch.tensor([1]), side="left") & fm.document(torch.tensor([0, 1]), kv_ids=torch.tensor([1, 0]))
     assert mask.plan()(2, 2).dense()[0, 0].tolist() == [[False, True], [False, False]]
@@ -232,6 +236,7 @@ def test_a_table_that_symbols_cannot_check() -> None:
         plan(32)
 
 
+@pytest.mark.slow
 def test_an_index_that_leaves_its_table() -> None:
     table = torch.arange(6) % 2 == 0
     plan = (fm.table(table)[kv // 8] != 0).plan(block_size=BLOCK_SIZE)
@@ -313,6 +318,7 @@ def test_errors(name: str) -> None:
         run()
 
 
+@pytest.mark.slow
 def test_wrong_sizes_after_right_ones() -> None:
     """A graph that holds for equal sizes alone does not take others."""
     plan = fm.plan("document(x)", block_size=BLOCK_SIZE)

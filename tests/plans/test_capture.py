@@ -50,6 +50,7 @@ def test_a_capture_keeps_no_other_thread_waiting(monkeypatch: pytest.MonkeyPatch
     assert cache.captures == len(cache) == 2
 
 
+@pytest.mark.slow
 def test_threads_capture_at_the_same_time() -> None:
     lengths, cache = range(8, 14), GraphCache()
     start = Barrier(len(lengths))

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexmask as fm
 from flexmask import attention
 from tests.support import oracle
-from tests.support.exhaustive import each_run, exhaustive
+from tests.support.exhaustive import each_run, exhaustive, slow
 
 HEADS = 2
 
@@ -198,15 +198,17 @@ def test_code_of_inductor_for_20_sizes(name: str, dynamic: bool | None) -> None:
 TRACED = ["ids, evaluated cell by cell", "heads"]
 #: Those that each run has elsewhere: the first two in the tests of 20 sizes, windows in `sink`.
 ELSEWHERE = ["cu_seqlens", "padded", "window"]
-UNTRACED = [name for name in MASKS if name not in TRACED + ELSEWHERE]
+#: Those that are not slow.
+QUICK = ["contiguous ids", "sink"]
+UNTRACED = [name for name in MASKS if name not in TRACED + ELSEWHERE + QUICK]
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in TRACED),
-        *product(UNTRACED, ["eager"]),
-        *exhaustive([*product(UNTRACED, ["aot_eager"]), *product(ELSEWHERE, ["eager", "aot_eager"])]),
+        *product(QUICK, ["eager"]),
+        *slow([*product(TRACED, ["aot_eager"]), *product(UNTRACED, ["eager"])]),
+        *exhaustive([*product(QUICK + UNTRACED, ["aot_eager"]), *product(ELSEWHERE, ["eager", "aot_eager"])]),
     ],
 )
 def test_sizes_that_are_marked_as_dynamic(name: str, backend: str) -> None:
@@ -264,6 +266,7 @@ def test_layers(backend: str) -> None:
     assert counter.frame_count <= 3
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_layers_of_sizes_that_are_marked_as_dynamic(backend: str) -> None:
     """Also where the number of blocks of a BlockMask changes, with 128 tokens."""
@@ -307,6 +310,7 @@ def test_a_mask_as_an_argument_of_a_checkpoint() -> None:
         compiled(x, fm.causal())
 
 
+@pytest.mark.slow
 def test_sizes_that_contradict_each_other() -> None:
     compiled = torch.compile(attend(MASKS["contiguous ids"][0]), fullgraph=True, backend="eager")
     for tokens in (40, 50, 60):
@@ -315,7 +319,7 @@ def test_sizes_that_contradict_each_other() -> None:
         compiled(torch.randn(2, 2, 60, 8), ids=torch.zeros(2, 61, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", ["padded", "cu_seqlens", *exhaustive(["window", "heads"])])
+@pytest.mark.parametrize("name", ["padded", *slow(["cu_seqlens"]), *exhaustive(["window", "heads"])])
 def test_export_with_a_dynamic_length(name: str) -> None:
     text, make, _ = MASKS[name]
 

@@ -108,6 +108,7 @@ def test_the_complement() -> None:
     torch.testing.assert_close(compiled(n), dense(~keys(n)))
 
 
+@pytest.mark.slow
 def test_the_text_of_a_layer_with_its_parameters() -> None:
     torch._dynamo.reset()
     layer = fm.MultiheadFlexAttention(16, 16, 2)
@@ -145,6 +146,7 @@ def test_a_layer_takes_a_text_that_is_bound(name: str) -> None:
     torch.testing.assert_close(compiled(n), layer(x, fm.from_dense(CAUSAL & keys(n))))
 
 
+@pytest.mark.slow
 def test_data_of_a_layer_that_is_no_tensor_is_a_part_of_the_graph() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -177,6 +179,7 @@ def test_a_mask_of_other_values_that_are_no_tensors_is_another_graph() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_lists_are_data() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -231,6 +234,7 @@ def test_errors_are_those_of_the_library(name: str) -> None:
         compiled(torch.tensor([3, 4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *exhaustive(["aot_eager"])])
 def test_masks_that_are_not_kept(backend: str) -> None:
     torch.compiler.reset()

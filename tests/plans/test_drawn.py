@@ -242,6 +242,7 @@ def given_a_mask(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tenso
 PLAN = fm.plan(PACKED, TOKENS, batch=BATCH, heads=HEADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", *exhaustive(["inductor"])])
 @pytest.mark.parametrize("way", ["a plan called inside", "a mask"])
 def test_compiled_attention_is_one_graph_for_all_data(way: str, backend: str) -> None:

@@ -25,7 +25,7 @@ from flexmask.plans.capture import GRAPHS
 from tests.lowering.test_host_syncs import MASKS
 from tests.support import oracle
 from tests.support.block_lists import check_lists
-from tests.support.exhaustive import exhaustive, one_in
+from tests.support.exhaustive import exhaustive, one_in, slow
 from tests.support.flex import without_kernels
 
 LENGTH = 300
@@ -363,7 +363,7 @@ def test_a_plan_is_printed_as_it_is_made() -> None:
     assert repr(fm.plan("causal", 9, batch=2, device="cpu")) == written.format("'cpu'")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, *slow([True])])
 def test_a_plan_is_where_its_data_is(compiled: bool) -> None:
     there = torch.zeros(2, dtype=torch.long, device="meta")
     plan = fm.plan("causal & key_padding(lengths) & document(cu_seqlens=cu)", 9)
@@ -496,6 +496,7 @@ def test_a_compiled_model_has_one_graph(way: str, backend: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_another_structure_is_another_graph() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -506,6 +507,7 @@ def test_another_structure_is_another_graph() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_by", ["flexmask", "torch"])
 def test_a_block_mask_trains_in_a_graph_on_the_cpu(made_by: str) -> None:
     torch._dynamo.reset()
@@ -523,6 +525,7 @@ def test_a_block_mask_trains_in_a_graph_on_the_cpu(made_by: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_offsets_in_a_graph() -> None:
     torch._dynamo.reset()
     plan = fm.plan("causal", 1, 32, batch=2)

@@ -335,8 +335,7 @@ LONG = fm.causal() & fm.document(join_lines(1300, 90)) & fm.key_padding(1210) & 
 SPARSE = fm.causal() | ((fm.q * 7 + fm.kv * 3) % 211 == 0)  # its rows are only bounds
 
 
-@pytest.mark.parametrize("on", ["pipe", "NO_COLOR", "16"])
-@pytest.mark.parametrize("width", [20, 77, 200])
+@pytest.mark.parametrize(("on", "width"), one_in(3, ["pipe", "NO_COLOR", "16"], [20, 77, 200]))
 @pytest.mark.parametrize("mask", [LONG, SPARSE], ids=["documents", "sparse"])
 def test_signs_of_an_area(mask: Mask, width: int, on: str) -> None:
     dense = mask.dense(1300)[0, 0].numpy()

@@ -14,7 +14,16 @@ quarter = settings(max_examples=settings().max_examples // 4)
 
 def exhaustive(values: Iterable[Any]) -> list[Any]:
     """Parameters marked as exhaustive, to be listed after those that each run takes."""
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive) for value in values]
+    return _marked(values, pytest.mark.exhaustive)
+
+
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Parameters marked as slow, which ``.ci/run`` takes and ``pytest`` alone does not."""
+    return _marked(values, pytest.mark.slow)
+
+
+def _marked(values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
 
 
 def each_run(values: Iterable[Any], *often: Any) -> list[Any]:
