@@ -394,7 +394,7 @@ class MultiheadFlexAttention(nn.Module):
             if keys:
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
                 projected.append((both, others))
-        parted = [both.unflatten(2, (sum(heads), self.d_head)).split_with_sizes(heads, 2) for both, heads in projected]
+        parted = [both.view(*both.shape[:2], sum(heads), self.d_head).split_with_sizes(heads, 2) for both, heads in projected]
         return [part.transpose(1, 2) for parts in parted for part in parts]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:

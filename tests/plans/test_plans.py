@@ -43,6 +43,14 @@ def test_each_named_mask(name: str) -> None:
     check_equal(fm.plan(mask, 512)(), mask, 512)
 
 
+def test_blocks_of_one_visible_cell() -> None:
+    lowered = fm.plan("(q * kv == 35) & (q > 1)", 40, block_size=8)()
+    assert lowered.cells is not None
+    blocks = lowered.dense().view(1, 1, 5, 8, 5, 8).any(-1).any(3)
+    assert blocks.sum() == 2
+    assert torch.equal(lowered.block_mask.to_dense().bool(), blocks)
+
+
 def documents(*lengths: int) -> Tensor:
     return torch.tensor([[0, *torch.tensor(lengths).cumsum(0).tolist()]])
 
