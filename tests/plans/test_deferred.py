@@ -87,7 +87,9 @@ def dense(visible: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    each_run(MADE, "operators", "a mask that is an input", "comparisons", "arithmetic", "numbers by where", "a parameter"),
+    each_run(
+        MADE, "operators", "a mask that is an input", "comparisons", "arithmetic", "numbers by where", "a parameter", "heads"
+    ),
 )
 def test_a_mask_made_in_compiled_code(name: str) -> None:
     torch._dynamo.reset()
