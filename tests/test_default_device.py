@@ -70,7 +70,7 @@ class OnTheCPU(ast.NodeTransformer):
         return node
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):

@@ -394,6 +394,7 @@ class MultiheadFlexAttention(nn.Module):
             if keys:
                 both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
                 projected.append((both, others))
+        # By view, as dynamo does not trace torch's unflatten under a default device.
         parted = [both.view(*both.shape[:2], sum(heads), self.d_head).split_with_sizes(heads, 2) for both, heads in projected]
         return [part.transpose(1, 2) for parts in parted for part in parts]
 
