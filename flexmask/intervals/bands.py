@@ -22,10 +22,10 @@ Fused: TypeAlias = Literal["whole", "causal"] | None
 #: ``(0, n)`` is ``n``.
 Place: TypeAlias = tuple[int, int]
 #: One end of a key interval: the innermost of some places, none where no key is left out on that side, else ``"read"``, or
-#: ``"shared"`` where a gap that is the same for all queries begins.
+#: ``"shared"`` where it is read and the same for all queries.
 End: TypeAlias = tuple[Place, ...] | Literal["read", "shared"]
-#: The key intervals of a row, each by where it begins and where it ends: one, several of which no end is read, or those before
-#: and behind a gap (:func:`has_gap`).
+#: The key intervals of a row, each by where it begins and where it ends: one, several of which no end is read, those before
+#: and behind a gap (:func:`has_gap`), or the first keys and another interval.
 Band: TypeAlias = tuple[tuple[End, End], ...]
 #: The band of all keys, and that of a mask of which nothing is known.
 WHOLE: Band = (((), ()),)
@@ -103,7 +103,9 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
     A part of which each row holds the key at the query, or no key, does not change an end that is right behind the query, nor a
     beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
     may have gaps. A condition of the query alone is an end that is read: behind all keys where it holds, 0 elsewhere. All keys
-    before one that is the same for all queries, and all keys from one on, leave a gap: :func:`has_gap`.
+    before one that is the same for all queries, and all keys from one on, leave a gap: :func:`has_gap`. Of the first keys of each
+    row and another interval one end is read where the other one is computed, and three where the first keys are the same for all
+    queries.
     """
     match mask:
         case Truth(True):
@@ -111,15 +113,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
         case Span(start, stop):
             return ((_end(start, -1), _end(stop, 1)),)
         case Or(parts):
-            found = [interval for part in parts for interval in band(part, own_keys=own_keys)]
-            lows, highs = ends_of(found)
-            if lows == {()} or highs == {()}:
-                return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
-            computed = _computed(found)
-            if computed != READ or WHOLE[0] in found or not all(map(_adjoins_gap, parts)):
-                return computed
-            stops = [high for low, high in found if low == ()]
-            return (((), "shared" if "read" in stops else max(stops)), ("read", ()))
+            return _band_of_union(parts, own_keys=own_keys)
         case And(parts):
             has_own_key = own_keys and any(map(_has_own_key, parts))
             bands = [band(part, own_keys=own_keys) for part in parts if not (has_own_key and _is_around_query(part, parts))]
@@ -128,7 +122,7 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
                 for chosen in product(*bands)
             ]
             if not has_own_key:
-                return tuple(found) if len(found) == 1 or has_gap(found) else _computed(found)
+                return tuple(found) if len(found) == 1 or has_gap(found) else _joined(found)
             if [high for _, high in found] == [(NEXT,)]:
                 return (("read", (NEXT,)),)
             return (((HERE,) if [low for low, _ in found] == [(HERE,)] else "read", "read"),)
@@ -137,10 +131,34 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
     return READ
 
 
+def _band_of_union(parts: Sequence[Mask], *, own_keys: bool) -> Band:
+    """The band of a disjunction."""
+    found = [interval for part in parts for interval in band(part, own_keys=own_keys)]
+    lows, highs = ends_of(found)
+    if lows == {()} or highs == {()}:
+        return ((() if lows == {()} else "read", () if highs == {()} else "read"),)
+    joined = _joined(found)
+    if joined != READ:
+        return joined
+    firsts = [part for part in parts if _is_prefix(part)]
+    stops = [high for _, high in chain.from_iterable(band(part, own_keys=own_keys) for part in firsts)]
+    before: End = "shared" if "read" in stops else max(stops, default=())
+    rest = [part for part in parts if part not in firsts]
+    if all(_is_suffix(part) or "kv" not in part.symbols for part in rest):
+        return (((), before), ("read", ())) if firsts else (("read", ()),)
+    known = _joined([((), "read"), *(interval for interval in found if interval[0] != ())])
+    return (((), before), READ[0]) if known == READ and firsts and len(rest) == 1 and _is_interval(rest[0]) else known
+
+
 def ends_of(band: Iterable[tuple[End, End]]) -> tuple[set[End], set[End]]:
     """Where the intervals of bands begin, and where they end."""
     lows, highs = zip(*band, strict=True)
     return set(lows), set(highs)
+
+
+def are_computed(band: Iterable[tuple[End, End]]) -> bool:
+    """Whether no end of some intervals is read."""
+    return not any(isinstance(end, str) for end in chain.from_iterable(band))
 
 
 def has_gap(band: Sequence[tuple[End, End]]) -> bool:
@@ -185,10 +203,10 @@ def reach(place: Place) -> tuple[float, float]:
     return (n - size + 1, n) if size else (-inf, inf)
 
 
-def _computed(intervals: list[tuple[End, End]]) -> Band:
-    """A band of several intervals."""
-    is_computed = not any(isinstance(end, str) for end in chain.from_iterable(intervals))
-    return tuple(intervals) if len(intervals) <= MOST and is_computed else READ
+def _joined(intervals: list[tuple[End, End]]) -> Band:
+    """A band of several intervals: computed ones, or the first keys of each row and one that is computed."""
+    are_known = are_computed(intervals) or (intervals[0] == ((), "read") and are_computed(intervals[1:]))
+    return tuple(intervals) if len(intervals) <= MOST and are_known else READ
 
 
 def _end(end: Index | None, side: Literal[-1, 1]) -> End:
@@ -215,12 +233,22 @@ def _inner_end(ends: Iterable[End], side: Literal[-1, 1]) -> End:
     return tuple(place for place in places if not any(spread[other][0] >= spread[place][1] for other in places if other != place))
 
 
-def _adjoins_gap(mask: Mask) -> bool:
-    """Whether a leaf is all keys up to the same one in each row, or all from one on."""
+def _is_prefix(mask: Mask) -> bool:
+    """Whether a leaf is all keys up to the same one in each row."""
     match mask:
         case Span(None, Index() as stop):
             return "q" not in stop.symbols
+    return False
+
+
+def _is_suffix(mask: Mask) -> bool:
+    """Whether a leaf is all keys from one on."""
     return isinstance(mask, Span) and mask.stop is None
+
+
+def _is_interval(mask: Mask) -> bool:
+    """Whether each row is one interval, or has no keys."""
+    return all(isinstance(part, Span) or "kv" not in part.symbols for part in operands_of(mask))
 
 
 def _has_own_key(mask: Mask) -> bool:

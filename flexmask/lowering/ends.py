@@ -19,10 +19,10 @@ class ReadEnd(NamedTuple):
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, end: Tensor, q_len: int) -> ReadEnd:
-        """An end ``[B, H, q_len]`` without the axes of size 1. A kernel indexes by something: at least by the query."""
+    def of(cls, end: Tensor, q_len: int | None) -> ReadEnd:
+        """An end ``[B, H, q_len]`` without axes of size 1; where none is left and ``q_len`` is given, with that of the query."""
         found, axes = without_unit_axes(end, 3)
-        if not axes:
+        if not axes and q_len is not None:
             found, axes = found.expand(q_len), (2,)
         return cls(found.contiguous(), axes)
 

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from itertools import chain
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.errors import ExpressionError, LoweringError
-from flexmask.intervals.bands import READ, Band, Place, band_of, has_gap
+from flexmask.intervals.bands import READ, Band, End, Place, are_computed, band_of, has_gap
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
@@ -78,6 +77,9 @@ def _expression_mod(context: Context) -> MaskMod:
 def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, joins_ends: bool = False) -> MaskMod:
     """``OR over i of lo[i][row] <= kv < hi[i][row]``, or around a gap ``(kv < stop[b, h] | kv >= start[row]) & kv < hi(q)``.
 
+    Of the first keys and another interval it is ``kv < stop[row] | lo(q) <= kv < hi(q)``, or
+    ``kv < stop[b, h] | lo[row] <= kv < hi[row]``.
+
     Args:
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
@@ -99,28 +101,18 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
         count = tested_count(count)
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
-    intervals: list[tuple[Ends, Ends]] = [*cast("tuple[tuple[Ends, Ends], ...]", band)]
+    for_triton = joins_ends and _sync.needs_sync(rows.lo)
+    queries = None if for_triton else sizes[2]
     if has_gap(band):
-        before, behind = band[0][1], cast("tuple[Place, ...]", band[1][1])
-        stop, start = _around_gap(rows, sizes[2], behind)
-        first: Ends = (ReadEnd.of(stop, sizes[2]), *behind) if before == "shared" else cast("tuple[Place, ...]", before)
-        intervals = [((), first), ((ReadEnd.of(start, sizes[2]),), behind)]
-    elif any(isinstance(end, str) for end in chain.from_iterable(band)):
-        low, high = band[0] if rows.slots == len(band) == 1 else READ[0]
-        lo, hi = rows.lo, rows.hi
-        if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
-            hi = torch.where(lo < hi, hi, 0)
-        # Two tensors for each slot, also for one without use: torch compiles again where one tensor serves for both ends.
-        unused = [
-            (torch.full_like(lo[..., 0], rows.kv_len), torch.full_like(lo[..., 0], rows.kv_len))
-            for _ in range(count - rows.slots)
-        ]
-        ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
-        intervals = [((ReadEnd.of(lo, sizes[2]),), (ReadEnd.of(hi, sizes[2]),)) for lo, hi in ends]
-        starts, stops = intervals[0]
-        intervals[0] = starts if isinstance(low, str) else low, stops if isinstance(high, str) else high
-        if joins_ends and _sync.needs_sync(rows.lo) and rows.kv_len <= MOST_JOINT:
-            return joint_mod(intervals)
+        intervals = _around_gap(rows, band, sizes[2], queries)
+    elif are_computed(band):
+        intervals = [*cast("tuple[tuple[Ends, Ends], ...]", band)]
+    elif len(band) > 1:
+        intervals = [_first_keys(rows, band[0], queries), *_read(_last_interval(rows), band[1], 1, queries)]
+    else:
+        intervals = _read(rows, band[0], count, queries)
+    if for_triton and not (has_gap(band) or are_computed(band[-1:])) and rows.kv_len <= MOST_JOINT:
+        return joint_mod(intervals)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = b, h, q_idx
@@ -129,21 +121,66 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     return visible_key
 
 
-def _around_gap(rows: Rows, q_len: int, high: tuple[Place, ...]) -> tuple[Tensor, Tensor]:
-    """Where the keys before the gap of each row end, the same for all queries, and where those behind it begin.
+def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) -> list[tuple[Ends, Ends]]:
+    """So many intervals of each row, of which ends are read.
 
     Args:
-        rows: intervals of all keys up to ``high``, but those of the gap.
-        q_len: the number of queries.
-        high: the places of which the innermost is where the rows end.
+        rows: the intervals.
+        interval: the ends of a single one, of which some may be computed.
+        count: how many, at least those of the rows.
+        q_len: as of :meth:`ReadEnd.of`.
     """
+    if are_computed([interval]):
+        return [cast("tuple[Ends, Ends]", interval)]
+    low, high = interval if rows.slots == 1 else READ[0]
+    lo, hi = rows.lo, rows.hi
+    if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
+        hi = torch.where(lo < hi, hi, 0)
+    # Two tensors for each slot, also for one without use: torch compiles again where one tensor serves for both ends.
+    unused = [
+        (torch.full_like(lo[..., 0], rows.kv_len), torch.full_like(lo[..., 0], rows.kv_len)) for _ in range(count - rows.slots)
+    ]
+    ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
+    (start, stop), *others = [((ReadEnd.of(lo, q_len),), (ReadEnd.of(hi, q_len),)) for lo, hi in ends]
+    return [(start if isinstance(low, str) else low, stop if isinstance(high, str) else high), *others]
+
+
+def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tuple[Ends, Ends]:
+    """The first keys of each row; where the end is shared, those of all rows of a sequence."""
+    stop = interval[1]
+    if not isinstance(stop, str):
+        return (), stop
+    end = torch.where(rows.lo[..., 0] == 0, rows.hi[..., 0], 0)
+    return (), (ReadEnd.of(end.amin(2, keepdim=True) if stop == "shared" else end, q_len),)
+
+
+def _last_interval(rows: Rows) -> Rows:
+    """The last one of each row of at most two."""
+    lo, hi = rows.lo, rows.hi
+    is_used = (lo < hi)[..., -1:]
+    return Rows(torch.where(is_used, lo[..., -1:], lo[..., :1]), torch.where(is_used, hi[..., -1:], hi[..., :1]), rows.kv_len)
+
+
+def _around_gap(rows: Rows, band: Band, queries: int, q_len: int | None) -> list[tuple[Ends, Ends]]:
+    """The keys before the gap of each row, whose end is the same for all queries, and those behind it.
+
+    Args:
+        rows: intervals of all keys up to the end of the band, but those of the gap.
+        band: where the gap begins, and where rows end.
+        queries: how many there are.
+        q_len: as of :meth:`ReadEnd.of`.
+    """
+    before, high = band[0][1], cast("tuple[Place, ...]", band[1][1])
     lo, hi = rows.lo[..., 0], rows.hi[..., 0]
-    at = torch.arange(q_len if any(size for size, _ in high) else 1, device=lo.device)
+    at = torch.arange(queries if any(size for size, _ in high) else 1, device=lo.device)
     end = torch.full_like(at, rows.kv_len)
     for place in high:
         end = end.clamp(max=position(place, at))
     is_whole = (lo == 0) & (hi == end)
     is_cut = (lo == 0) & ~is_whole
-    stop = torch.where(is_cut, hi, 0).amax(2, keepdim=True)
     behind = rows.lo[..., 1] if rows.slots > 1 else rows.kv_len
-    return stop, torch.where(is_whole, 0, torch.where(is_cut, behind, lo)).to(torch.int32)
+    start = torch.where(is_whole, 0, torch.where(is_cut, behind, lo)).to(torch.int32)
+    stop: Ends = cast("tuple[Place, ...]", before)
+    if before == "shared":
+        stop = (ReadEnd.of(torch.where(is_cut, hi, 0).amax(2, keepdim=True), q_len), *high)
+    return [((), stop), ((ReadEnd.of(start, q_len),), high)]

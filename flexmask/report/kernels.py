@@ -38,13 +38,13 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         bits = "evaluates each cell"
     else:
         ends = [end for interval in band for end in interval]
-        gap = has_gap(band)
-        reads = "read" in ends and not gap
-        count = tested_count(bounds.lower.slots) if reads else len(band)
-        read = sum(isinstance(end, str) for end in ends) if count == 1 or gap else 2 * count * reads
+        is_known = len(band) > 1 or "read" not in ends or bounds.lower.slots == 1
+        count = len(band) if is_known else tested_count(bounds.lower.slots)
+        read = sum(isinstance(end, str) for end in ends) if is_known else 2 * count
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
-        if reads and () not in ends and context.kv_len <= MOST_JOINT:
+        joins = any("read" in interval and () not in interval for interval in band) and not has_gap(band)
+        if joins and context.kv_len <= MOST_JOINT:
             cells += "; backend flex compares both ends at once"
         intervals = f"{count} {'interval' if count == 1 else 'intervals'}"
         bits = f"applies {intervals} to 32 keys at a time, as bits, on Blackwell (torch 2.15)"

@@ -63,7 +63,7 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 ENDS, WINDOW = torch.tensor([130, 7]), fm.sliding_window(size=50)
-#: Masks that a graph makes, and what they mean. The last two have data.
+#: Masks that a graph makes, and what they mean. All but the first three have data.
 MADE: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
     "causal": (lambda ends: fm.causal(), lambda b, q, kv: kv <= q),
     "window": (lambda ends: fm.causal() & WINDOW, lambda b, q, kv: (kv <= q) & (q - kv < 50)),
@@ -73,10 +73,24 @@ MADE: dict[str, tuple[Callable[[Tensor], fm.Mask], Callable[..., Tensor]]] = {
         lambda ends: fm.document(lengths=torch.stack((ends, 130 - ends), 1)) & fm.key_padding(ends + 100),
         lambda b, q, kv: ((q < ENDS[b]) == (kv < ENDS[b])) & (kv < ENDS[b] + 100),
     ),
+    "prefix and window": (
+        lambda ends: fm.key_padding(ends // 2) | WINDOW | (fm.q >= fm.table(ends)[fm.b]),
+        lambda b, q, kv: (kv < ENDS[b] // 2) | ((kv <= q) & (q - kv < 50)) | (q >= ENDS[b]),
+    ),
+    "drafts": (
+        lambda ends: fm.masks.draft_blocks(ends // 3, 20),
+        lambda b, q, kv: (kv < ENDS[b] // 3) | (((kv - ENDS[b] // 3) // 20 == q // 20) & (kv - ENDS[b] // 3 <= q)),
+    ),
+    "gap": (  # that is the same for all sequences
+        lambda ends: fm.causal() & fm.masks.qk_sparse(ends[1:] * 4, ends[1:] * 5),
+        lambda b, q, kv: (kv <= q) & ((kv < 28) | (kv >= 63) | (q >= 63)),
+    ),
 }
+#: Those with data, in two graphs.
+WITH_DATA = "padding, documents", "prefix and window, drafts, gap"
 
 
-@pytest.mark.parametrize("names", each_run(["causal, window, sink", "padding, documents"], "padding, documents"))
+@pytest.mark.parametrize("names", each_run(["causal, window, sink", *WITH_DATA], WITH_DATA[0]))
 def test_gradients(backend: Any, names: str) -> None:
     made = {name: MADE[name] for name in names.split(", ")}
     masks, meanings = zip(*made.values(), strict=True)

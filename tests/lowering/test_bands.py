@@ -78,7 +78,7 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
     ),
     "a gap that begins anywhere": (
         "causal & ((kv < table([1, 0, 2, 2, 1])[q]) | (kv > 2))",
-        (READ, READ),
+        [(None, READ), ((0, 3), 1)],
         lambda q, kv: (kv <= q) & ((kv < torch.tensor([1, 0, 2, 2, 1])[q]) | (kv > 2)),
     ),
     "a gap in a window": (
@@ -90,6 +90,53 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
         "block_causal(2) & causal(offset=-1) & ((kv < 1) | (kv > table([1, 0, 2, 2, 3])[q]))",
         [(None, [(0, 1), 0]), (READ, 0)],
         lambda q, kv: (kv < q) & ((kv < 1) | (kv > torch.tensor([1, 0, 2, 2, 3])[q])),
+    ),
+    "a gap up to a key of data": (
+        "causal & ((kv < 2) | (kv >= table([3, 4])[1]) | (q == 4))",
+        [(None, [(0, 2), 1]), (READ, 1)],
+        lambda q, kv: (kv <= q) & ((kv < 2) | (kv >= 4) | (q == 4)),
+    ),
+    "keys from one on, and a query that sees all": (
+        "(kv >= table([3, 4])[1]) | (q == 1)",
+        (READ, None),
+        lambda q, kv: (kv >= 4) | (q == 1),
+    ),
+    "a prefix of data and a window": (
+        "(kv < table([3, 2])[1]) | sliding_window(size=2) | (q == 1)",
+        [(None, READ), (-1, 1)],
+        lambda q, kv: (kv < 2) | ((kv <= q) & (kv >= q - 1)) | (q == 1),
+    ),
+    "a prefix of data and a window that has no key": (
+        "(kv < table([3, 2])[1]) | ((kv >= q + 9) & (kv < q + 12))",
+        [(None, READ), (9, 12)],
+        lambda q, kv: kv + 0 * q < 2,
+    ),
+    "a prefix of data and chunks": (
+        "((kv < table([3, 2])[1]) | chunked(3)) & (kv > 0)",
+        (READ, READ),
+        lambda q, kv: ((kv < 2) | (q // 3 == kv // 3)) & (kv > 0),
+    ),
+    "a prefix of data and an interval of data": (
+        "(kv < table([3, 2])[1]) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q]) & (q != 4))",
+        [(None, SHARED), (READ, READ)],
+        lambda q, kv: (kv < 2) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q]) & (q != 4)),
+    ),
+    "a prefix and an interval of data": (
+        "(kv < 2) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q]))",
+        [(None, (0, 2)), (READ, READ)],
+        lambda q, kv: (kv < 2) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q])),
+    ),
+    "a prefix and pieces of data": (
+        "(kv < table([3, 2])[1]) | (table([0, 1, 0, 1, 0, 2, 2, 2])[q] == table([0, 1, 0, 1, 0, 2, 2, 2])[kv])",
+        (READ, READ),
+        lambda q, kv: (kv < 2) | ((q % 2 == kv % 2) & (kv < 5)),
+    ),
+    "a prefix of data, up to the query": (
+        "causal & ((kv < table([3, 2])[1]) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q])))",
+        (READ, READ),
+        lambda q, kv: (
+            (kv <= q) & ((kv < 2) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q])))
+        ),
     ),
     "padding": ("causal & key_padding(4)", (None, READ), lambda q, kv: (kv <= q) & (kv < 4)),
     "padding on the left": ("causal & key_padding(start=2)", (READ, 1), lambda q, kv: (kv <= q) & (kv >= 2)),
@@ -228,13 +275,17 @@ def test_bands_are_arithmetic_elsewhere_than_on_the_cpu(name: str) -> None:
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("prefix", ["table([2, 5])[b]", "table([2])[b]", "2", "2 + h"])
 def test_around_a_gap(prefix: str) -> None:
-    """Two values are read, the first without the query where it varies; of a mask without a batch they serve any."""
+    """Two values are read, the first without the query where it varies; of a mask without a batch they serve any.
+
+    For Triton one that is the same for all is read without an index.
+    """
     mask = fm.parse(f"causal & ((kv < {prefix}) | (kv > q - table([0, 1, 2, 0, 1, 9, 0, 1])[q]))")
     sizes: dict[str, Any] = {"batch": 2 if "5" in prefix else None, "heads": 2 if "h" in prefix else None}
-    found = mask.block_mask(8, **sizes).mask_mod
-    first = [end.axes for end in tensors_of(found)["intervals"][0][1] if isinstance(end[0], Tensor)]
-    assert first == {"table([2, 5])[b]": [(0,)], "table([2])[b]": [(2,)], "2": [], "2 + h": [(1,)]}[prefix]
-    assert torch.equal(cells(found, 2, 2, 8, 8), mask.dense(8, **sizes).expand(2, 2, 8, 8))
+    for form, of_all in zip(FORMS, ((2,), ()), strict=True):
+        found = mask.block_mask(8, form=form, **sizes).mask_mod
+        first = [end.axes for end in tensors_of(found)["intervals"][0][1] if isinstance(end[0], Tensor)]
+        assert first == {"table([2, 5])[b]": [(0,)], "table([2])[b]": [of_all], "2": [], "2 + h": [(1,)]}[prefix]
+        assert torch.equal(cells(found, 2, 2, 8, 8), mask.dense(8, **sizes).expand(2, 2, 8, 8))
 
 
 def test_one_kernel_serves_most_masks_on_the_cpu() -> None:
