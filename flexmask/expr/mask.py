@@ -290,15 +290,13 @@ def _is_among(mask: Mask, kind: type[_Nary], keys: set[Any]) -> bool:
     return mask.key in keys or (isinstance(mask, kind) and all(operand.key in keys for operand in mask.operands))
 
 
-def _absorbed(part: Mask, parts: list[Mask], kind: type[_Nary], inner: type[_Nary]) -> bool:
-    """Whether the other parts make one superfluous: ``a & (a | b) -> a`` and ``(a | b) & (a | b | c) -> a | b``."""
-    if not isinstance(part, inner):
-        return False
-    keys = {other.key for other in parts}
+def _absorbed(part: _Nary, others: list[Mask], kind: type[_Nary], inner: type[_Nary]) -> bool:
+    """Whether other parts make one superfluous: ``a & (a | b) -> a`` and ``(a | b) & (a | b | c) -> a | b``."""
+    keys = {other.key for other in others}
     own = {operand.key for operand in part.operands}
     if any(_is_among(operand, kind, keys) for operand in part.operands):
         return True
-    return any({operand.key for operand in other.operands} < own for other in parts if isinstance(other, inner))
+    return any({operand.key for operand in other.operands} < own for other in others if isinstance(other, inner))
 
 
 def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operands: tuple[Mask, ...]) -> Mask:
@@ -313,7 +311,10 @@ def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operan
     opposed = (part for part in parts if isinstance(part, Not) or (isinstance(part, Compare) and part.key in compared))
     if decides in keys or any(_is_among(Not.make(part), kind, keys) for part in opposed):
         return Truth(not neutral)  # a & empty, a & ~a -> empty
-    parts = [part for part in parts if not _absorbed(part, parts, kind, inner)]
+    for part in [part for part in parts if isinstance(part, inner)]:
+        others = [other for other in parts if other is not part]
+        # One with a name in it may have the key of an operand: it does not absorb itself.
+        parts = others if _absorbed(part, others, kind, inner) else parts
     if len(parts) < 2:
         return parts[0] if parts else Truth(neutral)
     return kind(tuple(parts))

@@ -36,6 +36,9 @@ SAME: list[Callable[[], tuple[Mask, Mask]]] = [
     lambda: (fm.causal() ^ NEAR.named("a"), NEAR ^ fm.causal()),
     lambda: (fm.causal() & ~fm.causal().named("a"), fm.masks.empty()),
     lambda: (NEAR & (NEAR | EARLY).named("a"), NEAR),
+    lambda: ((fm.causal() | (fm.causal() & NEAR).named("a")) & EARLY, fm.causal() & EARLY),
+    lambda: ((fm.causal() & (fm.causal() | NEAR).named("a")) | EARLY, fm.causal() | EARLY),
+    lambda: ((NEAR | (fm.causal() & NEAR).named("a")) & (EARLY | NEAR), NEAR),
     lambda: (fm.masks.per_head([NEAR.named("a"), EARLY]), fm.masks.per_head([NEAR, EARLY])),
     lambda: (NEAR.named("a").named("b"), NEAR.named("c")),
 ]
