@@ -286,7 +286,7 @@ class _Analysis:
             exact = [Rows.union(exact)]
         joined = [*map(RowBounds.of, exact), *(part for _, part in parts if not part.exact)]
         found = reduce(or_, joined or [self.leaf(Truth(False))])
-        return found.filled(reduce(or_, [rows.lo < rows.hi for rows in whole])) if whole else found
+        return found.filled(reduce(or_, [(rows.lo < rows.hi).any(-1, keepdim=True) for rows in whole])) if whole else found
 
     def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
         """The bounds, intersected with conditions on piecewise non-decreasing columns, those of the fewest pieces first."""

@@ -408,8 +408,10 @@ def test_conditions_on_the_query_take_no_interval() -> None:
         (conditions, 1, whole),
         (f"(kv == 2) | {conditions} | (kv == 4)", 2, whole | (kv == 2) | (kv == 4)),
         (f"((q + kv) % 3 == 1) | (kv == 2) | {conditions}", 2, whole | (kv == 2)),  # from below, as a part is not separable
+        ("(kv == 2) | ((q < 9) ^ (q > 70))", 1, ((q < 9) | (q > 70)) | (kv == 2)),  # whose own rows have several intervals
     ):
         rows = fm.parse(text).rows(80).lower
+        assert torch.equal(rows.counts()[0, 0], wanted.sum(-1))
         assert rows.slots == count
         assert torch.equal(rows.holds(kv)[0, 0], wanted)
 
