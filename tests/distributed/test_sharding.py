@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def test_exchanges_lower_the_work_of_units_without_keys() -> None:
 
 
 @given(st.data())
-def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.DataObject) -> None:
+def test_exchanges_lower_the_keys_and_the_work_above_the_limit(data: st.DataObject) -> None:
     ranks, each = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4))
     units = ranks * each
     work = torch.tensor(data.draw(st.lists(st.integers(0, 50), min_size=units, max_size=units)))
@@ -234,12 +235,16 @@ def test_exchanges_lower_the_work_above_the_limit_and_then_the_keys(data: st.Dat
     unit, key = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     before = torch.tensor(data.draw(st.permutations([rank for rank in range(ranks) for _ in range(each)])))
     after = exchanged(before, work, KeyLists.union(units, unit, key, key + 1), ranks)
-    limit = int(float(work.sum()) / ranks * 1.02)
+    mean, all_keys = Fraction(int(work.sum()), ranks), max((key + 1 for keys in seen for key in keys), default=1)
+    limit = int(mean * Fraction(102, 100))
 
-    def costs(owner: list[int]) -> tuple[int, int]:
+    def costs(owner: list[int]) -> Fraction:
+        """The keys of all ranks, and 20 times all keys for work above the limit that is as much as the mean."""
         held = [[unit for unit in range(units) if owner[unit] == rank] for rank in range(ranks)]
         above = sum(max(0, sum(works[unit] for unit in some) - limit) for some in held)
-        return above, sum(len(set().union(*(seen[unit] for unit in some))) for some in held)
+        return sum(len(set().union(*(seen[unit] for unit in some))) for some in held) + 20 * all_keys * above / max(
+            mean, Fraction(1)
+        )
 
     works, found = work.tolist(), after.tolist()
     assert after.bincount(minlength=ranks).tolist() == [each] * ranks
