@@ -241,8 +241,8 @@ def test_exchanges_lower_the_keys_and_the_work_above_the_limit(data: st.DataObje
     def costs(owner: list[int]) -> Fraction:
         """The keys of all ranks, and 20 times all keys for work above the limit that is as much as the mean."""
         held = [[unit for unit in range(units) if owner[unit] == rank] for rank in range(ranks)]
-        above = sum(max(0, sum(works[unit] for unit in some) - limit) for some in held)
-        keys = sum(len(set().union(*(seen[unit] for unit in some))) for some in held)
+        above: int = sum(max(0, sum(works[unit] for unit in some) - limit) for some in held)
+        keys: int = sum(len(set().union(*(seen[unit] for unit in some))) for some in held)
         return Fraction(keys) + 20 * all_keys * above / max(mean, Fraction(1))
 
     works, found = work.tolist(), after.tolist()
