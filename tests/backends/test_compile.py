@@ -21,6 +21,7 @@ import flexmask as fm
 from flexmask import b, kv, q
 from flexmask.errors import LoweringError
 from tests.support.exhaustive import exhaustive
+from tests.support.flex import without_kernels
 
 L = 256
 
@@ -148,9 +149,8 @@ def test_a_model_takes_one_graph_for_all_batches(backend: str) -> None:
                 torch.testing.assert_close(compiled(tokens, lowered), model(tokens, masks))
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
 def test_kernels_without_end_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
     monkeypatch.setattr("flexmask.backends.flex.MAX_KERNELS", 1)
     torch.compiler.reset()
     with torch.no_grad():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask.backends import flex
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
     """Makes the backend ``flex`` compile with ``eager``: the same graphs, run by operators of torch."""
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
+    with patch.context() as inner:
+        inner.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        compiled = flex._compiled.__wrapped__("cpu")
     patch.setattr(flex, "_compiled", lambda device: compiled)
