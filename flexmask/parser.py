@@ -327,7 +327,8 @@ class _Reader:
 
     def call(self, node: ast.expr, function: ast.expr, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Any:
         if not isinstance(function, ast.Name):
-            self.fail(function, f"`{ast.unparse(function)[:60]}` cannot be called; only named masks and functions can")
+            name = "; write named(mask, 'words')" if isinstance(function, ast.Attribute) and function.attr == "named" else ""
+            self.fail(function, f"`{ast.unparse(function)[:60]}` cannot be called; only named masks and functions can{name}")
         target = FUNCTIONS.get(function.id) or registry.find(function.id)
         if target is None:
             hint = nearest(function.id, [*registry.names(), *FUNCTIONS])

@@ -19,7 +19,7 @@ settings.register_profile("explore", **ALWAYS, max_examples=2000)
 settings.load_profile("default")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
-    import torch  # which their parent, that runs no test, would take seconds to import
+    import torch  # not in their parent, which runs no test
 
     torch.set_num_threads(1)
 

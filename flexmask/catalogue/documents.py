@@ -176,7 +176,10 @@ def cross_document(
     Source: ``BlockDiagonalMask.from_seqlens`` of xFormers, ``cu_seq_q`` and ``cu_seq_k`` of variable-length kernels.
     """
     if align not in ("upper_left", "lower_right", None) or (align is None and mask is not None):
-        raise ExpressionError(f"cross_document: align must be 'upper_left' or 'lower_right', got {align!r}")
+        missing = "; with a mask it says whether the first query of a document is at its first key, or the last at the last"
+        raise ExpressionError(
+            f"cross_document: align must be 'upper_left' or 'lower_right', got {align!r}{missing if align is None else ''}"
+        )
     queries = _Packed("q", q_lengths, q_cu_seqlens, padding)
     keys = _Packed("kv", kv_lengths, kv_cu_seqlens, padding)
     if None not in (queries.count, keys.count) and queries.count != keys.count:

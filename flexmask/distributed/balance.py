@@ -149,10 +149,10 @@ def _near_half(of_arc: Tensor, total: Tensor, ranks: Tensor, half: Tensor, group
 def exchanged(owner: Tensor, work: Tensor, keys: KeyLists, ranks: int) -> Tensor:
     """The rank of each unit, after pairs of ranks exchanged units, one for one.
 
-    Where one unit is much of a rank's work, no arcs have about half of the work. Of the exchanges between two ranks the one is
-    made after which the keys that they attend to, and the work above the limit at ``PRICE``, are the least. With few ranks that
-    have few units, all pairs of ranks are compared until no exchange is left that gains something; else the most loaded ones,
-    until none is above the limit, with exchanges that add few keys first.
+    Where one unit is much of a rank's work, no arcs have about half of the work. Of the exchanges between two ranks the one of
+    the least cost is made: the keys that both attend to, and ``PRICE`` times the work above the limit. With few ranks that have
+    few units, all pairs of ranks are compared until no exchange is left that gains something; else the most loaded ones, until
+    none is above the limit, with exchanges that add few keys first.
 
     Args:
         owner: the rank of each unit, ``int64[units]``.

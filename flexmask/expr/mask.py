@@ -307,8 +307,7 @@ def _junction(kind: type[And | Or], inner: type[And | Or], neutral: bool, operan
     # The parts of an operand are no opposites of each other: those of the longest are compared with the others alone.
     longest = max((operand.operands for operand in operands if isinstance(operand, kind)), key=len, default=())
     compared = keys.difference(part.key for part in longest)
-    # The opposite of any other part is a Not.
-    opposed = (part for part in parts if isinstance(part, Not) or (isinstance(part, Compare) and part.key in compared))
+    opposed = (part for part in parts if isinstance(part, Not) or part.key in compared)
     if decides in keys or any(_is_among(Not.make(part), kind, keys) for part in opposed):
         return Truth(not neutral)  # a & empty, a & ~a -> empty
     for part in [part for part in parts if isinstance(part, inner)]:

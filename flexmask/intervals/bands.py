@@ -104,8 +104,8 @@ def band(mask: Mask, *, own_keys: bool) -> Band:
     beginning that is at it. The other end is read, which also says where there is no key. Other ends are read too, as such a part
     may have gaps. A condition of the query alone is an end that is read: behind all keys where it holds, 0 elsewhere. All keys
     before one that is the same for all queries, and all keys from one on, leave a gap: :func:`has_gap`. Of the first keys of each
-    row and another interval one end is read where the other one is computed, and three where the first keys are the same for all
-    queries.
+    row and another interval, where they end is read if the other one is computed. If it is not, both its ends are, and where the
+    first keys end if that is no number, but the same for all queries.
     """
     match mask:
         case Truth(True):

@@ -281,7 +281,7 @@ class _Analysis:
             return RowBounds.of(Rows.union(exact).hull())  # also where the host cannot read how many intervals are used
         # Conditions on the query alone give a row all keys: no further interval, also where the host cannot read that.
         whole = [part.lower for operand, part in parts if part.exact and "kv" not in operand.symbols]
-        exact = [rows for rows in exact if rows not in whole]
+        exact = [part.lower for operand, part in parts if part.exact and "kv" in operand.symbols]
         if len(exact) > 1 and sum(rows.slots for rows in exact) <= MAX_SLOTS:
             exact = [Rows.union(exact)]
         joined = [*map(RowBounds.of, exact), *(part for _, part in parts if not part.exact)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Literal, TypeAlias, cast, get_args
@@ -84,9 +84,10 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
         rows: the intervals. Unused slots are ``[kv_len, kv_len)``.
         sizes: sequences, heads and queries.
         band: the ends that are computed.
-        joins_ends: whether both ends of an interval are tested at once where one is read, for Triton on a GPU.
+        joins_ends: whether both ends of an interval are tested at once where one is read, and what is the same for all rows is
+            read without an index, for Triton on a GPU.
 
-    Each tensor has its axes whose size is not 1, or that of the queries. So torch recognizes the function as intervals and
+    Other tensors have their axes whose size is not 1, or that of the queries. So torch recognizes the function as intervals and
     applies them as bits (``torch/_inductor/kernel/flex/interval_mask_packing.py``), which it does not where an index is
     multiplied by 0. A tensor without a batch axis serves any batch, as the lists of a BlockMask do. Each slot has two tensors,
     not a place on another axis: torch would take the size of that axis for dynamic once it changes, which its CPU kernels do not
@@ -102,15 +103,17 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     if not _sync.needs_sync(rows.lo):
         rows, count, band = rows.expand(*sizes), max(count, 2), READ
     for_triton = joins_ends and _sync.needs_sync(rows.lo)
-    queries = None if for_triton else sizes[2]
+    q_len = None if for_triton else sizes[2]
     if has_gap(band):
-        intervals = _around_gap(rows, band, sizes[2], queries)
+        intervals = _around_gap(rows, band, sizes[2], q_len)
     elif are_computed(band):
-        intervals = [*cast("tuple[tuple[Ends, Ends], ...]", band)]
+        intervals = _computed(band)
     elif len(band) > 1:
-        intervals = [_first_keys(rows, band[0], queries), *_read(_last_interval(rows), band[1], 1, queries)]
+        first, last = band
+        others = _computed([last]) if are_computed([last]) else _read(_last_interval(rows), last, 1, q_len)
+        intervals = [_first_keys(rows, first, q_len), *others]
     else:
-        intervals = _read(rows, band[0], count, queries)
+        intervals = _read(rows, band[0], count, q_len)
     if for_triton and not (has_gap(band) or are_computed(band[-1:])) and rows.kv_len <= MOST_JOINT:
         return joint_mod(intervals)
 
@@ -121,8 +124,13 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     return visible_key
 
 
+def _computed(intervals: Sequence[tuple[End, End]]) -> list[tuple[Ends, Ends]]:
+    """Intervals of which no end is read."""
+    return [*cast("Sequence[tuple[Ends, Ends]]", intervals)]
+
+
 def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) -> list[tuple[Ends, Ends]]:
-    """So many intervals of each row, of which ends are read.
+    """The first intervals of each row, with the ends that are read as tensors.
 
     Args:
         rows: the intervals.
@@ -130,8 +138,6 @@ def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) 
         count: how many, at least those of the rows.
         q_len: as of :meth:`ReadEnd.of`.
     """
-    if are_computed([interval]):
-        return [cast("tuple[Ends, Ends]", interval)]
     low, high = interval if rows.slots == 1 else READ[0]
     lo, hi = rows.lo, rows.hi
     if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
@@ -146,7 +152,7 @@ def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) 
 
 
 def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tuple[Ends, Ends]:
-    """The first keys of each row; where the end is shared, those of all rows of a sequence."""
+    """The first keys of each row; where the end is shared, those of all rows of a sequence and a head."""
     stop = interval[1]
     if not isinstance(stop, str):
         return (), stop
@@ -155,10 +161,10 @@ def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tup
 
 
 def _last_interval(rows: Rows) -> Rows:
-    """The last one of each row of at most two."""
-    lo, hi = rows.lo, rows.hi
-    is_used = (lo < hi)[..., -1:]
-    return Rows(torch.where(is_used, lo[..., -1:], lo[..., :1]), torch.where(is_used, hi[..., -1:], hi[..., :1]), rows.kv_len)
+    """The last one of each row, ``[0, 0)`` for a row without keys."""
+    is_used = rows.lo < rows.hi  # other slots are [kv_len, kv_len)
+    lo, hi = (end.where(is_used, 0).amax(-1, keepdim=True) for end in (rows.lo, rows.hi))
+    return Rows(lo, hi, rows.kv_len)
 
 
 def _around_gap(rows: Rows, band: Band, queries: int, q_len: int | None) -> list[tuple[Ends, Ends]]:

@@ -200,9 +200,10 @@ class KVCache:
         number = key.shape[2]
         end = self._end + number
         if self.capacity is not None and end > self.capacity:
+            other = "with window= for a sliding window" if self.window is None else "with window= alone, which drops old keys"
             raise LoweringError(
                 f"the cache holds capacity={self.capacity} tokens, {int(self._end)} are taken and {int(number)} more do not fit: "
-                "make a KVCache with a greater capacity, with window= for a sliding window, or call reset() for another sequence"
+                f"make a KVCache with a greater capacity, {other}, or call reset() for another sequence"
             )
         self._check(key, value)
         self.widen(key, value)

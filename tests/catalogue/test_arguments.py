@@ -95,7 +95,7 @@ REFUSED: list[tuple[str, str]] = [
     ("block_diffusion(0, 1)", r"block_diffusion: length must be at least 1"),
     ("cross_document(q_lengths=[1])", r"give exactly one of kv_lengths and kv_cu_seqlens; got neither"),
     ("cross_document(q_lengths=[1], q_cu_seqlens=[0, 1])", r"one of q_lengths and q_cu_seqlens; got both"),
-    ("cross_document(causal, q_lengths=[1], kv_lengths=[1])", r"align must be 'upper_left' or 'lower_right', got None"),
+    ("cross_document(causal, q_lengths=[1], kv_lengths=[1])", r"got None; with a mask it says whether the first query"),
     ("cross_document(q_lengths=[1], kv_lengths=[1], align='left')", r"align must be .* got 'left'"),
     ("shared_prefix([0, 1], prefix_of=[[[0]]])", r"prefix_of must have the axes \[n\] or \[B, n\]"),
     ("neighborhood([4, 4], [5, 3])", r"the kernel \[5, 3\] must fit into the canvas \[4, 4\]"),

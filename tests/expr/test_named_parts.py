@@ -53,6 +53,13 @@ def test_equal_to_the_mask_without_names(pair: Callable[[], tuple[Mask, Mask]]) 
     assert torch.equal(named.dense(9, 7), plain.dense(9, 7))
 
 
+def test_opposites_are_found_below_a_name() -> None:
+    """Also in what is written."""
+    for mask in (((kv >= 4) & fm.causal()) & EARLY.named("a"), fm.causal() & (~fm.causal()).named("a")):
+        assert str(mask) == "empty"
+    assert str(((kv >= 4) | fm.causal()) | EARLY.named("a")) == "full"
+
+
 @given(shaped_masks())
 def test_a_mask_with_a_name_lowers_as_without(drawn: tuple[Case, Shape]) -> None:
     case, shape = drawn

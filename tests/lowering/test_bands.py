@@ -126,6 +126,35 @@ BANDS: dict[str, tuple[str, Ends | list[Ends], Callable[[Tensor, Tensor], Tensor
         [(None, (0, 2)), (READ, READ)],
         lambda q, kv: (kv < 2) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q])),
     ),
+    "prefixes and an interval of data": (  # of which off the CPU a row has three slots
+        "(kv < 1) | (kv < 2) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q]))",
+        [(None, (0, 2)), (READ, READ)],
+        lambda q, kv: (kv < 2) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q])),
+    ),
+    "prefixes of data and blocks of drafts": (
+        "(kv < table([1, 2])[0]) | (kv < table([3])[0]) | (((kv - table([3])[0]) // 2 == q // 2) & (kv - table([3])[0] <= q))",
+        [(None, SHARED), (READ, READ)],
+        lambda q, kv: (kv < 3) | (((kv - 3) // 2 == q // 2) & (kv - 3 <= q)),
+    ),
+    "a prefix and two pieces of data": (
+        "(kv < table([1, 2])[0]) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q])) | "
+        "((kv >= table([5, 6])[1]) & (kv < table([5, 7])[1] + q - q))",
+        (READ, READ),
+        lambda q, kv: (kv < 1) | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q])) | (kv == 6),
+    ),
+    "a prefix of each query and later keys": (
+        "(kv < table([1, 0, 2, 2, 1])[q]) | (kv >= table([3, 0, 8, 5, 4])[q])",
+        (READ, READ),
+        lambda q, kv: (kv < torch.tensor([1, 0, 2, 2, 1])[q]) | (kv >= torch.tensor([3, 0, 8, 5, 4])[q]),
+    ),
+    "a prefix of each query and an interval of data": (
+        "(kv < table([1, 0, 2, 2, 1])[q]) | ((kv > table([1, 0, 9, 3, 2])[q]) & (kv <= table([2, 4, 0, 6, 7])[q]))",
+        (READ, READ),
+        lambda q, kv: (
+            (kv < torch.tensor([1, 0, 2, 2, 1])[q])
+            | ((kv > torch.tensor([1, 0, 9, 3, 2])[q]) & (kv <= torch.tensor([2, 4, 0, 6, 7])[q]))
+        ),
+    ),
     "a prefix and pieces of data": (
         "(kv < table([3, 2])[1]) | (table([0, 1, 0, 1, 0, 2, 2, 2])[q] == table([0, 1, 0, 1, 0, 2, 2, 2])[kv])",
         (READ, READ),
@@ -350,6 +379,59 @@ def test_conjunctions(seed: int) -> None:
     wanted = torch.stack([meaning(b, q + offset, kv) for _, meaning in parts]).all(0)
     for form in FORMS:
         assert torch.equal(cells(mask.mask_mod(q_len, n, batch=2, q_offset=offset, form=form), 2, 1, q_len, n), wanted)
+
+
+def interval(draw: random.Random, n: int) -> Part:
+    """An interval of data of each query, of which some are empty."""
+    low, high = (torch.tensor([draw.randint(0, n) for _ in range(n)]) for _ in range(2))
+    text = f"((kv >= table({low.tolist()})[q]) & (kv < table({high.tolist()})[q]))"
+    return text, lambda b, q, kv: (kv >= low[q]) & (kv < high[q])
+
+
+def first_keys(draw: random.Random, n: int) -> Part:
+    """The first keys of each sequence, or of all."""
+    ends = torch.tensor([draw.randint(0, n), draw.randint(0, n)])
+    if draw.random() < 0.3:
+        return f"(kv < {int(ends[0])})", lambda b, q, kv: kv < ends[0]
+    return f"key_padding({ends.tolist()})", lambda b, q, kv: kv < ends[b]
+
+
+def of_query(draw: random.Random, n: int) -> Part:
+    """A condition on the query alone, which has one interval or several."""
+    one, other = draw.randrange(n), draw.randrange(n)
+    return draw.choice(
+        [
+            (f"(q == {one})", lambda b, q, kv: q == one),
+            (f"((q < {one}) ^ (q > {other}))", lambda b, q, kv: (q < one) ^ (q > other)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.usefixtures("elsewhere")
+def test_unions(seed: int) -> None:
+    """First keys, a condition on the query and an interval of data, perhaps up to the query."""
+    draw = random.Random(seed)
+    n = draw.randint(1, 8)
+    kinds = [first_keys] * draw.randint(1, 3) + [of_query] * draw.randint(0, 1) + [interval] * draw.randint(0, 1)
+    parts = [kind(draw, n) for kind in kinds]
+    is_causal, text = draw.random() < 0.3, " | ".join(text for text, _ in parts)
+    mask = fm.parse(f"causal & ({text})" if is_causal else text)
+    b, _, q, kv = torch.meshgrid(*map(torch.arange, (2, 1, n, n)), indexing="ij")
+    wanted = torch.stack([meaning(b, q, kv).expand(2, 1, n, n) for _, meaning in parts]).any(0)
+    for form in FORMS:
+        found = cells(mask.mask_mod(n, batch=2, form=form), 2, 1, n, n)
+        assert torch.equal(found, wanted & (kv <= q) if is_causal else wanted)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("prefix", "axes"), [("table([2, 5])[b]", [(0,)]), ("table([2])[0]", [()])])
+def test_first_keys_that_are_the_same_for_all_queries(prefix: str, axes: list[tuple[int, ...]]) -> None:
+    """They are read without the query."""
+    mask = fm.parse(f"(kv < {prefix}) | ((kv > table([1, 0, 2, 4, 3, 9, 0, 6])[q]) & (kv < table([3, 6, 0, 6, 7, 8, 9, 8])[q]))")
+    found = mask.mask_mod(8, batch=2, form="triton")
+    assert [end.axes for end in tensors_of(found)["intervals"][0][1]] == axes
+    assert torch.equal(cells(found, 2, 1, 8, 8), mask.dense(8, batch=2).expand(2, 1, 8, 8))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -277,6 +277,15 @@ def test_copies_and_pickles() -> None:
     assert repr(cache) == f"KVCache(capacity=None, window={WINDOW}, length={S})"
 
 
+@pytest.mark.parametrize(("window", "remedy"), [(None, "with window= for a sliding window"), (3, "with window= alone")])
+def test_the_remedy_of_a_full_cache(window: int | None, remedy: str) -> None:
+    module, cache = fm.MultiheadFlexAttention(16, 16, 2).eval(), KVCache(capacity=4, window=window)
+    with torch.no_grad():
+        module(torch.randn(1, 4, 16), fm.sliding_window(size=3), cache=cache)
+        with pytest.raises(LoweringError, match=f"capacity=4 tokens, 4 are taken and 1 more do not fit.*{remedy}"):
+            module(torch.randn(1, 1, 16), fm.sliding_window(size=3), cache=cache)
+
+
 def test_data_of_another_batch_is_named_as_the_user_wrote_it() -> None:
     module = MultiheadFlexAttention(6, 8, 4)
     with pytest.raises(LoweringError, match=r"3 by key_padding\(lengths=\[3, 4, 5\]\)"):

@@ -369,6 +369,14 @@ def test_kernels() -> None:
     assert whole["cells"] == "whether the query attends to all keys or to none: one value is read from memory"
     for alone, seq_len in ((fm.key_padding(lengths=[9]), 20), (fm.causal() & fm.key_padding(start=[9]), 2**15 + 1)):
         assert dict(fm.explain(alone, seq_len, kernel=True).kernel)["cells"].endswith("of which 1 end is read from memory")
+    first, low, high = fm.table([9])[0], fm.table([1] * 20)[q], fm.table([12] * 20)[q]
+    for mask, several in (
+        ((kv < first) | fm.sliding_window(size=2), "1 end is read from memory"),
+        ((kv < first) | ((kv > low) & (kv < high)), "3 ends are read from memory; backend flex compares both ends at once"),
+        (fm.causal() & ((kv < first) | (kv > high)), "2 ends are read from memory"),
+    ):
+        cells = dict(fm.explain(mask, 20, kernel=True).kernel)["cells"]
+        assert cells == f"kv in one of 2 key intervals of the row, of which {several}"
     others = dict(fm.explain((q - kv) % 3 == 0, 20, kernel=True).kernel)
     assert others["FLASH"] == "no: (q - kv) % 3 is negative for negative numbers in FlashAttention 4"
     assert others["on CUDA"] == "backend='auto' takes flex"
