@@ -37,7 +37,7 @@ TEXT: list[tuple[str, str, int | None]] = [
     ("kv < __builtins__", "__builtins__", 5),
     ("eval('1') < q", "eval", 0),
     ("kv < max(q, 3)", "max ... maximum", 5),
-    ("(kv < 2).named('sinks')", "called ... write named(mask, 'words')", 0),
+    ("(kv < 2).named('sinks')", "called ... write named", 0),
     ("causal and full", "and ... &", 0),
     ("causal or full", r"or ... \|", 0),
     ("not causal", "not ... ~", 0),
