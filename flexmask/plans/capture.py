@@ -334,7 +334,7 @@ def _traced(
     are_numbers = all(are_ints(*shape) for shape in shapes)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     cache = nullcontext() if are_numbers else disable_fake_tensor_cache(mode)  # whose keys take half of the time with symbols
-    with _CAPTURING, mode, cache, _use_lazy_graph_module(True):  # code is written for the graph that runs alone
+    with _CAPTURING, mode, cache, _use_lazy_graph_module(True):  # writes code for the graph that runs, for no other
         inputs = [torch.empty(shapes[0], device="cpu")]
         inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
         graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
