@@ -130,16 +130,22 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(inspect.Signature(parameters))
 
 
-def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The message for arguments that do not fit a function: the reason, and how to write the call.
+def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The message for arguments that do not fit a function: the reason, and how to write the call; nothing where they do.
 
     Args:
         function: the function.
-        error: the error that binding the arguments raised.
         args: the arguments given by position.
         kwargs: the arguments given by name.
     """
-    name, parameters = _name_of(function), inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        return ""
+    name, parameters = _name_of(function), signature.parameters
     by_name = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and key not in kwargs]
     by_place = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if by_place[:1] == ["self"]:
@@ -157,9 +163,9 @@ def call_error(function: Callable[..., Any], error: TypeError, args: Sequence[An
         return f"{name}: {first}{', '.join(by_name)} {verb} given by name only: write {written}"
     wrong = next((word for word in kwargs if word not in parameters), "")
     hint = nearest(wrong, parameters) if wrong else ""
-    if hint and repr(wrong) not in str(error):  # which names an argument that is missing alone
+    if hint and repr(wrong) not in reason:  # which names an argument that is missing alone
         hint = f"{hint[:-1]} in place of {wrong}?"
-    return f"{name}: {error}.{hint} Its signature is {name}{signature_of(function)}"
+    return f"{name}: {reason}.{hint} Its signature is {name}{signature_of(function)}"
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -192,15 +198,6 @@ def names_explained(equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]]
         return checked
 
     return decorate
-
-
-def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The message for arguments that do not fit a function; nothing where they do."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        return call_error(function, error, args, kwargs)
-    return ""
 
 
 def has_torch() -> bool:

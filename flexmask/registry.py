@@ -21,7 +21,7 @@ from functools import cache, wraps
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask._checks import call_error, is_tensor, kind_of, nearest
+from flexmask._checks import is_tensor, kind_of, misfit, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.deferral import deferrable
@@ -108,8 +108,8 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     def build(*args: P.args, **kwargs: P.kwargs) -> Mask:
         try:
             given = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise OperandError(call_error(define, error, args, kwargs)) from None
+        except TypeError:
+            raise OperandError(misfit(define, args, kwargs)) from None
         arguments = [(key, _argument(value, f"{name}: {key}")) for key, value in given.arguments.items()]
         return within_depth(made(defined, *arguments))
 
