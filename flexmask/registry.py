@@ -21,7 +21,7 @@ from functools import cache, wraps
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from flexmask._checks import is_tensor, kind_of, misfit, nearest
+from flexmask._checks import kind_of, misfit, nearest
 from flexmask.errors import DuplicateNameError, ExpressionError, OperandError, PluginWarning
 from flexmask.expr.data import Data, along, as_table
 from flexmask.expr.deferral import deferrable
@@ -316,7 +316,7 @@ def _argument(value: Any, what: str) -> Any:
         return float(value)
     if isinstance(value, list | tuple) and any(isinstance(item, Mask) or callable(item) for item in value):
         return tuple(value)
-    if isinstance(value, list | tuple | range) or is_tensor(value) or hasattr(value, "__array__"):
+    if isinstance(value, list | tuple | range) or hasattr(value, "__array__"):  # of tensors, too
         return as_table(value, what)
     return value
 
