@@ -8,7 +8,7 @@ everything else in its package. Expressions import without torch; what needs tor
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from flexmask import errors, masks
 from flexmask.catalogue import (
@@ -130,11 +130,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LAZY[name]), name)
     if name in _PACKAGES:
         return import_module(f"flexmask.{name}")
-    _missing(name)
-
-
-def _missing(name: str) -> NoReturn:
-    """Raises an AttributeError that says where a name is, or what to write for it."""
     message = f"module 'flexmask' has no attribute {name!r}"
     if name.startswith("_"):  # tools ask for these, and read no message
         raise AttributeError(message)
