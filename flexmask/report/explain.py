@@ -26,7 +26,7 @@ from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import has_interval_form
 from flexmask.report.compare import Cell
 from flexmask.report.kernels import kernel_lines
-from flexmask.report.stats import Stats, stats
+from flexmask.report.stats import Stats, count_text, stats
 from flexmask.report.terms import alternatives, hidden_text, reason, terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -108,13 +108,13 @@ class Explanation:
         """The explanation as pairs of a label, which may be empty, and a text."""
         stats = self.stats
         sizes = " x ".join(map(str, stats.block_size))
-        groups = f"{_count_text(stats.batch, 'sequence')}, {_count_text(stats.heads, 'head')}"
-        hidden = _count_text(stats.fully_masked_rows, "fully masked row")
+        groups = f"{count_text(stats.batch, 'sequence')}, {count_text(stats.heads, 'head')}"
+        hidden = count_text(stats.fully_masked_rows, "fully masked row")
         memory = (
             f"BlockMask {memory_text(stats.block_mask_bytes)}, torch's own {memory_text(stats.torch_block_mask_bytes)}, "
             f"rows {memory_text(self.row_bytes)}, dense {memory_text(self.dense_bytes)}"
         )
-        rows = f"at most {_count_text(self.intervals, 'key interval')}, {self.mean_intervals:.2f} on average"
+        rows = f"at most {count_text(self.intervals, 'key interval')}, {self.mean_intervals:.2f} on average"
         blocks = "from the rows alone"
         if not self.exact:
             rows += ", of bounds within which the mask lies"
@@ -200,7 +200,7 @@ def explain(
         exact=bounds.exact,
         intervals=int(counts.max()),
         mean_intervals=float(counts.double().mean()),
-        form=f"tests {_count_text(bounds.lower.slots, 'key interval')} for each query" if tests_keys else "the expression",
+        form=f"tests {count_text(bounds.lower.slots, 'key interval')} for each query" if tests_keys else "the expression",
         open_blocks=0 if open_blocks is None else sets.count(open_blocks),
         row_bytes=sum(end.numel() * end.element_size() for end in ends.values()),
         dense_bytes=context.batch * context.heads * context.q_len * context.kv_len,
@@ -284,10 +284,6 @@ def _cost_text(stats: Stats) -> str:
     if stats.blocks == stats.batch * stats.heads and not stats.empty_blocks:
         return f"the mask is smaller than one block of {stats.block_size[0]} x {stats.block_size[1]}, so nothing is skipped"
     return "no less work than dense attention, as blocks reach beyond the ends of the mask"
-
-
-def _count_text(number: int, singular: str) -> str:
-    return f"{number:,} {singular}{'' if number == 1 else 's'}"
 
 
 def memory_text(number: int) -> str:

@@ -13,7 +13,7 @@ from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import has_interval_form, tested_count
 from flexmask.lowering.triton import MOST_JOINT
 from flexmask.lowering.varlen import varlen_arguments
-from flexmask.report.stats import stats
+from flexmask.report.stats import count_text, stats
 
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
 SIZES = ((64, 64), (128, 128), (256, 128))
@@ -46,8 +46,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         joins = any("read" in interval and () not in interval for interval in band) and not has_gap(band)
         if joins and context.kv_len <= MOST_JOINT:
             cells += "; backend flex compares both ends at once"
-        intervals = f"{count} {'interval' if count == 1 else 'intervals'}"
-        bits = f"applies {intervals} to 32 keys at a time, as bits, on Blackwell (torch 2.15)"
+        bits = f"applies {count_text(count, 'interval')} to 32 keys at a time, as bits, on Blackwell (torch 2.15)"
         if compares_classes(context):
             cells = (
                 "whether the query attends to all keys or to none: one value is read from memory"
@@ -127,6 +126,5 @@ def _varlen_text(context: Context) -> str:
         found = varlen_arguments(context)
     except LoweringError as error:
         return f"no: {error}"
-    count = len(found.cu_seq_q) - 1
-    segments = "1 segment" if count == 1 else f"{count:,} segments"
+    segments = count_text(len(found.cu_seq_q) - 1, "segment")
     return f"{segments} of at most {found.max_q:,} queries and {found.max_k:,} keys, window_size={found.window_size}"
