@@ -179,14 +179,13 @@ def _place(found: Difference, lowering: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> dict[str, object]:
-    firsts = [None if cell is None else cell._asdict() for cell in (found.first_self, found.first_other)]
     return {
         "differ": bool(found),
         "cells": found.cells,
         "only_a": found.only_self,
         "only_b": found.only_other,
-        "first_a": firsts[0],
-        "first_b": firsts[1],
+        "first_a": found.first_self and found.first_self._asdict(),
+        "first_b": found.first_other and found.first_other._asdict(),
         "a": str(masks[0]),
         "b": str(masks[1]),
         "q_len": lowering["q_len"],
