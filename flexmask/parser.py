@@ -262,10 +262,9 @@ class _Reader:
                 return self.subscript(node, source, index)
             case ast.Call(function, arguments, keywords):
                 return self.call(node, function, arguments, keywords)
-        kinds = [type(node), *(type(getattr(node, "op", None)),), *(type(op) for op in getattr(node, "ops", []))]
-        instead = next(
-            (INSTEAD[kind] for kind in kinds if kind in INSTEAD), f"{type(node).__name__} is not part of a mask's text"
-        )
+        signs = [getattr(node, "op", None), *getattr(node, "ops", [])]
+        known = (INSTEAD[type(part)] for part in (node, *signs) if type(part) in INSTEAD)
+        instead = next(known, f"{type(node).__name__} is not part of a mask's text")
         self.fail(node, f"`{ast.unparse(node)[:60]}`: {instead}")
 
     def items(self, items: list[ast.expr]) -> list[Any]:
