@@ -141,10 +141,9 @@ def _visible_keys(rows: Rows, shape: Shape) -> tuple[int, Cell | None]:
 
 def _first_row(counts: Tensor) -> Shape | None:
     """The indices ``b``, ``h``, ``q`` of the first row with a visible key."""
-    is_visible = (counts > 0).flatten()
-    row = int(is_visible.to(torch.uint8).argmax())
-    _, heads, q_len = counts.shape
-    return (row // q_len // heads, row // q_len % heads, row % q_len) if is_visible[row] else None
+    is_visible = counts > 0
+    b, h, q = (int(place) for place in torch.unravel_index(is_visible.to(torch.uint8).argmax(), counts.shape))
+    return (b, h, q) if is_visible[b, h, q] else None
 
 
 def _first_key(context: Context, b: int, h: int, q: int) -> int:
