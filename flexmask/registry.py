@@ -68,12 +68,14 @@ class _Loader:
     Attributes:
         lock: held while plugins are loaded.
         has_begun: whether they are loaded, or that goes on.
+        package: the one that is loaded now.
         during: for each name that was registered during loading, the package that was loaded then.
         clash: the first name that two packages have, and these packages.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     has_begun: bool = False
+    package: str | None = None
     during: dict[str, str] = field(default_factory=dict)
     clash: tuple[str, str, str] | None = None
 
@@ -97,7 +99,7 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
     signature = inspect.signature(define)
     name = define.__name__
     if name in NAMES:
-        raise DuplicateNameError(name, package_of(NAMES[name].__module__), package_of(define.__module__))
+        raise DuplicateNameError(name, origin(name).package, package_of(define.__module__))
     if name in RESERVED:
         raise ExpressionError(f"{name} is the name of a symbol or function; a named mask needs another name")
     if not name.isidentifier() or name.startswith("_"):
@@ -122,6 +124,8 @@ def named(define: Callable[P, Mask]) -> Callable[P, Mask]:
 
     NAMES[name] = build
     RESERVED.add(name)
+    if _loader.package is not None:
+        _loader.during[name] = _loader.package
     return build
 
 
@@ -221,9 +225,11 @@ def origin(name: str) -> Origin:
 
 
 def package_of(module: str) -> str:
-    """The installed package whose entry points name a module, or a module next to it; else the module's top package."""
+    """The installed package whose entry points name a module, or a module next to it; else the plugin that is loaded, or the
+    module's top package.
+    """
     entry = _entry_of(module)
-    return module.split(".")[0] if entry is None else _package(entry)
+    return (_loader.package or module.split(".")[0]) if entry is None else _package(entry)
 
 
 def _entry_of(module: str) -> EntryPoint | None:
@@ -239,19 +245,19 @@ def _load_all() -> list[str]:
     for entry in _entries():
         package, before = _package(entry), set(NAMES)
         error: BaseException | None = None
+        _loader.package = package
         try:
             entry.load()
         except BaseException as raised:  # a plugin may raise anything; the others load anyway
             error = raised
-        new = set(NAMES) - before
-        _loader.during |= dict.fromkeys(new, package)
+        _loader.package = None
         if error is None:
             continue
         failed.add(package)
         if isinstance(error, DuplicateNameError) and (other := error.packages[0]) != package:
             clashes.append((error.name, other, package))
             continue
-        withdraw(name for name in new if origin(name).package == package)
+        withdraw(name for name in set(NAMES) - before if origin(name).package == package)
         if isinstance(error, KeyboardInterrupt):
             raise error
         problems.append(_broken(entry, error))

@@ -386,6 +386,23 @@ def test_two_plugins_with_one_name(tmp_path: Path) -> None:
     assert refusals(tmp_path, "", *reversed(texts)) == expected[::-1]  # whichever is asked for first
 
 
+def test_plugins_with_one_name_whose_masks_lie_in_other_modules(tmp_path: Path) -> None:
+    for package in ("one", "two"):
+        write(tmp_path, package, f"import helpers_of_{package}")
+        (tmp_path / f"helpers_of_{package}.py").write_text(ONE.format(name="landmarks") + ONE.format(name=f"only_{package}"))
+    said = "two packages define a mask named landmarks: one and two. Give one of them another name, or run `pip uninstall two`"
+    assert refusals(tmp_path, "", "only_one", "only_two") == [said + ", or run `pip uninstall one`"] * 2
+
+
+def test_two_modules_of_a_plugin_with_one_name(tmp_path: Path) -> None:
+    write(tmp_path, "divided", "import some_parts\nimport other_parts\n")
+    for module in ("some_parts", "other_parts"):
+        (tmp_path / f"{module}.py").write_text(ONE.format(name="landmarks"))
+    done = python(tmp_path, "import flexmask; print(flexmask.parse('causal')); flexmask.parse('landmarks')")
+    assert done.stdout == "causal\n"
+    assert "DuplicateNameError: divided defines two masks named landmarks. Give one another name" in done.stderr
+
+
 def test_a_plugin_with_a_name_of_flexmask(tmp_path: Path) -> None:
     write(tmp_path, "one", ONE.format(name="causal"))
     said = "two packages define a mask named causal: flexmask and one. Give one of them another name, or run `pip uninstall one`"
