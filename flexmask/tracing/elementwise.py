@@ -204,13 +204,8 @@ def _masked_fill(state: TraceState, func: Any, value: Any, mask: Any, fill: Any)
 def _choice(state: TraceState, condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Proxy:
     if dtype == torch.bool:
         return _map_truths(state, where, condition, then, otherwise)
-    if dtype.is_floating_point or dtype.is_complex:
-        raise NoExpression(INTEGERS)
-
-    def choice(c: Element, x: Element, y: Element) -> Index:
-        return state.in_range(where(as_truth(c), as_integer(x), as_integer(y)), dtype)
-
-    return map_elements(state, dtype, choice, condition, then, otherwise)
+    # The condition comes as 0 or 1, which `as_truth` takes back.
+    return _map_integers(state, dtype, lambda c, x, y: where(as_truth(c), x, y), condition, then, otherwise)
 
 
 @rule("isin")
