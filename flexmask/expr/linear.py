@@ -68,8 +68,6 @@ class Linear:
     def divided(self, constant: int) -> Linear:
         """The terms divided by the greatest common divisor of their factors, with another constant."""
         divisor = self.divisor
-        if divisor == 1:
-            return Linear(self.terms, constant)
         return Linear({key: (index, factor // divisor) for key, (index, factor) in self.terms.items()}, constant)
 
     def without(self, key: Any) -> Linear:
