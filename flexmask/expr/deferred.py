@@ -6,7 +6,7 @@ The calls run when a mask is lowered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 from flexmask._checks import is_tensor, is_traced
 from flexmask.errors import LoweringError, OperandError
@@ -16,11 +16,7 @@ from flexmask.expr.deferral import FUNCTIONS, Deferred, name_of
 from flexmask.expr.form import of_digest
 from flexmask.expr.index import Index, Symbol, absolute, arithmetic
 from flexmask.expr.mask import Mask
-from flexmask.expr.node import Node
 from flexmask.expr.tables import Table, looked_up, param
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: The calls that stand for a mask, by the digest of its form and its tensors, and for an index symbol.
 GIVEN, SYMBOL = "given", "symbol"
@@ -32,8 +28,8 @@ BINDING = {"parse", "flexmask.expr.mask.Mask.bind"}
 Argument: TypeAlias = tuple[Any, ...]
 LEAF: Argument = ("leaf",)
 
-#: What is known of an expression once its call is made.
-DERIVED = ("key", "symbols", "depth", "below", "form", "held", "tensors", "memo")
+#: What an expression has once its call is made.
+DERIVED = ("key", "symbols", "depth", "below", "form", "held", "tensors", "memo", "walk", "replace")
 
 
 def _of_made(name: str) -> Any:
@@ -122,15 +118,7 @@ class DeferredNode(Deferred):
             )
         return self.made()
 
-    def walk(self) -> list[Node]:
-        """See :meth:`flexmask.expr.node.Node.walk`."""
-        return cast("list[Node]", self._outside().walk())
-
-    def replace(self, function: Callable[[Node], Node | None]) -> Node:
-        """See :meth:`flexmask.expr.node.Node.replace`."""
-        return cast(Node, self._outside().replace(function))
-
-    key, symbols, depth, below, form, held, tensors, memo = map(_of_made, DERIVED)
+    key, symbols, depth, below, form, held, tensors, memo, walk, replace = map(_of_made, DERIVED)
 
 
 class DeferredMask(DeferredNode, Mask):
@@ -147,11 +135,7 @@ class DeferredIndex(DeferredNode, Index):
 class DeferredTable(DeferredNode, Table):
     """A table as a call."""
 
-    shape, boolean, constant = map(_of_made, ("shape", "boolean", "constant"))
-
-    def to_tensor(self) -> Tensor:
-        """See :meth:`flexmask.expr.tables.Table.to_tensor`."""
-        return cast("Tensor", self._outside().to_tensor())
+    shape, boolean, constant, to_tensor = map(_of_made, ("shape", "boolean", "constant", "to_tensor"))
 
 
 #: The classes of deferred values.
