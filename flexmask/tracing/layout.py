@@ -146,11 +146,11 @@ def _lookup(state: TraceState, source: Source, advanced: dict[int, Proxy]) -> Pr
         return found
 
     rows, shape = broadcast_elements(list(advanced.values()))
-    if not shape:
-        return state.indexed(Source(source.tensor, entries(rows[0])))
     if len(rows) > MAX_ELEMENTS:
         raise NoExpression
     parts = [state.indexed(Source(source.tensor, entries(row))) for row in rows]
+    if not shape:
+        return parts[0]
     if any(part.is_large for part in parts):
         raise NoExpression
     stacked = _rearranged(state, torch.stack, parts)

@@ -154,29 +154,25 @@ class TraceState:
         Raises:
             NoExpression: anything else.
         """
-        if isinstance(value, Proxy):
-            if value.is_large:
-                raise NoExpression(f"on more than {MAX_ELEMENTS} values at once")
-            if value.dtype.is_floating_point or value.dtype.is_complex:
-                raise NoExpression(INTEGERS)
-            return value
         if isinstance(value, bool):
             return self.scalar(Truth(value), torch.bool)
         if isinstance(value, int):
             return self.scalar(as_index(value), torch.int64)
-        if isinstance(value, Tensor) and value.numel() <= MAX_ELEMENTS:
-            return self.lift(self.indexed(Source(value, [None] * value.dim())))
-        raise NoExpression(f"on more than {MAX_ELEMENTS} values at once" if isinstance(value, Tensor) else INTEGERS)
+        if not isinstance(value, Tensor):
+            raise NoExpression(INTEGERS)
+        proxy = value if isinstance(value, Proxy) else self.indexed(Source(value, [None] * value.dim()))
+        if proxy.is_large:
+            raise NoExpression(f"on more than {MAX_ELEMENTS} values at once")
+        if proxy.dtype.is_floating_point or proxy.dtype.is_complex:
+            raise NoExpression(INTEGERS)
+        return proxy
 
     def indexed(self, source: Source) -> Proxy:
         """The proxy of a source, with elements where they are few."""
         shape = source.shape
-        if prod(shape) > MAX_ELEMENTS:
-            made = self.proxy((), shape, source.tensor.dtype)
-            made.source = source
-            return made
+        places = product(*map(range, shape)) if prod(shape) <= MAX_ELEMENTS else ()
         elements = []
-        for place in product(*map(range, shape)):
+        for place in places:
             found = iter(place)
             elements.append(self.lookup(source.tensor, [as_index(next(found)) if e is None else e for e in source.entries]))
         made = self.proxy(elements, shape, source.tensor.dtype)
