@@ -293,7 +293,7 @@ class Choice(Index):
 
     @classmethod
     def make(cls, condition: Mask, then: Index, otherwise: Index) -> Index:
-        from flexmask.expr.mask import Truth  # as in _compare
+        from flexmask.expr.mask import Truth  # as in compare
 
         if isinstance(condition, Truth):
             return then if condition.value else otherwise
