@@ -258,6 +258,7 @@ DATA: list[Row] = [
         lambda: kv < fm.table([2, 3]),
         r"got the table table ... flexmask.table\(data\)\[b\]\.$",
     ),
+    ("a mask as a number", lambda: q + fm.causal(), r"got the mask causal; flexmask.where\(mask, 1, 0\) makes a number of it$"),
     ("or for a default", lambda: fm.causal() or fm.full(), r"test whether a mask is given, write `mask is None`"),
     (
         "a window by position",

@@ -49,7 +49,12 @@ class Sizes(tuple[Any, ...]):
         return Sizes((None,) * (len(self) + len(other)))
 
     def __eq__(self, other: object) -> bool:
-        return self._refuse() if isinstance(other, tuple) and len(other) == len(self) > 0 else len(self) == 0 == other
+        if not isinstance(other, tuple) or len(other) != len(self):
+            return False
+        return len(self) == 0 or self._refuse()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 class Held:

@@ -165,6 +165,9 @@ def as_index(value: object) -> Index:
     try:
         return made(Constant, operator.index(cast(Any, value)))
     except (TypeError, RuntimeError):  # of a tensor without values
+        if isinstance(value, Node) and not hasattr(value, "shape"):
+            hint = "flexmask.where(mask, 1, 0) makes a number of it"
+            raise OperandError(f"wanted an index expression or an integer, got the mask {value}; {hint}") from None
         given = f"the table {value}" if isinstance(value, Node) else f"{type(value).__name__} {value!r}"
         axes = len(getattr(value, "shape", ())) if isinstance(value, Node) else getattr(value, "ndim", None)
         place = "b" if axes == 1 else "b, q"

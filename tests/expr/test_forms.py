@@ -241,6 +241,30 @@ def test_named_masks_that_read_sizes_are_made_of_their_data() -> None:
         withdraw(["by_size", "by_axes"])
 
 
+def test_shapes_are_compared_by_their_axes_where_those_decide_and_else_by_the_data() -> None:
+    calls: list[int] = []
+
+    def of_scalar(size: Any) -> fm.Mask:
+        calls.append(1)
+        return kv < (size[()] if size.shape == () and size.shape != (1,) else size[0])
+
+    def of_two(starts: Any) -> fm.Mask:
+        if starts.shape != (2,):
+            raise ValueError(f"of two, not {starts.shape}")
+        return kv >= starts[0]
+
+    try:
+        make: Any = named(of_scalar)
+        for size in (1, 4, 5):
+            assert make(torch.tensor(size)).dense(1, LENGTH).sum() == size
+        assert len(calls) == 1
+        make = named(of_two)
+        for start in (3, 5):
+            assert make(torch.tensor([start, 7])).dense(1, LENGTH).sum() == LENGTH - start
+    finally:
+        withdraw(["of_scalar", "of_two"])
+
+
 def test_a_definition_with_data_of_its_own() -> None:
     own = torch.tensor([2])
 
