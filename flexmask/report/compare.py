@@ -15,7 +15,6 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
-from flexmask.errors import LoweringError
 from flexmask.expr.mask import And, Mask, Not
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
@@ -94,7 +93,8 @@ def difference(
     for place, part in enumerate((mask, other)):  # the tensors of either may be on a device that the other is not bound to
         if contexts[place].device != where:
             contexts[place] = bind(part, q_len, kv_len, batch, heads, q_offset, where)
-    sizes = [_size(keyword, [getattr(context, keyword) for context in contexts]) for keyword in ("batch", "heads")]
+    bind(And.make((mask, other)), q_len, kv_len, batch, heads, q_offset, where)  # refuses masks for two sizes
+    sizes = [max(context.batch for context in contexts), max(context.heads for context in contexts)]
     shape = sizes[0], sizes[1], q_len
     bounds = [analyze(context) for context in contexts]
     if all(part.exact for part in bounds):
@@ -108,12 +108,6 @@ def difference(
     (only_self, first_self), (only_other, first_other) = sides
     cells = shape[0] * shape[1] * q_len * contexts[0].kv_len
     return Difference(cells, only_self, only_other, first_self, first_other)
-
-
-def _size(keyword: str, sizes: list[int]) -> int:
-    if len({size for size in sizes if size > 1}) > 1:
-        raise LoweringError(f"the masks are for two sizes of {keyword}: {sizes[0]} and {sizes[1]}; compare masks of one size")
-    return max(sizes)
 
 
 def first_visible(context: Context) -> Cell | None:

@@ -40,7 +40,8 @@ def from_mask_mod(mask_mod: MaskMod | Mask, *, strict: bool = False, device: tor
 
     Args:
         mask_mod: takes ``(b, h, q_idx, kv_idx)`` and returns a truth value: a function, a closure, a ``functools.partial``,
-            the result of torch's ``and_masks`` or ``or_masks``, or an object with ``__call__``; or a mask, whose parts get names too.
+            the result of torch's ``and_masks`` or ``or_masks``, or an object with ``__call__``; or a mask, whose parts get names
+            too.
         strict: whether to raise where an operation has no expression, instead of keeping it as an opaque call.
         device: the device of the indices, for functions that create tensors on it.
 

@@ -278,7 +278,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (["diff", "key_padding(n)", "full", "-p", "n=@/"], "n: cannot read '/'"),
     (["diff", "key_padding(n)", "full", "-p", f"n={'9' * 5000}"], "is neither a number nor a list"),
     (["diff", "causal", "full", "--device", "abacus"], "there is no device 'abacus'"),
-    (["diff", "document([[0], [1]])", "document([[0], [1], [1]])"], "two sizes of batch: 2 and 3"),
+    (["diff", "document([[0], [1]])", "document([[0], [1], [1]])"], "two sizes of batch: 2 by document"),
     (["diff", "causal", "os:getcwd"], "wanted a function of (b, h, q_idx, kv_idx)"),
     (["diff", "causal", "(" * 50_000], "brackets are nested more than 110 deep"),
     (["diff", "causal", " | ".join(["(kv == q)"] * 20_000)], "too long or too deeply nested"),
