@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
 
-from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol, kv, q
+from flexmask.expr.index import FOLD_COMPARE, Absolute, Arithmetic, Choice, Constant, Index, Symbol, kv, q
 from flexmask.expr.linear import Linear
 from flexmask.expr.mask import SWAPPED, Compare, Mask, Named, Truth
 from flexmask.intervals import laws
@@ -114,8 +114,9 @@ def _branches(mask: Compare) -> int:
 
 def _linear(difference: Linear, sign: str, finish: Finish) -> Mask:
     if sign in laws.AT_MOST_ZERO:
-        return _at_most_zero(laws.AT_MOST_ZERO[sign](difference), finish)
-    return _zero(difference, finish) if sign == "==" else ~_zero(difference, finish)
+        return _compared(laws.AT_MOST_ZERO[sign](difference), "<=", finish)
+    equal = _compared(difference, "==", finish)
+    return equal if sign == "==" else ~equal
 
 
 def _pieces(form: Linear) -> tuple[Any, Linear] | None:
@@ -136,33 +137,21 @@ def _pieces(form: Linear) -> tuple[Any, Linear] | None:
     return None
 
 
-def _at_most_zero(form: Linear, finish: Finish) -> Mask:
-    """``form <= 0``."""
+def _compared(form: Linear, sign: str, finish: Finish) -> Mask:
+    """``form <= 0`` or ``form == 0``."""
     if not form.terms:
-        return Truth(form.constant <= 0)
-    form = form.divided(laws.reduced(form.constant, form.divisor))
-    pieces = _pieces(form)
-    if not pieces:
-        return finish(form, "<=")
-    (kind, first, second), rest = pieces
-    a, b = _at_most_zero(first + rest, finish), _at_most_zero(second + rest, finish)
-    return _chosen(kind, a, b) if isinstance(kind, Mask) else cast(Mask, laws.JOINED[kind](a, b))
-
-
-def _zero(form: Linear, finish: Finish) -> Mask:
-    """``form == 0``."""
-    if not form.terms:
-        return Truth(form.constant == 0)
-    if form.constant % form.divisor:
+        return Truth(FOLD_COMPARE[sign](form.constant, 0))
+    if sign == "==" and form.constant % form.divisor:
         return Truth(False)
     form = form.divided(laws.reduced(form.constant, form.divisor))
     pieces = _pieces(form)
     if not pieces:
-        return finish(form, "==")
+        return finish(form, sign)
     (kind, first, second), rest = pieces
-    if isinstance(kind, Mask):
-        return _chosen(kind, _zero(first + rest, finish), _zero(second + rest, finish))
-    return _at_most_zero(form, finish) & _at_most_zero(-form, finish)  # x == 0  <=>  x <= 0 and -x <= 0
+    if sign == "==" and not isinstance(kind, Mask):  # x == 0  <=>  x <= 0 and -x <= 0
+        return _compared(form, "<=", finish) & _compared(-form, "<=", finish)
+    a, b = _compared(first + rest, sign, finish), _compared(second + rest, sign, finish)
+    return _chosen(kind, a, b) if isinstance(kind, Mask) else cast(Mask, laws.JOINED[kind](a, b))
 
 
 def _chosen(condition: Mask, then: Mask, otherwise: Mask) -> Mask:
@@ -204,9 +193,9 @@ def _within(term: Index, low: Linear | None, high: Linear | None) -> Mask:
         case Arithmetic("//", dividend, Constant(n)):
             form, found = Linear.of(dividend), cast(Mask, Truth(True))
             if low is not None:
-                found &= _at_most_zero(laws.floor_at_least(low, n) + -form, _solved)
+                found &= _compared(laws.floor_at_least(low, n) + -form, "<=", _solved)
             if high is not None:
-                found &= _at_most_zero(form + -laws.floor_at_most(high, n), _solved)
+                found &= _compared(form + -laws.floor_at_most(high, n), "<=", _solved)
             return found
     raise AssertionError(f"not solvable: {term}")
 
