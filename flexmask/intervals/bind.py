@@ -24,6 +24,7 @@ from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.checks import check_ranges, end_of_index
 from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_stops, document_table
+from flexmask.intervals.extent import values_extent
 from flexmask.intervals.operations import greater
 from flexmask.intervals.parts import parts_of
 from flexmask.intervals.sizes import checked_size, checked_sizes
@@ -123,7 +124,7 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
         _sync.require(lambda: given >= 0, given.device, "q_offset must be at least 0")
         if _sync.needs_sync(offset):
             return offset, None
-        least, most = (int(value) for value in offset.aminmax())
+        least, most = values_extent(offset)
         if least < 0:
             raise LoweringError(f"q_offset must be at least 0, got {q_offset.tolist()}")
     else:
@@ -219,7 +220,7 @@ def _check_range(ranged: Ranged, context: Context) -> None:
         return
     extent = ranged.memo.get("extent")
     if extent is None:
-        extent = tuple(int(v) for v in values.aminmax())
+        extent = values_extent(values)
         if ranged.source.constant:
             ranged.memo["extent"] = extent
     least, most = extent

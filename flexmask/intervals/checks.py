@@ -18,7 +18,7 @@ from flexmask.expr.tables import Lookup, Ranged, Slot, Table
 from flexmask.intervals import laws
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.evaluation import Evaluation
-from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits, value_range
+from flexmask.intervals.extent import INT64, Extent, Read, combined_extent, extent, fits, value_range, values_extent
 
 #: The symbols that index an axis of a mask; data indexed by one has that axis' size.
 AXES = {"b", "h", "q", "kv"}
@@ -111,7 +111,7 @@ def _overflows(node: Arithmetic | Absolute, context: Context) -> bool:
     if is_captured() or any({"q", "kv"} <= operand.symbols for operand in operands):
         return True
     of_operands = {operand.key: _evaluated(operand, context) for operand in operands}
-    ends = {key: (int(values.min()), int(values.max())) for key, values in of_operands.items()}
+    ends = {key: values_extent(values) for key, values in of_operands.items()}
     found = combined_extent(node, lambda below: ends[below.key])
     if found is None or fits(found):
         return False
@@ -138,7 +138,7 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
                 message = f"{lookup.brief()}: the index {index.brief()} leaves the table"
                 _sync.require(partial(_is_inside, values, size), values.device, message, everywhere=True)
                 continue
-            found = int(values.min()), int(values.max())
+            found = values_extent(values)
         if found[0] < 0 or found[1] >= size:
             raise LoweringError(
                 f"{context.filled(lookup).brief()}: the index {context.filled(index).brief()} ranges from {found[0]} to "

@@ -27,7 +27,7 @@ from flexmask.intervals import laws
 from flexmask.intervals.closures import Closure, Column, closure_of
 from flexmask.intervals.context import Context
 from flexmask.intervals.documents import document_numbers, first_positions, is_at_positions
-from flexmask.intervals.extent import INT64, Extent, Read, extent, fits
+from flexmask.intervals.extent import INT64, Read, extent, fits, values_extent
 from flexmask.intervals.operations import clamped, operation
 
 
@@ -245,9 +245,9 @@ def sides(mask: Compare, left: Evaluation, right: Evaluation) -> tuple[Any, Any]
     if is_captured() and (of_left is None or of_right is None):
         return None
     if of_left is None and of_right is not None:
-        of_left = left.within(mask.left, *_ends(of_right))
+        of_left = left.within(mask.left, *values_extent(of_right))
     elif of_right is None and of_left is not None:
-        of_right = right.within(mask.right, *_ends(of_left))
+        of_right = right.within(mask.right, *values_extent(of_left))
     return None if of_left is None or of_right is None else (of_left, of_right)
 
 
@@ -260,11 +260,6 @@ def _added(parts: list[tuple[Any, int]], constant: int) -> Any:
         else:
             total = values if total is None else total + values if sign > 0 else total - values
     return constant if total is None else total + constant if constant else total
-
-
-def _ends(values: Any) -> Extent:
-    least, most = values.aminmax() if isinstance(values, Tensor) else (values, values)
-    return int(least), int(most)
 
 
 def hoisted_closure(context: Context) -> Closure:

@@ -174,11 +174,12 @@ def _table_extent(table: Table | Param, context: Context, read: Read) -> Extent:
         return 0, 1
     dtype = table.dtype if isinstance(table, Slot) else values.dtype
     if read == Read.ALL or (read == Read.HERE and dtype == torch.int64 and not _sync.needs_sync(values)):
-        return _ends(values)
+        return values_extent(values)
     limits = torch.iinfo(dtype)
     return limits.min, limits.max
 
 
-def _ends(values: Tensor) -> Extent:
-    least, most = values.aminmax()
+def values_extent(values: Any) -> Extent:
+    """The extent of the values of a tensor, which forces a host sync, or of a number."""
+    least, most = values.aminmax() if isinstance(values, Tensor) else (values, values)
     return int(least), int(most)

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from flexmask.intervals.extent import values_extent
 from flexmask.intervals.rows import Rows
 
 #: Candidate intervals of a row at most, of which many may be empty.
@@ -47,7 +48,7 @@ class PiecewiseColumn:
     def of(cls, column: Tensor) -> Self | None:
         """The pieces, or None where there would be too many; forces a host sync."""
         piece = torch.nn.functional.pad((column[1:] < column[:-1]).long().cumsum(0), (1, 0))
-        low, high = (int(value) for value in column.aminmax())
+        low, high = values_extent(column)
         size, count = high - low + 1, int(piece[-1]) + 1
         if size * count > MAX_ENTRIES * (column.numel() + 64):
             return None
