@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from operator import or_
+from operator import and_, or_, xor
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -33,7 +33,7 @@ from flexmask.intervals.documents import document_spans, is_at_positions
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.operations import clamped, greater, lesser
-from flexmask.intervals.piecewise import Conditions, PiecewiseColumn, direction
+from flexmask.intervals.piecewise import PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, search, threshold, true_hull
 from flexmask.intervals.solve import Span, has_same_sides, is_separable, separate
@@ -72,20 +72,24 @@ class RowBounds:
             return cls(rows, rows)
         return cls(Rows.nothing(rows.kv_len, rows.lo.device), rows.hull())
 
+    @classmethod
+    def between(cls, lower: Rows, upper: Rows) -> RowBounds:
+        """Rows from below and above, which are the same object where they are exact, as :meth:`of` bounds each."""
+        return cls.of(lower) if lower is upper else cls(cls.of(lower).lower, cls.of(upper).upper)
+
+    def _joined(self, other: RowBounds, join: Callable[[Rows, Rows], Rows]) -> RowBounds:
+        lower = join(self.lower, other.lower)
+        return RowBounds.between(lower, lower if self.exact and other.exact else join(self.upper, other.upper))
+
     def __and__(self, other: RowBounds) -> RowBounds:
-        if self.exact and other.exact:
-            return RowBounds.of(self.lower & other.lower)
-        return RowBounds(RowBounds.of(self.lower & other.lower).lower, RowBounds.of(self.upper & other.upper).upper)
+        return self._joined(other, and_)
 
     def __or__(self, other: RowBounds) -> RowBounds:
-        if self.exact and other.exact:
-            return RowBounds.of(self.lower | other.lower)
-        return RowBounds(RowBounds.of(self.lower | other.lower).lower, RowBounds.of(self.upper | other.upper).upper)
+        return self._joined(other, or_)
 
     def __invert__(self) -> RowBounds:
-        if self.exact:
-            return RowBounds.of(~self.lower)
-        return RowBounds(RowBounds.of(~self.upper).lower, RowBounds.of(~self.lower).upper)
+        lower = ~self.upper
+        return RowBounds.between(lower, lower if self.exact else ~self.lower)
 
     def filled(self, rows: Tensor) -> RowBounds:
         """With all keys in some rows, ``bool[B, H, q_len, 1]``."""
@@ -162,7 +166,7 @@ class _Analysis:
             case Or(operands):
                 return self.disjunction(operands)
             case Xor(operands):
-                return reduce(lambda a, b: a ^ b, map(self.rows, operands))
+                return reduce(xor, map(self.rows, operands))
             case Not(operand):
                 return ~self.rows(operand)
             case PerHead(masks):
@@ -183,7 +187,7 @@ class _Analysis:
         others = nested + [part for part in parts if not (part.exact and part.lower.slots == 1)]
         if spans or single or not others:
             others.insert(0, RowBounds.of(self.span(spans.values(), single)))
-        found = reduce(lambda a, b: a & b, others)
+        found = reduce(and_, others)
         counted = any(known.slots > 1 for part in operands if (known := self.known.get(part.key)))
         if counted and found.exact and _sync.needs_sync(found.lower.lo):
             # The runs of equal values were counted on the host; another operand may hide some.
@@ -290,21 +294,22 @@ class _Analysis:
 
     def refined(self, bounds: RowBounds, masks: Iterable[Compare]) -> RowBounds:
         """The bounds, intersected with conditions on piecewise non-decreasing columns, those of the fewest pieces first."""
-        groups: dict[Any, Conditions] = {}
+        groups: dict[PiecewiseColumn, list[tuple[str, Tensor]]] = {}
         for mask in masks:
             column, value = cast("tuple[Tensor, Tensor]", self.sides(mask))
             if mask.sign == "==" and is_captured():  # whose runs cannot be counted
                 bounds = RowBounds(bounds.lower, bounds.upper & equal_hull(column, value, self.context.kv_len))
-            groups.setdefault(mask.left.key, Conditions(self.pieces(mask.left, column), [])).conditions.append((mask.sign, value))
-        for group in sorted(groups.values(), key=lambda group: group.pieces.count if group.pieces else 0):
-            upper = group.keys_within(bounds.upper, MAX_SLOTS)
+            if (pieces := self.pieces(mask.left, column)) is None:
+                bounds = RowBounds(self.unknown().lower, bounds.upper)
+            else:
+                groups.setdefault(pieces, []).append((mask.sign, value))
+        for pieces, conditions in sorted(groups.items(), key=lambda group: group[0].count):
+            upper = pieces.keys_within(bounds.upper, conditions, MAX_SLOTS)
             if upper is None:
                 bounds = RowBounds(self.unknown().lower, bounds.upper)
-            elif bounds.exact:
-                bounds = RowBounds.of(upper)
             else:
-                lower = group.keys_within(bounds.lower, MAX_SLOTS) or self.unknown().lower
-                bounds = RowBounds(RowBounds.of(lower).lower, RowBounds.of(upper).upper)
+                lower = upper if bounds.exact else pieces.keys_within(bounds.lower, conditions, MAX_SLOTS)
+                bounds = RowBounds.between(lower or self.unknown().lower, upper)
         return bounds
 
     def pieces(self, column: Index, values: Tensor) -> PiecewiseColumn | None:

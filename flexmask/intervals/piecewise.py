@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Self
@@ -66,6 +66,23 @@ class PiecewiseColumn:
         beyond = value >= self.low if inclusive else value > self.low + (self.size - 1)
         return (value.clamp(self.low, self.low + (self.size - 1)) - self.low + beyond).to(torch.int32)
 
+    def keys_within(self, rows: Rows, conditions: Iterable[tuple[str, Tensor]], most: int) -> Rows | None:
+        """The keys of rows that meet conditions ``column sign value``: see :meth:`between`.
+
+        Args:
+            rows: the keys to choose from.
+            conditions: the sign and the value of each.
+            most: intervals of a row at most.
+        """
+        every = torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
+        first, ends = [every], [every + self.size]
+        for sign, value in conditions:
+            if sign in {"==", ">=", ">"}:
+                first.append(self.rank(value, inclusive=sign == ">"))
+            if sign in {"==", "<=", "<"}:
+                ends.append(self.rank(value, inclusive=sign != "<"))
+        return self.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), most)
+
     def between(self, rows: Rows, least: Tensor, end: Tensor, most: int) -> Rows | None:
         """Of each row the keys whose values have a rank in ``least <= rank < end``; forces a host sync.
 
@@ -96,32 +113,6 @@ class PiecewiseColumn:
         if step.numel() > 1:
             stop = torch.where(step < number.unsqueeze(-1), stop, first)
         return Rows(first.flatten(-2), stop.flatten(-2), kv_len).joined()
-
-
-@dataclass(frozen=True, eq=False)
-class Conditions:
-    """Conditions ``column sign value`` on one column.
-
-    Attributes:
-        pieces: the column; None where it has too many pieces.
-        conditions: the sign and the value of each.
-    """
-
-    pieces: PiecewiseColumn | None
-    conditions: list[tuple[str, Tensor]]
-
-    def keys_within(self, rows: Rows, most: int) -> Rows | None:
-        """The keys of rows that meet them all, or None where these cannot be listed or take over ``most`` intervals."""
-        if self.pieces is None:
-            return None
-        pieces, every = self.pieces, torch.zeros((1, 1, 1), dtype=torch.int32, device=rows.lo.device)
-        first, ends = [every], [every + pieces.size]
-        for sign, value in self.conditions:
-            if sign in {"==", ">=", ">"}:
-                first.append(pieces.rank(value, inclusive=sign == ">"))
-            if sign in {"==", "<=", "<"}:
-                ends.append(pieces.rank(value, inclusive=sign != "<"))
-        return pieces.between(rows, reduce(torch.maximum, first), reduce(torch.minimum, ends), most)
 
 
 def _chunks(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
