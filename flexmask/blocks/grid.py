@@ -15,7 +15,7 @@ from flexmask import _sync
 from flexmask._transforms import are_ints
 from flexmask.blocks.layout import BlockLayout, Entries, ceil_div, floor_div
 from flexmask.blocks.survey import Survey
-from flexmask.intervals.rows import Rows, padded
+from flexmask.intervals.rows import Rows
 
 #: Cells of a mask up to which all are evaluated where counting the open blocks would force a host sync.
 FEW_CELLS = 2**22
@@ -40,7 +40,6 @@ class BlockGrid(BlockLayout):
         return start, stop
 
     def covered(self, rows: Rows) -> Tensor:
-        complete = self.complete_rows
         if not self.may_have_full_blocks:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=rows.lo.device)
         if rows.resets is not None:
@@ -49,20 +48,11 @@ class BlockGrid(BlockLayout):
             start, stop = ceil_div(first.lo, self.kv_size), floor_div(first.hi, self.kv_size)
             return self._count_runs(start, torch.maximum(start, stop), begins, stops) == self.q_size
         if rows.lo.shape[2] == 1:
-            block_row = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1)
-            return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & (block_row < complete)
+            complete = torch.arange(self.q_blocks, device=rows.lo.device).unsqueeze(-1) < self.complete_rows
+            return self._between(ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)) & complete
         if rows.slots == 1:  # the intersection of intervals is an interval
-            if are_ints(complete):
-                lo, hi = (end[:, :, : complete * self.q_size] for end in (rows.lo, rows.hi))
-            else:  # all block rows, in which rows behind the last query hold no key
-                complete, rest = self.q_blocks, (0, 0, 0, self.q_blocks * self.q_size - self.context.q_len)
-                lo, hi = padded(rows.lo, rest, self.context.kv_len), F.pad(rows.hi, rest)
-            lo, hi = (end.unflatten(2, (complete, self.q_size)) for end in (lo, hi))
-            start, stop = ceil_div(lo.amax(3), self.kv_size), floor_div(hi.amin(3), self.kv_size)
-            if are_ints(complete) and complete < self.q_blocks:  # Inductor fails to compile padded truth values
-                rest = (0, 0, 0, self.q_blocks - complete)
-                start, stop = F.pad(start, rest, value=self.kv_blocks), F.pad(stop, rest)
-            return self._between(start, stop)
+            lo, hi = self.in_block_rows(rows.lo, self.context.kv_len).amax(3), self.in_block_rows(rows.hi, 0).amin(3)
+            return self._between(ceil_div(lo, self.kv_size), floor_div(hi, self.kv_size))
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
         return self._count(start, torch.maximum(start, stop)) == self.q_size
 
@@ -130,12 +120,10 @@ class BlockGrid(BlockLayout):
 
     def _count(self, start: Tensor, stop: Tensor) -> Tensor:
         """How many rows of each block row have an interval ``[start, stop)`` of key blocks that holds a block."""
-        q_len, height, width = start.shape[2], self.height, self.kv_blocks
+        width = self.kv_blocks
         edges = torch.zeros((*start.shape[:2], self.q_blocks, width + 1), dtype=torch.int32, device=start.device)
         for ends, step in ((start, 1), (stop, -1)):
-            if not are_ints(q_len) or q_len % height:
-                ends = padded(ends, (0, 0, 0, self.q_blocks * height - q_len), width)
             # Contiguous, as a graph takes padded tensors to be: padding by 0 keeps other strides.
-            index = ends.to(torch.int64, memory_format=torch.contiguous_format).unflatten(2, (self.q_blocks, height)).flatten(3)
+            index = self.in_block_rows(ends, width).to(torch.int64, memory_format=torch.contiguous_format).flatten(3)
             edges.scatter_add_(-1, index, edges.new_full((), step).expand_as(index))
         return edges[..., :width].cumsum(-1)

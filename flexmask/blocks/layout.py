@@ -15,7 +15,7 @@ from flexmask._transforms import are_ints
 from flexmask.intervals.closures import Closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import hoisted_closure
-from flexmask.intervals.rows import Rows
+from flexmask.intervals.rows import Rows, padded
 
 #: Cells evaluated at a time, which bounds the memory of intermediate results: on the CPU they stay in its caches.
 CHUNK = _sync.PerDevice(cpu=2**18, elsewhere=2**24)
@@ -49,6 +49,13 @@ class BlockLayout:
     def may_have_full_blocks(self) -> bool:
         """Whether there may be complete block rows."""
         return not are_ints(self.complete_rows) or self.complete_rows > 0
+
+    def in_block_rows(self, ends: Tensor, fill: int) -> Tensor:
+        """``[B, H, q_len, K]`` cut into block rows, ``[B, H, q_blocks, height, K]``, with a number behind the last query."""
+        if not are_ints(self.context.q_len) or self.context.q_len % self.height:
+            ends = padded(ends, (0, 0, 0, self.q_blocks * self.height - self.context.q_len), fill)
+        block_rows: Tensor = ends.unflatten(2, (self.q_blocks, self.height))
+        return block_rows
 
     @cached_property
     def _closure(self) -> Closure:

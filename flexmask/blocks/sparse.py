@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexmask.blocks.layout import BlockLayout, ceil_div, floor_div, rank_in_row
@@ -31,8 +30,9 @@ class BlockSets(BlockLayout):
     def covered(self, rows: Rows) -> Rows:
         width = self.kv_blocks
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
-        if rows.slots == 1 and rows.lo.shape[2] > 1:
-            return self._intersection(start.squeeze(-1), stop.squeeze(-1))
+        if rows.slots == 1 and rows.lo.shape[2] > 1 and self.may_have_full_blocks:  # the intersection of intervals is an interval
+            start, stop = self.in_block_rows(start, width).amax(3), self.in_block_rows(stop, 0).amin(3)
+            return Rows.spans(start.squeeze(-1), stop.squeeze(-1), width)
         empty = start >= stop
         outside = ~Rows(start.masked_fill(empty, width), stop.masked_fill(empty, width), width).compact()
         missed = self._union(outside.lo, outside.hi)
@@ -56,29 +56,19 @@ class BlockSets(BlockLayout):
         """The number of blocks in a set, over all sequences and heads of the mask; forces a host sync."""
         return int(blocks.expand(self.context.batch, self.context.heads, self.q_blocks).counts().sum())
 
-    def _intersection(self, start: Tensor, stop: Tensor) -> Rows:
-        """The key blocks that every row of each block row holds, given one interval ``[B, H, q_len]`` for each row."""
-        complete = self.complete_rows
-        shape = (*start.shape[:2], complete, self.q_size)
-        start, stop = (end[:, :, : complete * self.q_size].reshape(shape) for end in (start, stop))
-        none = start.new_zeros(*shape[:2], self.q_blocks - complete)
-        return Rows.spans(torch.cat((start.amax(3), none), 2), torch.cat((stop.amin(3), none), 2), self.kv_blocks)
-
     def _union(self, start: Tensor, stop: Tensor) -> Rows:
         """The key blocks that some row of each block row holds, given intervals ``[B, H, q_len, K]`` of key blocks."""
-        q_blocks, q_size, rest = self.q_blocks, self.q_size, -start.shape[2] % self.q_size
         if start.shape[2] == 1:  # the rows are equal, so each block row takes one of them
-            start, stop = start.expand(-1, -1, q_blocks, -1), stop.expand(-1, -1, q_blocks, -1)
-            q_size = 1
-        elif rest:
-            start, stop = F.pad(start, (0, 0, 0, rest), value=self.kv_blocks), F.pad(stop, (0, 0, 0, rest))
-        start, stop = (end.unflatten(2, (q_blocks, q_size)).transpose(3, 4) for end in (start, stop))
+            start, stop = (end.unsqueeze(3).expand(-1, -1, self.q_blocks, -1, -1) for end in (start, stop))
+        else:
+            start, stop = self.in_block_rows(start, self.kv_blocks), self.in_block_rows(stop, 0)
+        start, stop = start.transpose(3, 4), stop.transpose(3, 4)
         # Where the intervals of neighboring rows overlap or touch, as they mostly do, their union is one interval.
         latest, earliest = torch.maximum(start[..., 1:], start[..., :-1]), torch.minimum(stop[..., 1:], stop[..., :-1])
         joined = (latest <= earliest).all(-1)
         parts = [_listed(start.amin(-1), stop.amax(-1), joined, 1)]
         if not bool(joined.all()):
-            parts.append(_listed(start, stop, ~joined.unsqueeze(-1), q_size))
+            parts.append(_listed(start, stop, ~joined.unsqueeze(-1), start.shape[-1]))
         block_slot, start, stop = (torch.cat(part) for part in zip(*parts, strict=True))
         slots = joined.shape[-1]
         return union(block_slot // slots, start, stop, joined.shape[:-1], self.kv_blocks)
