@@ -39,6 +39,23 @@ def require(condition: Callable[[], Tensor], device: torch.device, message: str,
         assert_async(condition(), message)
 
 
+def check(condition: Callable[[], Tensor], tensor: Tensor, message: str, given: Callable[[], str]) -> None:
+    """An error unless a condition on a tensor holds: at once where values can be read, in a graph as :func:`require`.
+
+    Args:
+        condition: gives truth values, all of which must be True.
+        tensor: what has the values.
+        message: of the error.
+        given: what was given, behind the message of the error that is raised at once.
+
+    Raises:
+        LoweringError: the values can be read, and the condition does not hold.
+    """
+    require(condition, tensor.device, message)
+    if not needs_sync(tensor) and not bool(condition().all()):
+        raise LoweringError(f"{message}{given()}")
+
+
 def assert_async(condition: Tensor, message: str) -> None:
     """An error unless truth values hold, where the device comes to it: without a host sync, also in a graph.
 

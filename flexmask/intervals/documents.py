@@ -64,15 +64,12 @@ def document_stops(rule: str, source: Tensor, positions: int, *, may_be_longer: 
             _check_total(ends, positions, "lengths", source)
             _check_total(source, positions, "lengths")  # one that is too great may wrap around in the sum
     else:
-        _sync.require(
+        _sync.check(
             lambda: (source[..., 0] == 0).all() & (source[..., 1:] >= source[..., :-1]).all(),
-            source.device,
+            source,
             "document: cu_seqlens must start with 0 and not decrease",
+            lambda: f", got {source.tolist()}",
         )
-        if not _sync.needs_sync(source) and (
-            bool((source[..., 0] != 0).any()) or bool((source[..., 1:] < source[..., :-1]).any())
-        ):
-            raise LoweringError(f"document: cu_seqlens must start with 0 and not decrease, got {source.tolist()}")
         if source.shape[-1] < 2:
             raise LoweringError("document: cu_seqlens must name at least one document, [0, length]; got one number alone")
         if not may_be_longer:

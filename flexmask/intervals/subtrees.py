@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._transforms import are_ints, is_captured
-from flexmask.errors import LoweringError
 from flexmask.intervals.rows import Rows, padded
 
 #: Intervals of a row that are listed in a graph, which cannot count them; those before them are bounded.
@@ -182,19 +181,15 @@ def subtree_ends(depth: Tensor) -> Tensor:
         LoweringError: a token is more than one below the one before it. Values in another device's memory are not read.
     """
     n = depth.shape[-1]
-    _sync.require(lambda: depth[..., :1] == 0, depth.device, ROOT)
-    _sync.require(lambda: depth.diff(dim=-1) <= 1, depth.device, STEP)
-    _sync.require(lambda: depth >= 0, depth.device, LEAST)
-    if not _sync.needs_sync(depth):
-        if bool((depth[..., 0] != 0).any()):
-            raise LoweringError(f"{ROOT}, got {int(depth[..., 0].max())}")
-        if bool((depth < 0).any()):
-            raise LoweringError(f"{LEAST}, got {int(depth.min())}")
-        wrong = (depth.diff(dim=-1) > 1).nonzero()
-        if len(wrong):
-            *line, at = wrong[0].tolist()
-            before, here = (int(depth[(*line, place)]) for place in (at, at + 1))
-            raise LoweringError(f"{STEP}, got {here} after {before} at position {at + 1}")
+
+    def wrong_step() -> str:
+        *line, at = (depth.diff(dim=-1) > 1).nonzero()[0].tolist()
+        before, here = (int(depth[(*line, place)]) for place in (at, at + 1))
+        return f", got {here} after {before} at position {at + 1}"
+
+    _sync.check(lambda: depth[..., :1] == 0, depth, ROOT, lambda: f", got {int(depth[..., 0].max())}")
+    _sync.check(lambda: depth >= 0, depth, LEAST, lambda: f", got {int(depth.min())}")
+    _sync.check(lambda: depth.diff(dim=-1) <= 1, depth, STEP, wrong_step)
     at = torch.arange(n, device=depth.device)
     placed = (depth * n + at).sort(-1).values
     up = torch.searchsorted(placed, (depth - 1) * n + at) - 1  # the last token before at the depth above, the parent
