@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from flexmask.expr.index import Absolute, Arithmetic, Symbol
+from flexmask.expr.index import Symbol
 from flexmask.expr.mask import Mask, PerHead
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup, Ranged, Slot
@@ -27,35 +27,32 @@ class Parts:
 
 def parts_of(mask: Mask) -> Parts:
     """The parts of the form of a mask, found once and kept with it."""
-    mask = mask.form
-    if "parts" not in mask.memo:
-        parts = Parts([], [], [], [], [], [])
-        seen: set[Any] = set()
-        ranges: dict[Any, Extent | None] = {}
-        for node in mask.expand().walk():
-            if not isinstance(node, Lookup | Slot | Ranged | PerHead | Arithmetic | Absolute):
-                continue
-            # What a table may hold depends on its use, so that one table can have several checks.
-            use = (node.key, node.what, str(node.high)) if isinstance(node, Ranged) else (node.key, may_be_longer(node))
-            if use in seen:
-                continue
-            seen.add(use)
-            match node:
-                case Lookup():
-                    parts.lookups.append(node)
-                    names = [index.name if isinstance(index, Symbol) else "" for index in node.indices]
-                    parts.axes.extend((node, place, name) for place, name in enumerate(names) if name in AXES)
-                case Slot():
-                    parts.slots.append(node)
-                case Ranged():
-                    parts.ranged.append(node)
-                case PerHead():
-                    parts.switches.append(node)
-            if isinstance(node, Computed) and is_computed(node, ranges):
-                parts.computed.append(node)
-        parts.axes.sort(key=lambda entry: may_be_longer(entry[0]))
-        mask.memo["parts"] = parts
-    return cast(Parts, mask.memo["parts"])
+    return mask.form.kept("parts", lambda: _parts(mask.form))
+
+
+def _parts(form: Mask) -> Parts:
+    found: dict[Any, Node] = {}
+    for node in form.expand().walk():
+        # What a table may hold depends on its use, so that one table can have several checks.
+        use = (node.what, str(node.high)) if isinstance(node, Ranged) else may_be_longer(node)
+        found.setdefault((node.key, use), node)
+    nodes = list(found.values())
+    ranges: dict[Any, Extent | None] = {}
+    lookups = [node for node in nodes if isinstance(node, Lookup)]
+    axes: list[tuple[Lookup, int, str]] = [
+        (node, place, index.name)
+        for node in sorted(lookups, key=may_be_longer)
+        for place, index in enumerate(node.indices)
+        if isinstance(index, Symbol) and index.name in AXES
+    ]
+    return Parts(
+        lookups,
+        [node for node in nodes if isinstance(node, Slot)],
+        [node for node in nodes if isinstance(node, Ranged)],
+        [node for node in nodes if isinstance(node, PerHead)],
+        [node for node in nodes if isinstance(node, Computed) and is_computed(node, ranges)],
+        axes,
+    )
 
 
 def may_be_longer(node: Node) -> bool:
