@@ -48,29 +48,27 @@ class AxisRanges:
         self.values = {"q": Evaluation(context, "q"), "kv": Evaluation(context, "kv")}
         self.sizes = {"q": layout.q_size, "kv": layout.kv_size}
         self._ranges: dict[Any, ValueRange | None] = {}
+        self._sides: dict[Any, tuple[ValueRange, ValueRange] | None] = {}
 
     def index_range(self, index: Index, low: int = INT64[0], high: int = INT64[1]) -> ValueRange | None:
         """The range of an expression, ``int64[B, H, blocks]``; None where it is unknown: see :meth:`Evaluation.within`."""
         key = (index.key, low, high)
         if key not in self._ranges:
             axis = axis_name(index)
-            self._ranges[key] = self._block_range(self.values[axis].within(index, low, high), axis)
+            values = self.values[axis].within(index, low, high)
+            self._ranges[key] = None if values is None else self._block_range(values, axis)
         return self._ranges[key]
 
     def side_ranges(self, mask: Compare) -> tuple[ValueRange, ValueRange] | None:
         """The ranges of both sides of a comparison, each along its axis: see :func:`flexmask.intervals.evaluation.sides`."""
-        axes = axis_name(mask.left), axis_name(mask.right)
-        left, right = ((mask.key, side) for side in ("left", "right"))
-        if left not in self._ranges:
-            values = sides(mask, *(self.values[axis] for axis in axes)) or (None, None)
-            self._ranges[left], self._ranges[right] = map(self._block_range, values, axes)
-        pair = self._ranges[left], self._ranges[right]
-        return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+        if mask.key not in self._sides:
+            left, right = axis_name(mask.left), axis_name(mask.right)
+            values = sides(mask, self.values[left], self.values[right])
+            self._sides[mask.key] = values and (self._block_range(values[0], left), self._block_range(values[1], right))
+        return self._sides[mask.key]
 
-    def _block_range(self, values: Any, axis: str) -> ValueRange | None:
+    def _block_range(self, values: Any, axis: str) -> ValueRange:
         """The least and the greatest of values in each block, ``int64[B, H, blocks]``."""
-        if values is None:
-            return None
         values = self.values[axis].shaped(values).long()
         if values.shape[-1] == 1:
             return values, values
