@@ -420,18 +420,17 @@ class _Analysis:
 
     def runs_of(self, column: Index) -> ValueRuns:
         """The runs of equal values of a column, cached until its data changes."""
-        memo, place = self.place_of(column)
-        data = self.column_data(column) if memo is not None and can_keep_tensors() else None
-        context = self.context
+        context, (memo, place) = self.context, self.place_of(column)
+        data = None if memo is None or not can_keep_tensors() else self.column_data(column)
+        if memo is None or data is None:
+            return ValueRuns.of(self.keys.tensor(column), context.kv_len)
         place = place, *(size for axis, size in (("b", context.batch), ("h", context.heads)) if axis in column.symbols)
         setting = context.kv_len, context.device
-        known = None if data is None else cast("_sync.Stamped[ValueRuns] | None", cast(Any, memo).get(place))
-        if data is not None and known is not None and known.stamp.holds(data, setting):
-            return known.result
-        runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
-        if data is not None:
-            cast(Any, memo)[place] = _sync.Stamped(_sync.Stamp(data, setting), runs)
-        return runs
+        known: _sync.Stamped[ValueRuns] | None = memo.get(place)
+        if known is None or not known.stamp.holds(data, setting):
+            runs = ValueRuns.of(self.keys.tensor(column), context.kv_len)
+            memo[place] = known = _sync.Stamped(_sync.Stamp(data, setting), runs)
+        return known.result
 
     def place_of(self, column: Index) -> tuple[dict[Any, Any] | None, Any]:
         """Where to keep what follows from the values of a column, and its key there: never with a form that others share."""
