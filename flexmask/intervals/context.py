@@ -25,9 +25,9 @@ N = TypeVar("N", bound=Node)
 class Tables(dict[Any, Tensor]):
     """The data of a mask by the key of its node. Data that is derived from other data is computed when it is first looked up."""
 
-    def __init__(self, derived: dict[Any, Callable[[], Tensor]] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.derived = {} if derived is None else derived
+        self.derived: dict[Any, Callable[[], Tensor]] = {}
 
     def __missing__(self, key: Any) -> Tensor:
         self[key] = made = self.derived[key]()
