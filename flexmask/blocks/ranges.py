@@ -20,7 +20,7 @@ from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.node import Node
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.evaluation import Evaluation, sides
-from flexmask.intervals.extent import INT64, Extent, combined_extent, fits
+from flexmask.intervals.extent import INT64, Extent, combined_extent, fits, values_extent
 from flexmask.intervals.solve import Span, separate
 
 #: For each block whether the condition holds in every cell, and whether it holds in none.
@@ -184,10 +184,7 @@ class BlockRanges:
     def _whole_extent(self, index: Index) -> Extent | None:
         """The extent of an operand in all of the blocks."""
         ends = self._operand_range(index)
-        if ends is None:
-            return None
-        low, high = (torch.as_tensor(end, device=self.b.device) for end in ends)
-        return int(low.min()), int(high.max())
+        return ends and (values_extent(ends[0])[0], values_extent(ends[1])[1])
 
     def _lookup_range(self, data: Tensor, indices: list[ValueRange | None]) -> ValueRange | None:
         """The range of values that are looked up at indices of which each takes few values in a block."""
