@@ -21,7 +21,7 @@ from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
 from flexmask.intervals.extent import Read, extent, fits
-from flexmask.intervals.operations import JOINED, operation, table_lookup
+from flexmask.intervals.operations import JOINED, operation, same, table_lookup
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -131,12 +131,12 @@ class _Program:
             case Constant(value):
                 return lambda: value, []
             case Symbol("kv"):
-                return _same, ["kv"]
+                return same, ["kv"]
             case Symbol("q_len" | "kv_len" as name):
                 length = getattr(context, name)
                 return lambda: length, []
             case Symbol("b" | "h" as name):  # an axis of size 1 may be broadcast: it is read at 0
-                return (_same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
+                return (same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
             case Symbol():
                 return _query(context.q_offset)
             case Widened(operand):
@@ -144,7 +144,7 @@ class _Program:
             case Column():
                 return _column(node), ["b", "h", node.axis]
             case Truth(value):
-                return (_ones if value else _zeros), ["b"]
+                return lambda like: like.new_full((), value, dtype=torch.bool), ["b"]
             case Compare("!=", Lookup(table, indices), Constant(0)) if context.tables[table.key].dtype == torch.bool:
                 return table_lookup(context.tables[table.key], len(indices)), list(indices)
         compute, operands = operation(node, context)
@@ -165,23 +165,11 @@ class _Program:
         return [operand if isinstance(operand, ready) else Widened(operand) for operand in operands]
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _ones(like: Tensor) -> Tensor:
-    return like.new_ones((), dtype=torch.bool)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return like.new_zeros((), dtype=torch.bool)
-
-
 def _query(offset: int | Tensor) -> tuple[Callable[..., Any], list[Any]]:
     if isinstance(offset, Tensor):
         of_sequence = offset
         return (lambda b, q: q + of_sequence[b]) if offset.numel() > 1 else lambda b, q: q + of_sequence[0], ["b", "q"]
-    return (lambda q: q + offset) if offset else _same, ["q"]
+    return (lambda q: q + offset) if offset else same, ["q"]
 
 
 def _column(node: Column) -> Callable[..., Any]:

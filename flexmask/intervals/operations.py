@@ -74,7 +74,7 @@ def operation(node: Index | Mask, context: Context) -> Operation:
         case Not(operand):
             return operator.invert, [operand]
         case PerHead():
-            return _same, [node.by_head()]
+            return same, [node.by_head()]
     raise LoweringError(f"no expression form for {type(node).__name__} {node}")
 
 
@@ -90,7 +90,8 @@ def _integers(found: Callable[..., Tensor], data: Tensor) -> Callable[..., Tenso
     return (lambda *at: found(*at).to(torch.int64)) if data.dtype == torch.bool else found
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """The value itself."""
     return value
 
 
