@@ -6,6 +6,7 @@ expressions along one axis, and otherwise computed from the ranges of the operan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from itertools import product
 from typing import Any, TypeAlias, cast
@@ -124,27 +125,13 @@ class BlockRanges:
                     return full, (last < starts[0]) | (first >= stops[1])
             case Compare(sign, left, right) if _is_mixed(left) or _is_mixed(right):
                 if (values := self.index_range(left)) is not None and (others := self.index_range(right)) is not None:
-                    return self._compare(sign, values, others)
+                    return _compared(sign, values, others)
             case Compare(sign, left, right):
                 ranges = self.axes.side_ranges(mask)
                 if ranges is not None:
                     pair = [self._gather_range(ends, axis_name(side)) for ends, side in zip(ranges, (left, right), strict=True)]
-                    return self._compare(sign, *cast("list[ValueRange]", pair))
+                    return _compared(sign, *cast("list[ValueRange]", pair))
         return self._no_block, self._no_block
-
-    def _compare(self, sign: str, left: ValueRange, right: ValueRange) -> Decision:
-        if sign in {"==", "!="}:
-            equal = self._per_block((left[0] == right[1]) & (left[1] == right[0]))
-            unequal = self._per_block((left[1] < right[0]) | (left[0] > right[1]))
-            return (equal, unequal) if sign == "==" else (unequal, equal)
-        compare = FOLD_COMPARE[sign]
-        worst, best = ((1, 0), (0, 1)) if sign in {"<", "<="} else ((0, 1), (1, 0))
-        holds = self._per_block(compare(left[worst[0]], right[worst[1]]))
-        return holds, ~self._per_block(compare(left[best[0]], right[best[1]]))
-
-    def _per_block(self, truth: Any) -> Tensor:
-        """A truth value for each block, ``bool[n]``, from one for each or one for all."""
-        return truth if isinstance(truth, Tensor) else ~self._no_block if truth else self._no_block
 
     def gather(self, values: Tensor, axis: str) -> Tensor:
         """Values for every block along an axis, ``[B, H, blocks]``, as those of the single blocks, ``[n]``."""
@@ -202,6 +189,17 @@ class BlockRanges:
             least = values if least is None else torch.minimum(least, values)
             greatest = values if greatest is None else torch.maximum(greatest, values)
         return least, greatest
+
+
+def _compared(sign: str, left: ValueRange, right: ValueRange) -> Decision:
+    """Where a comparison of values in these ranges holds in every cell, and where in none."""
+    if sign in {"==", "!="}:
+        equal = (left[0] == right[1]) & (left[1] == right[0])
+        unequal = (left[1] < right[0]) | (left[0] > right[1])
+        return (equal, unequal) if sign == "==" else (unequal, equal)
+    compare: Callable[[Any, Any], Any] = FOLD_COMPARE[sign]
+    worst, best = (1, 0) if sign in {"<", "<="} else (0, 1)  # ends of the left side; those of the right side are the others
+    return compare(left[worst], right[best]), ~compare(left[best], right[worst])
 
 
 def axis_name(index: Index) -> str:
