@@ -145,12 +145,11 @@ def _tensor(table: Table | Param, context: Context) -> Tensor:
             tensor = _usable(table, context)
             return tensor if tensor.dtype == torch.bool else tensor.long()  # narrow integers would overflow
         case Literal():
-            where = str(context.device)
-            if not can_keep_tensors():
+
+            def made() -> Tensor:
                 return table.to_tensor().to(context.device)
-            if where not in table.memo:
-                table.memo[where] = table.to_tensor().to(context.device)
-            return cast(Tensor, table.memo[where])
+
+            return table.kept(str(context.device), made) if can_keep_tensors() else made()
         case Ranged(source):
             return _tensor(source, context)
         case DocumentTable():
@@ -218,12 +217,8 @@ def _check_range(ranged: Ranged, context: Context) -> None:
             if limit is not None:
                 _sync.require(lambda: values <= limit, values.device, _most_wanted(ranged, limit))
         return
-    extent = ranged.memo.get("extent")
-    if extent is None:
-        extent = values_extent(values)
-        if ranged.source.constant:
-            ranged.memo["extent"] = extent
-    least, most = extent
+    constant = ranged.source.constant
+    least, most = ranged.kept("extent", lambda: values_extent(values)) if constant else values_extent(values)
     if least < ranged.low:
         raise LoweringError(f"{_least_wanted(ranged)}, got {least}")
     if limit is not None and most > limit:
