@@ -55,7 +55,7 @@ def band_of(context: Context) -> Band:
     """
     form, own = separate(context.mask), queries_have_keys(context)
     found = form.kept("band at own keys" if own else "band", lambda: band(form, own_keys=own))
-    most = 1 if isinstance(context.q_offset, int) and not context.q_offset else 0  # places of an end that are computed
+    most = 1 if context.begins_at_0 else 0  # places of an end that are computed
     if len(found) > 1:
         return found if most else READ
     ends: list[End] = [end if end != "read" and len(end) <= most else "read" for end in found[0]]
@@ -80,7 +80,7 @@ def compares_classes(context: Context) -> bool:
     So two queries attend to the same keys, those of their class, or have none in common. Not for decoding steps, in which the
     classes of all keys cost more than they save.
     """
-    if not isinstance(context.q_offset, int) or context.q_offset:
+    if not context.begins_at_0:
         return False
     form = separate(context.mask)
     return form.kept("classes", lambda: _compares_classes(form))

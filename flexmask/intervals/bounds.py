@@ -409,12 +409,7 @@ class _Analysis:
         if is_captured():
             return None
         found = self.runs_of(column)
-        if (
-            context.q_len == context.kv_len
-            and isinstance(context.q_offset, int)
-            and context.q_offset == 0
-            and has_same_sides(mask)
-        ):
+        if context.q_len == context.kv_len and context.begins_at_0 and has_same_sides(mask):
             return found.own(MAX_SLOTS)
         return found.matching(cast("tuple[Tensor, Tensor]", self.sides(mask))[1], MAX_SLOTS)
 
@@ -424,7 +419,7 @@ class _Analysis:
         data = None if memo is None or not can_keep_tensors() else self.column_data(column)
         if memo is None or data is None:
             return ValueRuns.of(self.keys.tensor(column), context.kv_len)
-        place = place, *(size for axis, size in (("b", context.batch), ("h", context.heads)) if axis in column.symbols)
+        place = place, *(context.size(axis) for axis in ("b", "h") if axis in column.symbols)
         setting = context.kv_len, context.device
         known: _sync.Stamped[ValueRuns] | None = memo.get(place)
         if known is None or not known.stamp.holds(data, setting):

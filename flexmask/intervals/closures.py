@@ -136,7 +136,7 @@ class _Program:
                 length = getattr(context, name)
                 return lambda: length, []
             case Symbol("b" | "h" as name):  # an axis of size 1 may be broadcast: it is read at 0
-                return (same if (context.batch if name == "b" else context.heads) > 1 else lambda place: place * 0), [name]
+                return (same if context.size(name) > 1 else lambda place: place * 0), [name]
             case Symbol():
                 return _query(context.q_offset)
             case Widened(operand):

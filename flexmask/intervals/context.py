@@ -97,10 +97,18 @@ class Context:
         mask = self.with_lengths(self.mask)
         return replace(self, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={})
 
+    @property
+    def begins_at_0(self) -> bool:
+        """Whether the first query is known to be at position 0."""
+        return isinstance(self.q_offset, int) and self.q_offset == 0
+
+    def size(self, name: str) -> int:
+        """How many values an index symbol has."""
+        return {"b": self.batch, "h": self.heads, "q": self.q_len, "kv": self.kv_len}[name]
+
     def index(self, name: str) -> Tensor:
         """All values of an index symbol, ``int64``; ``q`` counts from 0 whatever the offset."""
-        sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "kv": self.kv_len}
-        return torch.arange(sizes[name], device=self.device)
+        return torch.arange(self.size(name), device=self.device)
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four index tensors of a whole ``[B, H, q_len, kv_len]``, each along its own axis."""

@@ -214,22 +214,19 @@ class Evaluation:
         if name == "h":
             return values.view(1, -1, 1)
         offset = self.context.q_offset
-        if name == "kv" or (isinstance(offset, int) and offset == 0):
+        if name == "kv" or self.context.begins_at_0:
             return values.view(1, 1, -1)
         return values.view(1, 1, -1) + (offset.view(-1, 1, 1) if isinstance(offset, Tensor) else offset)
 
     def _sliced(self, data: Tensor, names: list[str]) -> Tensor:
         """A lookup at plain symbols: the table itself, its axes put where the symbols have theirs."""
-        offset, n = self.context.q_offset, self.context.q_len
+        offset = self.context.q_offset
         if "q" in names and isinstance(offset, Tensor):
             return _integer(data[tuple(self._symbol(name) for name in names)])
-        if "q" in names:
-            data = data.narrow(names.index("q"), int(offset), n)
-        if "kv" in names:  # a derived table may have more, as may a captured one
-            data = data.narrow(names.index("kv"), 0, self.context.kv_len)
-        for name, size in (("b", self.context.batch), ("h", self.context.heads)):
-            if name in names and not (are_ints(size, own := data.shape[names.index(name)]) and own <= size):
-                data = data.narrow(names.index(name), 0, size)
+        for axis, name in enumerate(names):  # a derived table may have more positions, as may a captured one
+            start, size, own = int(offset) if name == "q" else 0, self.context.size(name), data.shape[axis]
+            if start or not (are_ints(size, own) and own <= size):
+                data = data.narrow(axis, start, size)
         order = ["b", "h", self.axis]
         data = data.permute([names.index(name) for name in order if name in names])
         return _integer(data[tuple(slice(None) if name in names else None for name in order)])
@@ -279,8 +276,7 @@ def hoisted_closure(context: Context) -> Closure:
             return None
         (axis,) = axes
         values = along[axis].tensor(node)
-        shape = (*values.shape[:2], context.q_len if axis == "q" else context.kv_len)
-        return Column(values.expand(shape), axis)
+        return Column(values.expand(*values.shape[:2], context.size(axis)), axis)
 
     return closure_of(cast(Mask, context.with_lengths(context.mask).replace(hoisted)), context)
 
