@@ -77,7 +77,7 @@ def _first_values(blocks: BlockRanges, term: Index) -> Tensor:
 
 def _features(mask: Mask) -> list[Feature]:
     """What the cells of a block depend on in a condition."""
-    features: dict[Any, Feature] = {}
+    features: list[Feature] = []
     visited: set[Any] = set()
     match mask:
         case Span(start, stop):
@@ -86,10 +86,10 @@ def _features(mask: Mask) -> list[Feature]:
             values = mask.below
     for value in values:
         _collect(value, 0, features, visited)
-    return list(features.values())
+    return features
 
 
-def _collect(node: Node, divisor: int, features: dict[Any, Feature], visited: set[Any]) -> None:
+def _collect(node: Node, divisor: int, features: list[Feature], visited: set[Any]) -> None:
     """Collects what the values of an expression in a block depend on, or their remainders where the divisor is not 0.
 
     From its first cell on, a sum of multiples of ``q`` and ``kv`` changes in the same way in every block. The value of an
@@ -103,7 +103,7 @@ def _collect(node: Node, divisor: int, features: dict[Any, Feature], visited: se
         if all(
             isinstance(term, Symbol) or not (isinstance(term, Opaque | Quotient) or term.symbols & {"q", "kv"}) for term in terms
         ):
-            features[node.key, divisor] = node, divisor
+            features.append((node, divisor))
             return
     match node:
         case Sum(parts):  # its remainder follows from the remainders of its terms
