@@ -59,7 +59,7 @@ def bind(
         if not slot.is_argument and 0 in mask.held[slot.number].shape:
             table = filled(slot, mask.held)
             raise LoweringError(f"{table} of the mask {mask.brief()} holds no values; attention takes it for an empty batch")
-    where = _device(mask, parts.slots, device, q_offset)
+    where = _device(mask, device, q_offset)
     if "q_len" in form.symbols and not (isinstance(q_offset, int) and q_offset == 0):
         raise LoweringError(
             f"{mask.brief()} places the queries by q_len, so q_offset={q_offset} would move them twice; with q_offset "
@@ -67,7 +67,7 @@ def bind(
         )
     offset, q_end = _offset(q_offset, q_len)
     needed = {"kv": kv_len, "q": q_end}
-    sizes = checked_sizes(mask, parts, {"b": batch, "h": heads}, offset, needed)
+    sizes = checked_sizes(mask, {"b": batch, "h": heads}, offset, needed)
     counts = sizes["b"], sizes["b"] if batch is None else batch, sizes["h"]
     context = Context(form, q_len, kv_len, *counts, offset, q_end, where, source=mask)
     for lookup in parts.lookups:
@@ -91,14 +91,9 @@ def check_bound(mask: Mask, caller: str = "") -> None:
         raise LoweringError(f"the mask {mask.brief()} has unbound parameters: give them with mask.bind({given}){call}")
 
 
-def _device(
-    mask: Mask,
-    slots: list[Slot],
-    device: torch.device | str | None,
-    q_offset: object,
-) -> torch.device:
+def _device(mask: Mask, device: torch.device | str | None, q_offset: object) -> torch.device:
     found: dict[torch.device, Slot | None] = {}
-    for slot in slots:
+    for slot in parts_of(mask).slots:
         found.setdefault(mask.held[slot.number].tensor.device, slot)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)

@@ -15,8 +15,10 @@ from flexmask.expr.mask import Mask, Named
 from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Table
 from flexmask.intervals.context import MAX_LENGTH
-from flexmask.intervals.parts import Parts, may_be_longer, parts_of
+from flexmask.intervals.parts import may_be_longer, parts_of
 
+#: The sizes of some axes, None where one is not known.
+Sizes: TypeAlias = dict[str, int | None]
 #: The arguments for the sizes of axes.
 KEYWORDS = (("b", "batch"), ("h", "heads"))
 
@@ -31,17 +33,11 @@ def checked_size(size: object, what: str) -> int:
     return cast(int, size) if isinstance(size, torch.SymInt) else checked_int(size, what, most=MAX_LENGTH, kind=LoweringError)
 
 
-def checked_sizes(
-    mask: Mask,
-    parts: Parts,
-    given: dict[str, int | None],
-    offset: int | Tensor,
-    needed: dict[str, int | None],
-) -> dict[str, int]:
+def checked_sizes(mask: Mask, given: Sizes, offset: int | Tensor, needed: Sizes) -> dict[str, int]:
     """The sizes of batch and heads, on which the arguments and all data of the mask must agree."""
     claims_of = _claims(mask, given, offset)
     moved = not (isinstance(offset, int) and offset == 0)
-    for lookup, place, axis in parts.axes:
+    for lookup, place, axis in parts_of(mask).axes:
         if axis in needed and (size := cast(Table, lookup.table).shape_of(mask.held)[place]) is not None:
             _check_axis(mask, lookup, axis, size, needed, moved=moved)
     sizes, form = {}, mask.form.expand()
@@ -73,7 +69,7 @@ def check_batch(mask: Mask, batch: int) -> None:
 Claims: TypeAlias = list[tuple[int, "Lookup | str"]]
 
 
-def _claims(mask: Mask, given: dict[str, int | None], offset: int | Tensor) -> dict[str, Claims]:
+def _claims(mask: Mask, given: Sizes, offset: int | Tensor) -> dict[str, Claims]:
     """The sizes of ``"b"`` and ``"h"``; raises a LoweringError if one axis has several."""
     claims_of: dict[str, Claims] = {"b": [], "h": []}
     for axis, keyword in KEYWORDS:
@@ -110,7 +106,7 @@ def _add_claims(mask: Mask, claims_of: dict[str, Claims]) -> None:
             _claim(claims_of[axis], size, lookup)
 
 
-def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: dict[str, int | None], *, moved: bool) -> None:
+def _check_axis(mask: Mask, lookup: Lookup, name: str, size: int, needed: Sizes, *, moved: bool) -> None:
     length = needed[name]
     is_longer = may_be_longer(lookup)
     if name == "kv" and (size < cast(int, length) if is_longer else size != length):
