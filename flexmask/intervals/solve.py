@@ -151,11 +151,9 @@ def _compared(form: Linear, sign: str, finish: Finish) -> Mask:
     if sign == "==" and not isinstance(kind, Mask):  # x == 0  <=>  x <= 0 and -x <= 0
         return _compared(form, "<=", finish) & _compared(-form, "<=", finish)
     a, b = _compared(first + rest, sign, finish), _compared(second + rest, sign, finish)
-    return _chosen(kind, a, b) if isinstance(kind, Mask) else cast(Mask, laws.JOINED[kind](a, b))
-
-
-def _chosen(condition: Mask, then: Mask, otherwise: Mask) -> Mask:
-    return cast(Mask, laws.chosen(separate(condition), then, otherwise))
+    if isinstance(kind, Mask):
+        return cast(Mask, laws.chosen(separate(kind), a, b))
+    return cast(Mask, laws.JOINED[kind](a, b))
 
 
 def _solved(form: Linear, sign: str) -> Mask:
