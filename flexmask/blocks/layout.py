@@ -127,13 +127,13 @@ class Entries:
     @classmethod
     def chunks(cls, rows: Rows, size: int) -> Iterator[Self]:
         """As :meth:`from_rows` in parts of whole rows, with at most ``size`` entries or one row each; forces a host sync."""
-        lo, hi = rows.lo.flatten(0, 2), rows.hi.flatten(0, 2)
-        total = (hi - lo).sum(-1).cumsum(0)
+        lo, hi = (end.reshape(1, 1, -1, rows.slots) for end in (rows.lo, rows.hi))
+        lines = Rows(lo, hi, rows.kv_len)
+        total = lines.counts().flatten().cumsum(0)
         start, done, count = 0, 0, int(total[-1])
         while done < count:
             stop = max(start + 1, int(torch.searchsorted(total, done + size, right=True)))
-            part_lo, part_hi = (end[start:stop].view(1, 1, -1, rows.slots) for end in (lo, hi))
-            part = cls.from_rows(Rows(part_lo, part_hi, rows.kv_len))
+            part = cls.from_rows(lines.at(slice(start, stop)))
             if part.row.numel():
                 yield cls(part.row + start, part.column)
             start, done = stop, int(total[stop - 1])

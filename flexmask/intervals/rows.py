@@ -133,8 +133,8 @@ class Rows:
         shape = (batch, heads, q_len, self.slots)
         return Rows(self.lo.expand(shape), self.hi.expand(shape), self.kv_len)
 
-    def at(self, places: Tensor) -> Rows:
-        """The sets of some of the rows, ``int64[n]``."""
+    def at(self, places: Tensor | slice) -> Rows:
+        """The sets of some of the rows, ``int64[n]`` or a slice."""
         return Rows(self.lo[:, :, places], self.hi[:, :, places], self.kv_len)
 
     def of_head(self, head: int, batch: int, q_len: int) -> Rows:

@@ -184,7 +184,7 @@ class ValueRuns:
 
     def _spread(self, found: Rows) -> Rows:
         """The rows of each run, repeated for each of its positions."""
-        shape = torch.Size(max(sizes) for sizes in zip(self.starts.shape[:2], found.lo.shape[:2], strict=True))
+        shape = torch.broadcast_shapes(self.starts.shape[:2], found.lo.shape[:2])
         repeats = (self.stops - self.starts).expand(*shape, -1).flatten()
         bounds = found.bounds.expand(*shape, -1, -1, -1).flatten(0, 2)
         bounds = bounds.repeat_interleave(repeats, 0, output_size=shape.numel() * self.n).view(*shape, self.n, -1, 2)
