@@ -113,7 +113,6 @@ class _Analysis:
         self.queries, self.keys = Evaluation(context, "q"), Evaluation(context, "kv")
         self.known: dict[Any, Rows | None] = {}
         self.piecewise_columns: dict[Any, PiecewiseColumn | None] = {}
-        self.span_ends: dict[Any, Ends | None] = {}
         self.side_values: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def rows(self, mask: Mask) -> RowBounds:
@@ -349,11 +348,6 @@ class _Analysis:
 
     def ends(self, mask: Mask) -> Ends | None:
         """The starts and stops of a mask of one interval a row; None for other masks, and where 64 bits do not hold the ends."""
-        if mask.key not in self.span_ends:
-            self.span_ends[mask.key] = self._ends(mask)
-        return self.span_ends[mask.key]
-
-    def _ends(self, mask: Mask) -> Ends | None:
         kv_len = self.context.kv_len
         match mask:
             case Span(start, stop):
