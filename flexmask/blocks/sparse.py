@@ -107,9 +107,7 @@ def _from_lines(parts: list[Lines], shape: torch.Size, width: int) -> Rows:
     count = torch.bincount(row, minlength=shape.numel())
     slots = max(1, int(count.max()))
     slot = rank_in_row(row, count)
-    ends = []
-    for end in (start, stop):
-        padded = torch.full((shape.numel(), slots), width, dtype=torch.int32, device=row.device)
-        padded[row, slot] = (end - row * (width + 1)).to(torch.int32)
-        ends.append(padded.view(*shape, slots))
-    return Rows(ends[0], ends[1], width)
+    ends = torch.full((2, shape.numel(), slots), width, dtype=torch.int32, device=row.device)
+    ends[:, row, slot] = (torch.stack((start, stop)) - row * (width + 1)).to(torch.int32)
+    lo, hi = ends.view(2, *shape, slots)
+    return Rows(lo, hi, width)
