@@ -114,9 +114,8 @@ class Entries:
     @classmethod
     def from_grid(cls, grid: Tensor) -> Self:
         """The elements of ``bool[B, H, rows, columns]`` that are True; forces a host sync."""
-        index = grid.flatten().nonzero().squeeze(-1)
-        row = index.div(grid.shape[-1], rounding_mode="floor")
-        return cls(row, index - row * grid.shape[-1])
+        row, column = grid.flatten(0, -2).nonzero(as_tuple=True)
+        return cls(row, column)
 
     @classmethod
     def whole_grid(cls, grid: Tensor) -> Self:
