@@ -69,6 +69,11 @@ def tested_count(slots: int) -> int:
     return 1 << (slots - 1).bit_length()
 
 
+def tests_both_ends(band: Band, kv_len: int) -> bool:
+    """Whether Triton's kernels test both ends of an interval at once, of which one at least is read."""
+    return kv_len <= MOST_JOINT and not has_gap(band) and any("read" in interval and () not in interval for interval in band)
+
+
 def _expression_mod(context: Context) -> MaskMod:
     """The expression on copies of the data, so that later changes of the data do not change the ``mask_mod``."""
     return mask_closure(replace(context, tables=context.tables.cloned()))
@@ -114,7 +119,7 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
         intervals = [_first_keys(rows, first, q_len), *others]
     else:
         intervals = _read(rows, band[0], count, q_len)
-    if for_triton and not (has_gap(band) or are_computed(band[-1:])) and rows.kv_len <= MOST_JOINT:
+    if for_triton and tests_both_ends(band, rows.kv_len):
         return joint_mod(intervals)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from flexmask.errors import LoweringError
-from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_gap, has_whole_rows
+from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import Context
 from flexmask.lowering.block_mask import block_lists, block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
-from flexmask.lowering.mask_mod import has_interval_form, tested_count
-from flexmask.lowering.triton import MOST_JOINT
+from flexmask.lowering.mask_mod import has_interval_form, tested_count, tests_both_ends
 from flexmask.lowering.varlen import varlen_arguments
 from flexmask.report.stats import count_text, stats
 
@@ -43,8 +42,7 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
         read = sum(isinstance(end, str) for end in ends) if is_known else 2 * count
         cells = f"kv in {'the key interval' if count == 1 else f'one of {count} key intervals'} of the row, "
         cells += f"of which {read} {'end is' if read == 1 else 'ends are'} read from memory" if read else "computed from q"
-        joins = any("read" in interval and () not in interval for interval in band) and not has_gap(band)
-        if joins and context.kv_len <= MOST_JOINT:
+        if tests_both_ends(band, context.kv_len):
             cells += "; backend flex compares both ends at once"
         bits = f"applies {count_text(count, 'interval')} to 32 keys at a time, as bits, on Blackwell (torch 2.15)"
         if compares_classes(context):
