@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -61,16 +60,12 @@ STYLE: dict[str, Any] = {
 }
 
 
-@cache
-def _families() -> list[str]:
-    installed = set(fontManager.get_font_names())
-    return ["DejaVu Sans", *(name for name in SCRIPTS if name in installed)]
-
-
 @contextmanager
 def style() -> Iterator[None]:
     """The settings of all pictures, whatever those of the user."""
-    with matplotlib.style.context(["default", STYLE, {"font.family": _families()}]):
+    installed = fontManager.get_font_names()
+    families = ["DejaVu Sans", *(name for name in SCRIPTS if name in installed)]
+    with matplotlib.style.context(["default", STYLE, {"font.family": families}]):
         yield
 
 
