@@ -86,11 +86,11 @@ def _pictures(
     visible, offset, tokens = dense(context).expand(weights.shape), context.q_offset, options.get("tokens")
     found = []
     for batch, head in places:
-        values = (weights[batch].mean(0) if head is None else weights[batch, head]).detach().float().cpu()
+        drawn = slice(None) if head is None else slice(head, head + 1)
+        values = weights[batch, drawn].mean(0).detach().float().cpu()
         if not values.isfinite().all():
             raise RenderError("weights must be finite; flexmask.backends.attention_weights gives 0 in fully masked rows")
-        cells = visible[batch].any(0) if head is None else visible[batch, head]
-        shown = rasterize(from_dense(cells.cpu()), q_len, kv_len)
+        shown = rasterize(from_dense(visible[batch, drawn].any(0).cpu()), q_len, kv_len)
         first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
         sums = summed(np.add, values.numpy().astype(np.float64), shown.step)
         pixels = (sums / cells_in(q_len, kv_len, shown.step)).astype(np.float32)
