@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,7 +196,7 @@ def _indices(name: str, given: Indices, size: int | None) -> Sequence[int]:
 
 def _columns(count: int) -> int:
     """The columns of a grid: one row for a few pictures, else wider than high."""
-    return count if count <= 4 else next(columns for columns in range(3, count + 1) if columns * columns >= count)
+    return count if count <= 4 else math.ceil(math.sqrt(count))
 
 
 def _alike(pictures: list[Picture]) -> list[Picture]:
