@@ -21,7 +21,7 @@ MAX_VALUES = 32
 MAX_WIDTH = 100
 
 
-def check_frame(title: object, width: object = None) -> None:
+def check_frame(title: object, width: object) -> None:
     """Raises an OperandError unless a title is a string or None, and a width a positive number or None."""
     if title is not None and not isinstance(title, str):
         raise OperandError(f"title must be a string or None, got {kind_of(title)}")

@@ -195,7 +195,7 @@ def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_
     for name, index in (("batch", batch), ("head", head)):
         checked_int(index, name, 0, kind=OperandError, wanted="one index, of which Mask.plot_panels draws several")
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, int) and length > MAX_TOKENS:
+        if length > MAX_TOKENS:
             raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")
     found = [own_sizes(mask) for mask in masks]
     if isinstance(q_offset, torch.Tensor):
