@@ -89,9 +89,9 @@ def lengths(entry: Entry) -> str:
     said = [f"{entry.q_len} queries × {entry.kv_len} keys"]
     if entry.q_offset:
         said.append(f"the first query at position {entry.q_offset}")
-    for name, plural, index in (("sequence", "sequences", entry.batch), ("head", "heads", entry.head)):
+    for name, index in (("sequence", entry.batch), ("head", entry.head)):
         if index:
-            said.append(f"all {plural}" if index == "all" else f"{name} {index}")
+            said.append(f"all {name}s" if index == "all" else f"{name} {index}")
     return ", ".join(said)
 
 
@@ -273,5 +273,5 @@ def _tag(tag: str, count: int) -> str:
 
 
 def _colors() -> str:
-    """The colors of the views, for the whole"""
+    """The colors of the views, for the whole page."""
     return "\n".join(re.findall(r"^ *--flexmask-[\w-]+: .*;$", style(), re.MULTILINE))

@@ -135,7 +135,7 @@ class _Python(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id != "abs":
             self.used.add(node.func.id)
         node.args = [self.visit(argument) for argument in node.args]
-        node.keywords = [ast.keyword(word.arg, self.visit(word.value)) for word in node.keywords]
+        node.keywords = [self.visit(word) for word in node.keywords]
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:

@@ -126,7 +126,7 @@ def _is_length(value: object) -> bool:
 
 
 def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def _is_choice(value: object) -> bool:
