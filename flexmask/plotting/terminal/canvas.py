@@ -51,16 +51,14 @@ class Drawing:
     """A picture as lines.
 
     Attributes:
-        shown: the picture as it is drawn, which may be downsampled.
+        shown: the picture as it is drawn, which may be downsampled; it has blocks only where these are drawn.
         lines: the cells with their labels, line by line.
         legend: the meanings of its signs and colors.
-        by_area: whether it shows pixels instead of cells or blocks.
     """
 
     shown: Picture
     lines: list[Text]
     legend: list[LegendEntry]
-    by_area: bool = False
 
 
 @dataclass(frozen=True)

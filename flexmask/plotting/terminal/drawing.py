@@ -197,7 +197,7 @@ def draw_area(shown: Picture, canvas: Canvas) -> Drawing:
     drawn, legend = _halves(shown) if canvas.mixing else _signs(shown, canvas)
     row_labels, over = _numbers(shown, len(drawn), 2 if canvas.mixing else 1, canvas)
     lines = framed([over], zip(row_labels, drawn, strict=True), canvas.margin(shown))
-    return Drawing(shown, lines, legend, by_area=True)
+    return Drawing(shown, lines, legend)
 
 
 def _step(shown: Picture, canvas: Canvas) -> tuple[int, int]:

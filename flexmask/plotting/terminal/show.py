@@ -67,7 +67,7 @@ def print_drawing(shown: Picture | Sheet, *, console: Console, legend: bool = Tr
 def _picture_lines(shown: Picture, canvas: Canvas, legend: bool) -> list[Text]:
     while True:
         drawing = _drawn(shown, canvas)
-        head = _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.by_area), canvas)
+        head = _head(drawing.shown.text, notes(drawing.shown, pixels=drawing.shown.blocks is None), canvas)
         lines = [*head, *drawing.lines]
         if legend:
             lines += [Text(), *_legend(drawing.legend, drawing.shown, canvas)]
@@ -86,7 +86,7 @@ def _sheet_lines(shown: Sheet, canvas: Canvas, legend: bool) -> Iterator[Text]:
         narrow = replace(narrow, lines=min(MAX_LINES, max(LEAST_LINES, canvas.height - TITLES)))
     drawings = [_drawn(one, narrow) for one in shown.pictures]
     last = drawings[-1]
-    yield from _head(shown.text, notes(last.shown, pixels=last.by_area, alone=False), canvas)
+    yield from _head(shown.text, notes(last.shown, pixels=last.shown.blocks is None, alone=False), canvas)
     said = [", ".join(panel_notes(title, drawing.shown)) for title, drawing in zip(shown.titles, drawings, strict=True)]
     titles = [[Text(line, "bold") for line in narrow.wrapped(text)] for text in said]
     for first in range(0, len(drawings), columns):
