@@ -78,9 +78,7 @@ class MaskSlice:
         fraction = np.zeros(least.shape)
         draw = np.random.default_rng(0)
         q, kv = (
-            np.concatenate(
-                [np.sort(draw.integers(start, min(start + size, length), SAMPLES)) for start in range(0, length, size)]
-            )
+            np.concatenate([draw.integers(start, min(start + size, length), SAMPLES) for start in range(0, length, size)])
             for length, size in zip((self.context.q_len, self.context.kv_len), step, strict=True)
         )
         for (top, bottom), (left, right) in self._undecided(least, most, step):
@@ -108,7 +106,7 @@ class MaskSlice:
                 tiles.append(((top, bottom), (int(columns[0]), int(columns[-1]) + 1)))
         return tiles
 
-    def _cells(self, queries: torch.Tensor, keys: torch.Tensor) -> NDArray[np.bool_]:
+    def _cells(self, queries: Tensor, keys: Tensor) -> NDArray[np.bool_]:
         b, h = (torch.tensor(index, device=self.context.device) for index in (self.batch, self.head))
         found = mask_closure(self.context)(b, h, queries[:, None], keys[None, :])
         cells: NDArray[np.bool_] = found.expand(len(queries), len(keys)).cpu().numpy()
@@ -198,7 +196,7 @@ def select(masks: list[Mask], q_len: int, kv_len: int, batch: int, head: int, q_
         if length > MAX_TOKENS:
             raise RenderError(f"{name} {length:,} is too long to draw; at most {MAX_TOKENS:,} can be drawn")
     found = [own_sizes(mask) for mask in masks]
-    if isinstance(q_offset, torch.Tensor):
+    if isinstance(q_offset, Tensor):
         found.append({"b": q_offset.numel()})
     depends = {symbol for mask in masks for symbol in mask.symbols}
     batches, heads = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -192,7 +191,7 @@ def rasterize(
     pairs, shares, estimated = _shares(slices, step)
     whole = slices[0] if against is None else selection.slice(mask)
     offset = whole.context.q_offset
-    first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, torch.Tensor) else offset
+    first = int(offset[min(batch, offset.numel() - 1)]) if isinstance(offset, Tensor) else offset
     return Picture(
         text=shortened(mask.spoken()) if against is None else f"A: {shortened(mask.spoken())}\nB: {shortened(against.spoken())}",
         q_len=queries,
