@@ -22,7 +22,7 @@ from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.plotting.annotations import FrameOptions, LabelOptions, Tokens
 from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, panel_notes, picture_suffix, title_lines
-from flexmask.plotting.mpl.drawing import MAX_SQUARES, draw_cells
+from flexmask.plotting.mpl.drawing import draw_cells
 from flexmask.plotting.mpl.legend import band_room, draw_legend, entries_of, label_axes, label_room, legend_lines, token_room
 from flexmask.plotting.palette import INK
 from flexmask.plotting.raster import Picture
@@ -179,8 +179,7 @@ def _fit(shown: Picture, square: float, longest: float, width: float | None) -> 
     """Width and height of the cells in inches, with the sizes of a square and of the longer side at most, or of a width."""
     if width is not None:
         return width, max(width * shown.q_len / shown.kv_len, SHORTEST)
-    longer = max(shown.q_len, shown.kv_len)
-    scale = min(square, longest / longer) if longer <= MAX_SQUARES else longest / longer
+    scale = min(square, longest / max(shown.q_len, shown.kv_len))
     return max(shown.kv_len * scale, SHORTEST), max(shown.q_len * scale, SHORTEST)
 
 
