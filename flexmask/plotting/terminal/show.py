@@ -61,7 +61,7 @@ def print_drawing(shown: Picture | Sheet, *, console: Console, legend: bool = Tr
     for line in lines:
         if canvas.plain:
             line.rstrip()
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _picture_lines(shown: Picture, canvas: Canvas, legend: bool) -> list[Text]:
