@@ -77,16 +77,14 @@ class MaskSlice:
         """
         fraction = np.zeros(least.shape)
         draw = np.random.default_rng(0)
-        q, kv = (
+        queries, keys = (
             np.concatenate([draw.integers(start, min(start + size, length), SAMPLES) for start in range(0, length, size)])
             for length, size in zip((self.context.q_len, self.context.kv_len), step, strict=True)
         )
+        q, kv = (torch.from_numpy(index).to(self.context.device) for index in (queries, keys))
         for (top, bottom), (left, right) in self._undecided(least, most, step):
-            queries, keys = (
-                torch.from_numpy(index[start * SAMPLES : stop * SAMPLES]).to(self.context.device)
-                for index, start, stop in ((q, top, bottom), (kv, left, right))
-            )
-            cells = self._cells(queries, keys).reshape(bottom - top, SAMPLES, right - left, SAMPLES)
+            cells = self._cells(q[top * SAMPLES : bottom * SAMPLES], kv[left * SAMPLES : right * SAMPLES])
+            cells = cells.reshape(bottom - top, SAMPLES, right - left, SAMPLES)
             fraction[top:bottom, left:right] = cells.mean((1, 3))
         return fraction
 
