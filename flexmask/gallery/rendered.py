@@ -105,8 +105,7 @@ def python(entry: Entry) -> str:
             data.append(f"# A model computes it, e.g. {name} = {entry.computed[name]}")
         written = _written(value)
         data.append(f"{name} = table({written})" if name in writer.tables else f"{name} = {written}")
-    used = writer.used | ({"table"} if writer.tables else set())
-    modules = {"flexmask": used & {*flexmask.__all__}, "flexmask.masks": used - {*flexmask.__all__}}
+    modules = {"flexmask": writer.used & {*flexmask.__all__}, "flexmask.masks": writer.used - {*flexmask.__all__}}
     imports = [f"from {module} import {', '.join(sorted(found))}" for module, found in modules.items() if found]
     lengths = [str(entry.q_len)] if entry.kv_len == entry.q_len else [str(entry.q_len), str(entry.kv_len)]
     if entry.q_offset:
@@ -141,6 +140,7 @@ class _Python(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if isinstance(node.value, ast.Name):
             self.tables.add(node.value.id)
+            self.used.add("table")
         return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
