@@ -116,9 +116,9 @@ def key_labels(kv_len: int, tokens: Tokens | None, kv_tokens: Tokens | None) -> 
 def picture_lengths(mask: Mask, q_len: int | None, kv_len: int | None, options: LabelOptions) -> tuple[int, int]:
     """The lengths: as given, with ``kv_len=q_len`` by default; else from the tokens; else from the mask's data."""
     tokens, kv_tokens, offset = options.get("tokens"), options.get("kv_tokens"), options.get("q_offset", 0)
-    keys = tokens if kv_tokens is None else kv_tokens
+    keys, name = (tokens, "tokens") if kv_tokens is None else (kv_tokens, "kv_tokens")
     if kv_len is None and keys is not None:
-        kv_len = len(_split(keys))
+        kv_len = len(_split(keys, name))
     if q_len is None and tokens is not None:
         q_len = len(_split(tokens)) - (offset if isinstance(offset, int) else 0)
     q_len, kv_len = (n if n is None else checked_int(n, name, least=None) for name, n in (("q_len", q_len), ("kv_len", kv_len)))

@@ -159,6 +159,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[FlexmaskError], str]] = [
         RenderError,
         "tokens must label each of the 4 positions, got 3",
     ),
+    ("no keys", lambda: rasterize(fm.full(), 2, kv_tokens=[]), OperandError, r"^kv_tokens must be a string .* one, got \[\]"),
     ("too few keys", lambda: rasterize(fm.causal(), 2, 3, kv_tokens="a b"), RenderError, "kv_tokens .* 3 positions, got 2"),
     ("one list for two lengths", lambda: rasterize(fm.causal(), 2, 3, tokens="a b"), RenderError, "tokens .* 3 positions"),
     ("numbers", lambda: rasterize(fm.causal(), tokens=[1, 2]), OperandError, r"tokens must be .* got \[1, 2\]"),  # type: ignore[list-item]
