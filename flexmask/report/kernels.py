@@ -56,7 +56,9 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
     else:
         sizes = [" x ".join(map(str, flash_block_size(generation, context.q_len))) for generation in (9, 10)]
         bits += f"; blocks of {sizes[0]} on Hopper, {sizes[1]} on Blackwell, for heads of up to 128 channels"
-        chosen = "flash where FlashAttention 4 is installed and takes the call, else flex" if context.q_len >= TILE else "flex"
+        chosen = f"flex, as there are fewer than {TILE} queries"
+        if context.q_len >= TILE:
+            chosen = "flash where FlashAttention 4 is installed and takes the call, else flex"
     are_runs = fused is not None and not context.q_len % 128
     blocks = []
     for size in SIZES:

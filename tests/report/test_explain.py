@@ -356,6 +356,7 @@ def test_kernels() -> None:
     assert lines["SDPA alone"] == "no: it needs this mask as a tensor"
     decoding = dict(fm.explain(fm.causal(), 1, 64, q_offset=63, kernel=True).kernel)
     assert decoding["SDPA alone"] == "scaled_dot_product_attention without a mask"
+    assert decoding["on CUDA"] == "backend='auto' takes flex, as there are fewer than 128 queries"
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["lists"].startswith("the blocks of a row are neighbors")
     assert dict(fm.explain(fm.causal(), 256, kernel=True).kernel)["cells"].endswith(", computed from q")
     assert dict(fm.explain(fm.causal(), 257, kernel=True).kernel)["lists"] == "FlexAttention reads the place of each block"
