@@ -40,11 +40,11 @@ def require(condition: Callable[[], Tensor], device: torch.device, message: str,
 
 
 def check(condition: Callable[[], Tensor], tensor: Tensor, message: str, given: Callable[[], str]) -> None:
-    """An error unless a condition on a tensor holds: at once where values can be read, in a graph as :func:`require`.
+    """An error unless a condition on a tensor holds: at once where its values can be read, in a graph as by :func:`require`.
 
     Args:
         condition: gives truth values, all of which must be True.
-        tensor: what has the values.
+        tensor: what the condition reads.
         message: of the error.
         given: what was given, behind the message of the error that is raised at once.
 

@@ -68,7 +68,7 @@ class _Loader:
     Attributes:
         lock: held while plugins are loaded.
         has_begun: whether they are loaded, or that goes on.
-        package: the one that is loaded now.
+        package: the one whose plugin is being imported; None at other times.
         during: for each name that was registered during loading, the package that was loaded then.
         clash: the first name that two packages have, and these packages.
     """
@@ -225,8 +225,8 @@ def origin(name: str) -> Origin:
 
 
 def package_of(module: str) -> str:
-    """The installed package whose entry points name a module, or a module next to it; else the plugin that is loaded, or the
-    module's top package.
+    """The installed package whose entry points name a module, or a module next to it; else the one whose plugin is
+    being imported, or the module's top package.
     """
     entry = _entry_of(module)
     return (_loader.package or module.split(".")[0]) if entry is None else _package(entry)

@@ -29,8 +29,10 @@ class BlockSets(BlockLayout):
 
     def covered(self, rows: Rows) -> Rows:
         width = self.kv_blocks
+        if not self.may_have_full_blocks:
+            return Rows.nothing(width, rows.lo.device).expand(rows.lo.shape[0], rows.lo.shape[1], self.q_blocks)
         start, stop = ceil_div(rows.lo, self.kv_size), floor_div(rows.hi, self.kv_size)
-        if rows.slots == 1 and rows.lo.shape[2] > 1 and self.may_have_full_blocks:  # the intersection of intervals is an interval
+        if rows.slots == 1 and rows.lo.shape[2] > 1:  # the intersection of intervals is an interval
             start, stop = self.in_block_rows(start, width).amax(3), self.in_block_rows(stop, 0).amin(3)
             return Rows.spans(start.squeeze(-1), stop.squeeze(-1), width)
         empty = start >= stop

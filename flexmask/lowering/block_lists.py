@@ -166,26 +166,34 @@ def _packed_lists(sets: list[Rows]) -> list[BlockList]:
 
     Only the first ``num_blocks`` indices of a row are defined. So the indices of a row start at a fixed distance from those of
     the row above, and the view of a row reads on into the rows below: every value there is the index of some block. The
-    distance is a power of two, so that few masks differ in it.
+    distance is a power of two, so that few masks differ in it. The last row of each head has room for all blocks: it is long
+    where the last queries fill no block, of which none is full.
     """
     for pitch in (0, 1) if all(rows.slots == 1 for rows in sets) else ():
         diagonals = [_diagonal_indices(rows, pitch) for rows in sets]
         if None not in diagonals:
             pairs = zip(sets, diagonals, strict=True)
             return [(rows.counts().to(torch.int32), indices) for rows, indices in pairs if indices is not None]
-    most = max(int(rows.counts().max()) for rows in sets)
+    most = max(most_above(rows.counts()) for rows in sets)
     pitch = min(sets[0].kv_len, max(LEAST_PITCH, 1 << (most - 1).bit_length()))
     return [_spaced_list(rows, pitch) for rows in sets]
 
 
+def most_above(number: Tensor) -> int:
+    """The most members of a row that is not the last one of its head, at least 1; forces a host sync."""
+    return max(1, int(number[..., :-1].max())) if number.shape[-1] > 1 else 1
+
+
 def _spaced_list(rows: Rows, pitch: int) -> BlockList:
-    """A list whose rows start at a distance of ``pitch``; no row has more members."""
+    """A list whose rows start at a distance of ``pitch``; no row has more members, but for the last one of each head."""
     shape, width, count = rows.lo.shape[:3], rows.kv_len, rows.counts()
     if rows.slots == 1:
-        size = count.numel() * pitch
-        storage = torch.zeros(size + width - pitch, dtype=torch.int32, device=count.device)
-        run = torch.arange(pitch, dtype=torch.int32, device=count.device)
-        torch.add(rows.lo, run, out=storage[:size].view(*shape, pitch)).clamp_(max=width - 1)
+        storage = torch.zeros((*shape[:2], shape[2] * pitch + width - pitch), dtype=torch.int32, device=count.device)
+        run = torch.arange(width, dtype=torch.int32, device=count.device)
+        above = storage[..., : shape[2] * pitch].unflatten(-1, (shape[2], pitch))
+        torch.add(rows.lo, run[:pitch], out=above).clamp_(max=width - 1)
+        if pitch < width:
+            torch.add(rows.lo[:, :, -1], run[pitch:], out=storage[..., shape[2] * pitch :]).clamp_(max=width - 1)
         indices = _with_pitch(storage, torch.Size((*shape, width)), pitch)
     else:
         entries = Entries.from_rows(rows)
@@ -195,14 +203,22 @@ def _spaced_list(rows: Rows, pitch: int) -> BlockList:
 
 
 def pack(values: Tensor, row: Tensor, rank: Tensor, shape: torch.Size, pitch: int) -> Tensor:
-    """Values at ranks of rows in a view of a shape ``[..., rows, columns]`` whose rows start at a distance of ``pitch``."""
-    storage = values.new_zeros(shape[:-1].numel() * pitch + shape[-1] - pitch)
-    return _with_pitch(storage.scatter_(0, row * pitch + rank, values), shape, pitch)
+    """Values at ranks of rows in a view ``[..., rows, columns]`` whose rows start at a distance of ``pitch``.
+
+    The last row of each ``[rows, columns]`` has room for all columns, so that its ranks may be beyond ``pitch``.
+    """
+    *groups, height, width = shape
+    size = (height - 1) * pitch + width
+    storage = values.new_zeros(math.prod(groups) * size)
+    at = row.div(height, rounding_mode="floor") * size + row.remainder(height) * pitch + rank
+    return _with_pitch(storage.scatter_(0, at, values), shape, pitch)
 
 
 def _with_pitch(storage: Tensor, shape: torch.Size, pitch: int) -> Tensor:
-    strides = [shape[axis + 1 : -1].numel() * pitch for axis in range(len(shape) - 1)]
-    return storage.as_strided(shape, (*strides, 1))
+    *groups, height, width = shape
+    size = (height - 1) * pitch + width
+    strides = [math.prod(groups[axis + 1 :]) * size for axis in range(len(groups))]
+    return storage.as_strided(shape, (*strides, pitch, 1))
 
 
 def _diagonal_indices(rows: Rows, pitch: int) -> Tensor | None:

@@ -53,7 +53,7 @@ def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
     for high in highs:
         if isinstance(high, ReadEnd) or high[0] != 1:
             tests.append(kv_idx < key_of(high, row))
-        else:  # saves an instruction, but an end with a known divisor is tested for several keys at once by <
+        else:  # kv <= q saves an instruction, but an end with a known divisor is tested for several keys at once by <
             last = position((1, high[1] - 1), row[2])
             tests.append(last >= kv_idx if last is row[2] else kv_idx <= last)  # q >= kv as by hand, which is the same kernel
     return reduce(operator.and_, tests) if tests else kv_idx >= 0

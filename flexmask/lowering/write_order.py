@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._checks import check_flag
 from flexmask.blocks.layout import rank_in_row
 from flexmask.errors import LoweringError
-from flexmask.lowering.block_lists import BlockList, pack
+from flexmask.lowering.block_lists import BlockList, most_above, pack
 
 
 def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
@@ -83,4 +83,4 @@ def _members(number: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _pitch(number: Tensor, indices: Tensor) -> int:
     """The distance of rows in storage for values of a list: packed where the list is."""
-    return indices.shape[-1] if indices.is_contiguous() else max(1, int(number.max()))
+    return indices.shape[-1] if indices.is_contiguous() else most_above(number)

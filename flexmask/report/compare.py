@@ -93,8 +93,9 @@ def difference(
     for place, part in enumerate((mask, other)):  # the tensors of either may be on a device that the other is not bound to
         if contexts[place].device != where:
             contexts[place] = bind(part, q_len, kv_len, batch, heads, q_offset, where)
-    bind(And.make((mask, other)), q_len, kv_len, batch, heads, q_offset, where)  # refuses masks for two sizes
     sizes = [max(context.batch for context in contexts), max(context.heads for context in contexts)]
+    if any([context.batch, context.heads] != sizes for context in contexts):
+        bind(And.make((mask, other)), q_len, kv_len, batch, heads, q_offset, where)  # raises where the data is for two sizes
     shape = sizes[0], sizes[1], q_len
     bounds = [analyze(context) for context in contexts]
     if all(part.exact for part in bounds):
