@@ -92,7 +92,8 @@ def _segment_ends(lengths: Any, parents: Any) -> Table:
     for name, data in (("lengths", lengths), ("parents", parents)):
         if not isinstance(data, Literal) or data.truth or len(data.size) not in (1, 2):
             raise OperandError(
-                f"prefix_tree: {name} must be a list of integers [n] or [B, n]: write tensor.tolist(), or give position_ids="
+                f"prefix_tree: {name} must be a list of integers [n] or [B, n]: write tensor.tolist(), or give position_ids=, "
+                "which may be a parameter of a plan"
             )
     if lengths.size != parents.size:
         raise ExpressionError(
@@ -180,7 +181,10 @@ def _spans(parents: Any) -> tuple[Table, Table]:
     One node is an ancestor of another where its span holds the place of the other, so that no table of all pairs is needed.
     """
     if not isinstance(parents, Literal) or parents.truth or len(parents.size) not in (1, 2):
-        raise OperandError("tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=")
+        raise OperandError(
+            "tree: parents must be a list of integers [N] or [B, N]; write tensor.tolist(), or give ancestors=, which may be a "
+            "parameter of a plan"
+        )
     first, behind = zip(*map(_walked, parents.rows()), strict=True)
     return of_rows(first, parents, "tree: parents"), of_rows(behind, parents, "tree: parents")
 

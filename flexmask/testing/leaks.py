@@ -129,6 +129,10 @@ def assert_no_leak(
             )
     call = Call(function, inputs, draw, missing_arguments(function, [name for name in inputs if name != "x"]))
     call.check()
+    for source, other in mixed_sequences(call):
+        raise AssertionError(
+            f"sequence {source} of the batch changes the output of sequence {other}; the sequences of a batch must be independent"
+        )
     rules = [_Rule("x", masks, layers, heads)]
     if context is not None:
         around = None if self_mask is None else as_mask(self_mask, "self_mask", device=where)
@@ -136,10 +140,6 @@ def assert_no_leak(
         rules += [] if around is None else [_Rule("x", [around], layers, heads)]
     for rule in rules:
         _check(call, rule)
-    for source, other in mixed_sequences(call):
-        raise AssertionError(
-            f"sequence {source} of the batch changes the output of sequence {other}; the sequences of a batch must be independent"
-        )
 
 
 @dataclass(frozen=True)

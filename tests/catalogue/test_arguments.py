@@ -145,7 +145,7 @@ def test_refused(text: str, message: str) -> None:
 
 
 def test_parents_on_a_device_are_refused() -> None:
-    with pytest.raises(OperandError, match=r"write tensor.tolist\(\), or give ancestors="):
+    with pytest.raises(OperandError, match=r"write tensor.tolist\(\), or give ancestors=, which may be a parameter of a plan"):
         fm.masks.tree(parents=torch.tensor([-1, 0]))
 
 

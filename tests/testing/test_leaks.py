@@ -395,6 +395,15 @@ def test_sequences_that_meet() -> None:
     )
 
 
+def test_sequences_that_meet_are_named_before_what_follows_from_it() -> None:
+    """Padding of one sequence reaches the other one, in which the position is no padding."""
+    model, mask = Decoder(1, "norm over the batch"), fm.causal() & fm.key_padding([len(TOKENS[0]), 2])
+    check_fails(
+        lambda: assert_no_leak(lambda tokens: model(tokens, mask), mask, TOKENS),
+        "sequence 0 of the batch changes the output of sequence 1",
+    )
+
+
 def test_picture_of_leaks() -> None:
     message = check_fails(lambda: assert_no_leak(lambda x: LAYER(x, fm.causal(offset=1)), fm.causal(), X[:1, :4]))
     assert message.startswith(
