@@ -31,7 +31,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 OFTEN = [
     *("a gap in each row", "four intervals", "not separable, with full blocks", "ragged, of two lengths"),
     *("fewer queries than keys", "grouped heads that differ", "heads of 64, values of 32", "views of one projection", "scores"),
-    *("packed lists of heads", "packed lists, read off a range", "decoding, packed lists", "decoding with gradients"),
+    *("packed lists of heads", "packed lists, read off a range", "packed lists, the last row is longest"),
+    *("decoding, packed lists", "decoding with gradients"),
 ]
 FORWARD, BACKWARD = "fused_flex_attention", "fused_flex_attention_backward"
 
