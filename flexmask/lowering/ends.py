@@ -35,7 +35,9 @@ Row: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 def key_of(end: Place | ReadEnd, row: Row) -> Tensor | int:
     """The key of an end of a row."""
-    return end.tensor[tuple([row[axis] for axis in end.axes])] if isinstance(end, ReadEnd) else position(end, row[2])
+    if not isinstance(end, ReadEnd):
+        return position(end, row[2])
+    return end.tensor[tuple([row[axis] for axis in end.axes])] if end.axes else end.tensor  # torch 2.11 refuses tensor[()]
 
 
 def position(place: Place, q_idx: Tensor) -> Tensor | int:
