@@ -18,6 +18,8 @@ settings.register_profile("all", **ALWAYS, derandomize=True, max_examples=1000)
 settings.register_profile("explore", **ALWAYS, max_examples=2000)
 settings.load_profile("default")
 
+gc.disable()  # until all is imported and collected, of which nothing is garbage
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores among themselves
     import torch  # not in their parent, which runs no test
 
@@ -36,12 +38,18 @@ def pytest_collection_finish() -> None:
 
     Graphs are many small objects, and looking for garbage among them takes an eighth of the time of the tests by default.
     """
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    gc.set_threshold(500_000, 20, 20)
+    gc.enable()
     # Dynamo empties the processor's cache after each compilation, to time the guards for a log.
     if guards := sys.modules.get("torch._dynamo.guards"):
         vars(guards)["profile_guard_manager"] = lambda *_: 0.0
+
+
+def pytest_sessionfinish() -> None:
+    """Garbage is looked for once at the end, where pytest does so five times."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

@@ -109,18 +109,19 @@ def agreement(
         OperandError: what is no list of them, or a tolerance that is no number; or the reference, as :func:`reference_cells`.
         LoweringError: a backend that supports none of the dtypes, nor bfloat16.
     """
-    wanted = reference_cells(setting)
-    yield from check_lowerings(setting, wanted, block_size)
     names = own_backends(setting) if backends is None else backends
     for argument, given, example in (("backends", names, '["sdpa"]'), ("dtypes", dtypes, "[torch.float32]")):
         if not isinstance(given, list | tuple):
             raise OperandError(f"{argument} must be a list, e.g. {argument}={example}, got {kind_of(given)}")
+    for dtype in dtypes:
+        if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
+            raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
     if tolerance is not None:
         checked_number(tolerance, "tolerance")
-    for backend in map(get_backend, names):
-        for dtype in dtypes:
-            if not isinstance(dtype, torch.dtype) or dtype not in TOLERANCE:
-                raise ExpressionError(f"dtypes are {', '.join(map(str, TOLERANCE))}, got {dtype}")
+    chosen = [get_backend(name) for name in names]
+    wanted = reference_cells(setting)
+    yield from check_lowerings(setting, wanted, block_size)
+    for backend in chosen:
         supported = [dtype for dtype in dtypes if backend.reason_against(_example(setting, dtype)) is None]
         for dtype in supported or ([torch.bfloat16] if dtypes else []):
             yield from _check(setting, wanted, backend, dtype, tolerance)

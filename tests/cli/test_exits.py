@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flexmask.cli import main
+from tests.support.exhaustive import exhaustive
 
 MODULE = '''
 import os
@@ -179,7 +180,10 @@ ANSWERS = ["list", "list --json", "list causal", "--help", "list --help", "--ver
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     ("arguments", "streams", "code"),
-    [(ANSWERS[(place + turn) % 6], *row) for place, row in enumerate(STREAMS) for turn in (0, 3)],
+    [
+        *((ANSWERS[place], *row) for place, row in enumerate(STREAMS)),
+        *exhaustive((ANSWERS[(place + 3) % 6], *row) for place, row in enumerate(STREAMS)),
+    ],
 )
 def test_an_answer_that_cannot_be_written_is_none(arguments: str, streams: str, code: int) -> None:
     done = subprocess.run(f"{sys.executable} -m flexmask {arguments} {streams}", shell=True, capture_output=True, text=True)

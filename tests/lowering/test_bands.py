@@ -17,6 +17,7 @@ from flexmask.intervals.bands import Band, End
 from flexmask.lowering.mask_mod import Form
 from tests.support.examples import EXAMPLES
 from tests.support.exhaustive import each_run
+from tests.support.lowerings import lowered
 from tests.support.strategies import Case, Shape
 
 READ: Literal["read"] = "read"
@@ -269,9 +270,9 @@ def cells(mask_mod: Any, *sizes: int) -> Tensor:
 @pytest.mark.usefixtures("elsewhere")
 def test_bands(name: str) -> None:
     text, band, meaning = BANDS[name]
-    lowered, (q, kv) = fm.plan(text, 5, 8, batch=1)(), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
-    assert lowered.band == band_of(band)
-    for found in (lowered.dense(), cells(lowered.triton_block_mask.mask_mod, 1, 1, 5, 8)):
+    plan, (q, kv) = lowered(fm.parse(text), 5, 8, batch=1), torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+    assert plan.band == band_of(band)
+    for found in (plan.dense(), cells(plan.triton_block_mask.mask_mod, 1, 1, 5, 8)):
         assert torch.equal(found[0, 0], meaning(q, kv))
 
 

@@ -14,6 +14,7 @@ import flexmask as fm
 from flexmask.lowering.triton import MOST_JOINT, is_between
 from tests.lowering.test_bands import BANDS, READ, cells, computed_by, tensors_of
 from tests.support.exhaustive import each_run, one_in
+from tests.support.lowerings import lowered
 
 # ---------------------------------------------------------------- both ends of an interval
 
@@ -56,7 +57,7 @@ def test_masks(text: str) -> None:
     mask = fm.parse(text)
     wanted = mask.dense(8, batch=2).expand(2, 1, 8, 8)
     indices = torch.meshgrid(*(torch.arange(size, dtype=torch.int32) for size in (2, 1, 8, 8)), indexing="ij")
-    for found in (mask.mask_mod(8, batch=2, form="triton"), mask.plan(8, batch=2)().triton_block_mask.mask_mod):
+    for found in (mask.mask_mod(8, batch=2, form="triton"), lowered(mask, 8, batch=2).triton_block_mask.mask_mod):
         assert is_joint(found) == JOINT[text]
         assert torch.equal(cells(found, 2, 1, 8, 8), wanted)
         assert torch.equal(found(*indices).expand(2, 1, 8, 8), wanted)
@@ -88,10 +89,10 @@ def test_longer_masks_compare_each_end(kv_len: int) -> None:
 def test_cells_and_intervals() -> None:
     """FlashAttention 4 takes both, so that each end is compared."""
     mask = fm.document([0, 0, 1, 1, 1, 1], contiguous=True) & fm.causal() & fm.key_padding(keep=torch.tensor([1, 0, 1, 1, 0, 1]))
-    lowered = mask.plan(6)()
-    assert lowered.cells is not None
-    assert not is_joint(tensors_of(lowered.triton_block_mask.mask_mod)["one"])
-    assert torch.equal(cells(lowered.triton_block_mask.mask_mod, 1, 1, 6, 6), mask.dense(6))
+    plan = lowered(mask, 6)
+    assert plan.cells is not None
+    assert not is_joint(tensors_of(plan.triton_block_mask.mask_mod)["one"])
+    assert torch.equal(cells(plan.triton_block_mask.mask_mod, 1, 1, 6, 6), mask.dense(6))
 
 
 # ---------------------------------------------------------------- classes
@@ -130,9 +131,9 @@ CLASSES = {
 @pytest.mark.usefixtures("elsewhere")
 def test_classes(text: str) -> None:
     mask = fm.parse(text)
-    wanted, lowered = mask.dense(6), mask.plan(6)()
-    assert bool(lowered.classes) == CLASSES[text]
-    for found in (mask.mask_mod(6, form="triton"), lowered.triton_block_mask.mask_mod):
+    wanted, plan = mask.dense(6), lowered(mask, 6)
+    assert bool(plan.classes) == CLASSES[text]
+    for found in (mask.mask_mod(6, form="triton"), plan.triton_block_mask.mask_mod):
         assert torch.equal(cells(found, 1, 1, 6, 6), wanted)
         assert ("intervals" not in tensors_of(found)) == CLASSES[text]
 
@@ -158,7 +159,7 @@ CROSSED: dict[str, Callable[[int, int], fm.Mask]] = {
 def test_classes_of_other_numbers_of_keys(name: str, sizes: tuple[int, int]) -> None:
     q_len, kv_len = sizes
     mask = CROSSED[name](*sizes)
-    for found in (mask.mask_mod(q_len, kv_len, form="triton"), mask.plan(q_len, kv_len)().triton_block_mask.mask_mod):
+    for found in (mask.mask_mod(q_len, kv_len, form="triton"), lowered(mask, q_len, kv_len).triton_block_mask.mask_mod):
         assert "intervals" not in tensors_of(found)
         assert torch.equal(cells(found, 1, 1, q_len, kv_len), mask.dense(q_len, kv_len))
 

@@ -198,8 +198,8 @@ def test_code_of_inductor_for_20_sizes(name: str, dynamic: bool | None) -> None:
 TRACED = ["ids, evaluated cell by cell", "heads"]
 #: Those that each run has elsewhere: the first two in the tests of 20 sizes, windows in `sink`.
 ELSEWHERE = ["cu_seqlens", "padded", "window"]
-#: Those that are not slow.
-QUICK = ["contiguous ids", "sink"]
+#: The one that is not slow.
+QUICK = ["sink"]
 UNTRACED = [name for name in MASKS if name not in TRACED + ELSEWHERE + QUICK]
 
 

@@ -42,7 +42,7 @@ def has_cells(mask: Mask, length: int) -> bool:
     return lowered.cells is not None and lowered.cells.shape[2] == length
 
 
-@pytest.mark.parametrize("name", one_in(3, MASKS))
+@pytest.mark.parametrize("name", one_in(5, MASKS))
 def test_named_masks(name: str) -> None:
     """A mask that a plan evaluates cell by cell is in the list under "Plans" of docs/host_syncs.md, and no other."""
     assert has_cells(MASKS[name](SHORT, "meta"), SHORT) == (name in documented())

@@ -124,7 +124,7 @@ def test_drawn_pixels_are_the_mask(mask: Mask, length: int) -> None:
     assert ((image[..., 3] == 0) | (image[..., 3] == 1)).all()
 
 
-@pytest.mark.parametrize(("ending", "tokens"), one_in(2, ["png", "svg", "pdf"], [16, 200]))
+@pytest.mark.parametrize(("ending", "tokens"), one_in(3, ["png", "svg", "pdf"], [16, 200]))
 def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) -> None:
     mask = fm.causal() & fm.document(packed(tokens, 5))
     first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"
@@ -202,6 +202,7 @@ def test_golden_scores(tmp_path: Path) -> None:
     assert_golden("score_heads", tmp_path, lambda path: save(score_sheet(weights, mask, tokens=tokens), path))
 
 
+@pytest.mark.exhaustive
 def test_golden_images_would_show_one_wrong_cell(tmp_path: Path) -> None:
     mask, options = GOLDEN["packed_blocks"]
     wrong = mask ^ ((fm.q == 23) & (fm.kv == 22))

@@ -476,7 +476,7 @@ SHOWN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "on", "width"), one_in(3, SHOWN, ["pipe", "ascii", "truecolor"], [20, 61, 200]))
+@pytest.mark.parametrize(("options", "on", "width"), one_in(5, SHOWN, ["pipe", "ascii", "truecolor"], [20, 61, 200]))
 def test_lines_fit_the_width(width: int, on: str, options: dict[str, Any]) -> None:
     for lengths in ((3, 5), (30, 30), (65, 20), (500, 700), (1, 5000), (3000, 2)):
         mask = fm.causal(align="lower_right") & fm.key_padding(lengths[1] - 1) & fm.document(lengths=[1, max(lengths) - 1])

@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask as fm
 from flexmask.errors import LoweringError
+from flexmask.intervals.bind import bind
+from flexmask.plans import LoweredMask
+from flexmask.plans.capture import lower
 from tests.support import oracle
 from tests.support.strategies import Case, Shape
 
@@ -49,6 +52,11 @@ def check_rows(case: Case, shape: Shape, expected: torch.Tensor) -> None:
     assert not (expected & ~upper).any(), "the upper bound hides a key that is visible"
     assert not found.exact or torch.equal(lower, upper)
     assert torch.equal(found.lower.counts().expand(lower.shape[:3]), lower.sum(dim=-1))
+
+
+def lowered(mask: fm.Mask, q_len: int, kv_len: int | None = None, **options: Any) -> LoweredMask:
+    """What the plan of a mask gives at some lengths, without a graph, whose capture takes ten times as long."""
+    return lower(bind(mask, q_len, kv_len, **options), (128, 128))
 
 
 def grid(shape: Shape) -> tuple[torch.Tensor, ...]:
