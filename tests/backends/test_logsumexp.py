@@ -18,7 +18,7 @@ from flexmask.backends import Backend, backend, choose_backend, register_backend
 from flexmask.backends.dropout import dropout_cells
 from flexmask.errors import LoweringError, OperandError
 from tests.support import oracle
-from tests.support.exhaustive import exhaustive
+from tests.support.exhaustive import exhaustive, one_in
 
 Outputs: TypeAlias = tuple[Tensor, Tensor]
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -90,9 +90,7 @@ def check(found: Outputs, wanted: Outputs, tensors: Tensors, *, out_only: bool =
             torch.testing.assert_close(one.double(), other.double(), rtol=10 * near, atol=10 * near)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "options", "dtype"), one_in(2, MASKS, OPTIONS, [torch.float64, torch.float32]), ids=str)
 def test_against_dense_attention(name: str, options: str, dtype: torch.dtype) -> None:
     tensors = inputs(dtype)
     found = attention(*tensors, MASKS[name], backend="sdpa", return_lse=True, **OPTIONS[options])
@@ -249,8 +247,7 @@ def merged(tensors: Tensors, mask: Mask | None, edges: Sequence[int], **options:
     return merge_attention(outputs, lses)
 
 
-@pytest.mark.parametrize("edges", [(0, 50), (0, 25, 50), (0, 3, 30, 50), (0, 1, 2, 40, 50)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "edges"), one_in(2, MASKS, [(0, 50), (0, 25, 50), (0, 3, 30, 50), (0, 1, 2, 40, 50)]), ids=str)
 def test_parts_of_the_keys_are_the_whole(name: str, edges: Sequence[int]) -> None:
     for dtype in (torch.float64, torch.float32):
         tensors = inputs(dtype)

@@ -89,7 +89,7 @@ def test_longer_masks_compare_each_end(kv_len: int) -> None:
 def test_cells_and_intervals() -> None:
     """FlashAttention 4 takes both, so that each end is compared."""
     mask = fm.document([0, 0, 1, 1, 1, 1], contiguous=True) & fm.causal() & fm.key_padding(keep=torch.tensor([1, 0, 1, 1, 0, 1]))
-    plan = lowered(mask, 6)
+    plan = mask.plan(6)()
     assert plan.cells is not None
     assert not is_joint(tensors_of(plan.triton_block_mask.mask_mod)["one"])
     assert torch.equal(cells(plan.triton_block_mask.mask_mod, 1, 1, 6, 6), mask.dense(6))
