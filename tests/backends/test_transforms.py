@@ -125,7 +125,7 @@ def penalty(attend: Attend, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def pairs(variants: list[str]) -> list[Any]:
-    """Every mask as it is, and variants of a fused mask, one of intervals and one of cells, of which each run takes one in turn."""
+    """Every mask as it is, and variants of a fused mask, one of intervals and one of cells, which each run takes in turn."""
     plain = [(name, "plain") for name in MASKS]
     return [*plain, *one_in(3, ["causal", "rows without a key", "cells of one head"], variants)]
 
